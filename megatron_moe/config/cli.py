@@ -1,0 +1,162 @@
+"""The command line, made from the schema: one field is one flag.
+
+Precedence: flags, then `--config FILE`, then `--preset NAME`, then the schema's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_moe.config import schema, yaml_file
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import Field, all_fields, from_text, suggestion
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run
+
+# Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
+SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
+
+
+def parse(argv: Sequence[str]) -> Run:
+    """The run that a command line asks for; its values are typed, their combination is `rules.check`'s matter.
+
+    Raises:
+        ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
+        SystemExit: with status 0, after printing the help.
+    """
+    parser = _build_parser()
+    words, extra = parser.parse_known_args(list(argv))
+    if extra:
+        raise ConfigError(_unknown(extra[0], parser))
+    given = vars(words)
+    preset, path = given.pop("preset", None), given.pop("config", None)
+    flat = dict(_preset(preset)) if preset is not None else {}
+    if path is not None:
+        flat |= yaml_file.read(path)
+    flat |= {name: _joined(all_fields()[name], value) for name, value in given.items()}
+    return schema.build(flat)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit, because every rank parses and only one may speak."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help in two columns as wide as the terminal, so that each flag's text is found beside it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
+
+
+def _build_parser() -> _Parser:
+    """One argument group per section; nothing has a default, so that what was not typed is not in the result."""
+    parser = _Parser(
+        prog="pretrain_moe.py",
+        usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--config FILE] [flags]",
+        description="Pre-train a mixture-of-experts transformer.",
+        epilog="Flags win over --config, --config wins over --preset. The word `none` unsets a flag that has no default.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_Formatter,
+    )
+    start = parser.add_argument_group("start from")
+    start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
+    start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
+    for section, cls in schema.sections().items():
+        group = parser.add_argument_group(section, " ".join((cls.__doc__ or "").split()))
+        for field in all_fields().values():
+            if field.section == section:
+                _add(group, field)
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, field: Field) -> None:
+    help_text = _help(field)
+    if field.is_bool:
+        opposite = [flag for flag, (name, value) in SPELLINGS.items() if name == field.name and value is False]
+        group.add_argument(field.flag, dest=field.name, action="store_true", help=help_text)
+        negatives = [field.negative_flag, *opposite]
+        group.add_argument(*negatives, dest=field.name, action="store_false", help=f"the opposite of {field.flag}")
+        return
+    group.add_argument(
+        field.flag,
+        dest=field.name,
+        type=_Converter(field),
+        nargs="+" if field.repeated else None,
+        metavar=_metavar(field),
+        help=help_text,
+    )
+
+
+class _Converter:
+    """`from_text` for one field, in the form argparse wants.
+
+    argparse turns ValueError, and with it ConfigError, into a message of its own; ArgumentTypeError keeps ours. Under
+    our parser's `error` the flag would then stand there twice, so the message is cut down to the rest.
+    """
+
+    def __init__(self, field: Field) -> None:
+        self.field = field
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return from_text(self.field, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(self.field.flag).strip()) from None
+
+
+def _help(field: Field) -> str:
+    text = field.help + (f" [{field.unit}]" if field.unit else "")
+    if field.default is not None and field.default != "":
+        text += f" (default: {_shown(field.default)})"
+    return text.replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _metavar(field: Field) -> str:
+    if field.choices is not None:
+        return "{" + ",".join(map(str, field.choices)) + "}"
+    return {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
+
+
+def _joined(field: Field, value: Any) -> Any:
+    """A repeated flag's words as a tuple; the single word `none` unsets it."""
+    if not field.repeated:
+        return value
+    if value == [None]:
+        return None
+    if None in value:
+        raise ConfigError(f"{field.flag}: `none` stands among other values; write it alone, to unset the flag")
+    return tuple(value)
+
+
+def _preset(name: str) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}: every value stands behind its flag"
+    flag = word.split("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    prefixed = [option for option in known if option.startswith(flag)] if len(flag) > 3 else []
+    hint = f"; did you mean {prefixed[0]}?" if len(prefixed) == 1 else suggestion(flag.replace("_", "-"), known)
+    return f"unknown flag {flag} (flags may not be shortened){hint or '; --help lists every flag'}"

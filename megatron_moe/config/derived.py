@@ -1,0 +1,278 @@
+"""Quantities that follow from a run's settings: pure functions, one meaning each, shared by every room.
+
+Each trusts that `rules.check` has passed, unless it says otherwise. Letters: H hidden size, F expert width, E experts,
+K experts per token, S sequence length.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+
+# ---- layout
+
+
+def model_ranks(run: Run) -> int:
+    """TP x PP x CP: ranks that one copy of the dense layers takes."""
+    p = run.parallel
+    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+
+def data_parallel_size(run: Run, world_size: int) -> int:
+    """DP: copies of the dense layers."""
+    return world_size // model_ranks(run)
+
+
+def expert_tensor_parallel_size(run: Run) -> int:
+    """ETP: ranks one expert is split over; TP unless the flag says otherwise."""
+    etp = run.parallel.expert_tensor_parallel_size
+    return run.parallel.tensor_model_parallel_size if etp is None else etp
+
+
+def expert_ranks(run: Run) -> int:
+    """EP x ETP x PP: ranks that one copy of the experts takes."""
+    p = run.parallel
+    return p.expert_model_parallel_size * expert_tensor_parallel_size(run) * p.pipeline_model_parallel_size
+
+
+def expert_data_parallel_size(run: Run, world_size: int) -> int:
+    """Copies of the experts; smaller than DP as soon as EP x ETP > TP x CP."""
+    return world_size // expert_ranks(run)
+
+
+def pipeline_layer_counts(run: Run) -> list[int]:
+    """Layers of each pipeline stage, the first and last as their own flags say.
+
+    Raises:
+        ConfigError: if the layers cannot be spread so.
+    """
+    layers, stages = run.model.num_layers, run.parallel.pipeline_model_parallel_size
+    first, last = run.parallel.decoder_first_pipeline_num_layers, run.parallel.decoder_last_pipeline_num_layers
+    # Stages without a count of their own share what is left; with one stage, a count of its own must be all of it.
+    even_stages = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if even_stages < 0 or rest < 0 or (rest != 0 if even_stages == 0 else rest % even_stages != 0):
+        raise ConfigError(
+            f"--num-layers {layers} cannot be spread over --pipeline-model-parallel-size {stages}"
+            f" (first stage: {first or 'even'}, last stage: {last or 'even'})"
+        )
+    counts = [rest // even_stages if even_stages else 0] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return counts
+
+
+def virtual_pipeline_size(run: Run) -> int | None:
+    """VPP: model chunks per pipeline stage; None without the interleaved schedule."""
+    per_chunk = run.parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return None
+    return run.model.num_layers // run.parallel.pipeline_model_parallel_size // per_chunk
+
+
+# ---- batches and schedule
+
+
+def global_batch_size(run: Run, world_size: int) -> int:
+    """Sequences per optimizer step, after any ramp-up; micro-batch-size x DP unless the flag says otherwise."""
+    given = run.training.global_batch_size
+    return run.training.micro_batch_size * data_parallel_size(run, world_size) if given is None else given
+
+
+def num_microbatches(run: Run, world_size: int) -> int:
+    """Micro-batches per rank and optimizer step, after any ramp-up."""
+    return global_batch_size(run, world_size) // (run.training.micro_batch_size * data_parallel_size(run, world_size))
+
+
+def lr_decay_iters(run: Run) -> int | None:
+    """Iterations of the learning rate's decay: the flag, else the whole run; None where neither is set."""
+    given = run.optimizer.lr_decay_iters
+    return run.training.train_iters if given is None else given
+
+
+def lr_warmup_iters(run: Run) -> int:
+    """Iterations of linear warm-up, from the count or from the share of the decay."""
+    if run.optimizer.lr_warmup_fraction is None:
+        return run.optimizer.lr_warmup_iters
+    return int(run.optimizer.lr_warmup_fraction * (lr_decay_iters(run) or 0))
+
+
+# ---- model
+
+
+def params_dtype_name(run: Run) -> str:
+    """Dtype of weights and activations: "bfloat16", "float16" or "float32"."""
+    if run.precision.bf16:
+        return "bfloat16"
+    return "float16" if run.precision.fp16 else "float32"
+
+
+def ffn_hidden_size(run: Run) -> int:
+    """Width of a dense layer's MLP."""
+    given = run.model.ffn_hidden_size
+    return 4 * run.model.hidden_size if given is None else given
+
+
+def moe_ffn_hidden_size(run: Run) -> int:
+    """F: width of one expert."""
+    given = run.moe.moe_ffn_hidden_size
+    return ffn_hidden_size(run) if given is None else given
+
+
+def head_size(run: Run) -> int:
+    """Width of one head of grouped-query attention."""
+    given = run.model.kv_channels
+    return run.model.hidden_size // run.model.num_attention_heads if given is None else given
+
+
+def num_query_groups(run: Run) -> int:
+    """Key/value heads; one per attention head unless grouped-query attention is on."""
+    groups = run.model.num_query_groups
+    return groups if run.model.group_query_attention and groups is not None else run.model.num_attention_heads
+
+
+def max_position_embeddings(run: Run) -> int:
+    """Largest position the model is built for."""
+    given = run.model.max_position_embeddings
+    return run.model.seq_length if given is None else given
+
+
+def padded_vocab_size(vocab_size: int, run: Run) -> int:
+    """Rows of the embedding table: the vocabulary, rounded up so that every TP rank holds an equal, aligned share."""
+    multiple = run.model.make_vocab_size_divisible_by * run.parallel.tensor_model_parallel_size
+    return (vocab_size + multiple - 1) // multiple * multiple
+
+
+def norm_topk_prob(run: Run) -> bool:
+    """Whether a token's K weights sum to one (before the scaling factor).
+
+    Left open, it follows Megatron-LM: sigmoid scores are normalised when K > 1, a softmax over all experts is not, and
+    a softmax over the chosen experts sums to one by itself.
+    """
+    given = run.moe.moe_router_norm_topk_prob
+    if given is not None:
+        return given
+    if run.moe.moe_router_score_function == "sigmoid":
+        return run.moe.moe_router_topk > 1
+    return not run.moe.moe_router_pre_softmax
+
+
+def moe_layer_pattern(run: Run) -> list[int]:
+    """One entry per layer: 1 for a MoE layer, 0 for a dense one.
+
+    `--moe-layer-freq N` makes layer i (from 0) a MoE layer where i % N == 0; an expression like `[0]+[1]*3` spells the
+    pattern out.
+
+    Raises:
+        ConfigError: if the frequency is not positive, or the expression is no list of 0 and 1 with one entry per layer.
+    """
+    layers, freq = run.model.num_layers, run.moe.moe_layer_freq
+    if run.moe.num_experts is None:
+        return [0] * layers
+    if isinstance(freq, int):
+        if freq < 1:
+            raise ConfigError(f"--moe-layer-freq {freq}: must be at least 1; 1 makes every layer a MoE layer")
+        return [int(i % freq == 0) for i in range(layers)]
+    try:
+        pattern = _list_expression(ast.parse(freq, mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ConfigError(f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'") from None
+    if any(entry not in (0, 1) for entry in pattern):
+        raise ConfigError(f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'")
+    if len(pattern) != layers:
+        raise ConfigError(
+            f"--moe-layer-freq {freq!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer,"
+            f" e.g. '[0]+[1]*{layers - 1}'"
+        )
+    return pattern
+
+
+def _list_expression(node: ast.expr) -> list[int]:
+    """A list built of integer lists, `+` and `* count`: the arithmetic that layer patterns use, and nothing else."""
+    if isinstance(node, ast.List):
+        if all(isinstance(item, ast.Constant) and type(item.value) is int for item in node.elts):
+            return [item.value for item in node.elts]  # type: ignore[attr-defined]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _list_expression(node.left) + _list_expression(node.right)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        if isinstance(node.right, ast.Constant) and type(node.right.value) is int and 0 <= node.right.value <= 10_000:
+            return _list_expression(node.left) * node.right.value
+    raise ValueError("not a list expression")
+
+
+# ---- counts
+
+
+def _attention_parameters(run: Run) -> int:
+    m, h = run.model, run.model.hidden_size
+    if m.multi_latent_attention:
+        n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
+        query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+        key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
+        norms = ((m.q_lora_rank or 0) + m.kv_lora_rank) if m.qk_layernorm else 0
+        return query + key_value + norms + n * m.v_head_dim * h
+    d, n, g = head_size(run), m.num_attention_heads, num_query_groups(run)
+    qkv_bias = (n + 2 * g) * d if m.add_bias_linear or m.add_qkv_bias else 0
+    out_bias = h if m.add_bias_linear else 0
+    return h * (n + 2 * g) * d + qkv_bias + n * d * h + out_bias + (2 * d if m.qk_layernorm else 0)
+
+
+def _mlp_parameters(run: Run, width: int) -> int:
+    h, up = run.model.hidden_size, (2 if run.model.swiglu else 1)
+    return (up + 1) * h * width + ((up * width + h) if run.model.add_bias_linear else 0)
+
+
+def _parameters(run: Run, padded_vocab: int, experts_counted: int) -> int:
+    h, pattern = run.model.hidden_size, moe_layer_pattern(run)
+    tables = (2 if run.model.untie_embeddings_and_output_weights else 1) * padded_vocab * h
+    every_layer = run.model.num_layers * (_attention_parameters(run) + 2 * h)
+    dense = (len(pattern) - sum(pattern)) * _mlp_parameters(run, ffn_hidden_size(run))
+    moe_layer = 0
+    if run.moe.num_experts is not None:
+        shared = run.moe.moe_shared_expert_intermediate_size
+        moe_layer = run.moe.num_experts * h + experts_counted * _mlp_parameters(run, moe_ffn_hidden_size(run))
+        moe_layer += _mlp_parameters(run, shared) if shared else 0
+        moe_layer += h if run.moe.moe_shared_expert_gate else 0
+    return tables + every_layer + dense + sum(pattern) * moe_layer + h
+
+
+def parameter_count(run: Run, padded_vocab: int) -> int:
+    """Trainable parameters of the whole model (expert_bias is a buffer and not among them)."""
+    return _parameters(run, padded_vocab, run.moe.num_experts or 0)
+
+
+def active_parameter_count(run: Run, padded_vocab: int) -> int:
+    """Parameters that one token meets: K of the E experts, everything else."""
+    return _parameters(run, padded_vocab, run.moe.moe_router_topk)
+
+
+def flops_per_token(run: Run, padded_vocab: int) -> float:
+    """Model FLOPs of training on one token: forward and backward, a multiply-add being 2, without any recomputation.
+
+    Matrix products and the causal half of attention are counted; norms, activations and the softmax are not. The
+    backward pass costs twice the forward.
+    """
+    m, h = run.model, run.model.hidden_size
+    keys = m.seq_length / 2
+    if m.multi_latent_attention:
+        n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
+        query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+        key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
+        attention = 2 * (query + key_value + n * m.v_head_dim * h) + 2 * n * (qk + m.v_head_dim) * keys
+    else:
+        d, n, g = head_size(run), m.num_attention_heads, num_query_groups(run)
+        attention = 2 * h * (n + 2 * g) * d + 2 * n * d * h + 4 * n * d * keys
+    matrices = 3 if m.swiglu else 2
+    pattern = moe_layer_pattern(run)
+    dense = 2 * matrices * h * ffn_hidden_size(run)
+    moe_layer = 0
+    if run.moe.num_experts is not None:
+        width = run.moe.moe_router_topk * moe_ffn_hidden_size(run) + (run.moe.moe_shared_expert_intermediate_size or 0)
+        moe_layer = 2 * h * run.moe.num_experts + 2 * matrices * h * width
+    num_moe = sum(pattern)
+    forward = m.num_layers * attention + (m.num_layers - num_moe) * dense + num_moe * moe_layer + 2 * h * padded_vocab
+    return 3.0 * forward

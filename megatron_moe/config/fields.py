@@ -1,0 +1,163 @@
+"""What a schema field accepts: its type read from the annotation, and values turned into that type.
+
+The command line (text) and the YAML file (already typed values) meet here, so that both accept the same things and
+complain in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_moe.config import schema
+from megatron_moe.config.errors import ConfigError
+
+_NOUN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the schema, as a command line and a file see it.
+
+    `kinds` are the scalar types in the order they are tried; `repeated` marks a tuple of such values; `optional` says
+    that None is allowed.
+    """
+
+    name: str
+    section: str
+    kinds: tuple[type, ...]
+    repeated: bool
+    optional: bool
+    default: Any
+    choices: tuple | None
+    help: str
+    unit: str
+    spelling: str | None
+
+    @property
+    def flag(self) -> str:
+        """The flag as it is typed, `--num-layers`."""
+        return "--" + (self.spelling or self.name).replace("_", "-")
+
+    @property
+    def is_bool(self) -> bool:
+        return self.kinds == (bool,)
+
+    @property
+    def negative_flag(self) -> str:
+        """The flag that switches a boolean off. A field named `no_x` is switched off by `--x`."""
+        stem = self.flag[2:]
+        return "--" + (stem[3:] if stem.startswith("no-") else "no-" + stem)
+
+
+@lru_cache(maxsize=1)
+def all_fields() -> dict[str, Field]:
+    """Field name -> Field, in the order of the schema."""
+    hints = {section: typing.get_type_hints(cls) for section, cls in schema.sections().items()}
+    return {name: _read(section, f, hints[section][name]) for name, (section, f) in schema.fields_by_name().items()}
+
+
+def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
+    """The field's type from its annotation: X, X | None, X | Y, tuple[X, ...] and tuple[X, ...] | None are known."""
+    members = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
+    optional = type(None) in members
+    members = [member for member in members if member is not type(None)]
+    repeated = typing.get_origin(members[0]) is tuple
+    kinds = (typing.get_args(members[0])[0],) if repeated else tuple(members)
+    assert all(kind in _NOUN for kind in kinds), f"{f.name}: no way to read {annotation} from a command line"
+    meta = f.metadata
+    return Field(
+        f.name, section, kinds, repeated, optional, f.default, meta["choices"], meta["help"], meta["unit"], meta["spelling"]
+    )
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def from_text(field: Field, text: str) -> Any:
+    """One word of the command line as a value of the field (one element, for a tuple). `none` unsets an optional field.
+
+    Raises:
+        ConfigError: if the word is no such value.
+    """
+    if field.optional and text.lower() == "none" and text not in (field.choices or ()):
+        return None
+    for kind in field.kinds:
+        try:
+            return _chosen(field, kind(text), field.flag)
+        except ConfigError:
+            raise
+        except ValueError:
+            continue
+    raise ConfigError(f"{field.flag} {text}: not {_nouns(field)}{_example(field)}")
+
+
+def from_file(field: Field, value: Any, where: str) -> Any:
+    """A value of a YAML file as a value of the field.
+
+    A float may be written `1e-3`, which YAML 1.1 reads as text; nothing else changes its type. A tuple of one may be
+    written without brackets. `where` names file and key for the message.
+
+    Raises:
+        ConfigError: if the value has another type.
+    """
+    if value is None:
+        if field.optional:
+            return None
+        raise ConfigError(f"{where}: null is not {_nouns(field)}{_example(field)}")
+    if field.repeated:
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise ConfigError(f"{where}: an empty list; give at least one value or leave the key out")
+        return tuple(_scalar_from_file(field, item, where) for item in items)
+    return _scalar_from_file(field, value, where)
+
+
+def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
+    for kind in field.kinds:
+        if type(value) is kind:
+            return _chosen(field, value, where)
+        if kind is float and type(value) in (int, str):
+            try:
+                return float(value)
+            except ValueError:
+                break
+    quotes = "; write it in quotes" if str in field.kinds else ""
+    raise ConfigError(f"{where}: {value!r} is {_type_name(value)}, not {_nouns(field)}{quotes}{_example(field)}")
+
+
+def _chosen(field: Field, value: Any, where: str) -> Any:
+    if field.choices is None or value in field.choices:
+        return value
+    raise ConfigError(
+        f"{where} {value}: not one of {', '.join(map(str, field.choices))}{suggestion(str(value), map(str, field.choices))}"
+    )
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known word, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _nouns(field: Field) -> str:
+    return " or ".join(_NOUN[kind] for kind in field.kinds)
+
+
+def _type_name(value: Any) -> str:
+    return {list: "a list", dict: "a mapping"}.get(type(value)) or _NOUN.get(type(value), type(value).__name__)
+
+
+def _example(field: Field) -> str:
+    if field.choices is not None:
+        return f"; one of {', '.join(map(str, field.choices))}"
+    if field.default is None or field.repeated:
+        return ""
+    return f"; the default is {str(field.default).lower() if field.is_bool else field.default}"
