@@ -1,0 +1,41 @@
+"""megatron_moe: Mixture-of-Experts pre-training on megatron-core.
+
+Import this package before `megatron.core`: on a machine without CUDA the engine is adapted while it is being imported
+(`platform/cpu_adaptor.py`). The import itself is light: neither torch nor the engine is loaded until it is needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_moe import platform
+
+platform.install()
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from megatron_moe.model.float16_module import Float16Module
+    from megatron_moe.moe.layer import MoELayer
+    from megatron_moe.moe.router import TopKRouter
+    from megatron_moe.training.finalize_model_grads import finalize_model_grads
+
+_PUBLIC = {
+    "Float16Module": "megatron_moe.model.float16_module",
+    "MoELayer": "megatron_moe.moe.layer",
+    "TopKRouter": "megatron_moe.moe.router",
+    "finalize_model_grads": "megatron_moe.training.finalize_model_grads",
+}
+
+__all__ = ["Float16Module", "MoELayer", "TopKRouter", "__version__", "finalize_model_grads"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_PUBLIC))

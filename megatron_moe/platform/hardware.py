@@ -1,0 +1,96 @@
+"""What this machine is: CUDA or CPU, and which optional libraries it has.
+
+Read at the moment of the question; nothing is remembered but what cannot change within a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import resource
+import sys
+
+import torch
+
+from megatron_moe.config.errors import ConfigError
+
+
+def has_cuda() -> bool:
+    """True where torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def local_rank() -> int:
+    """This process's number on its machine: torchrun's LOCAL_RANK, 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device() -> torch.device:
+    """The device of this process: cuda:LOCAL_RANK, or cpu where there is no CUDA."""
+    return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
+
+
+def backend(override: str | None = None) -> str:
+    """The torch.distributed backend: nccl with CUDA, gloo without, or `override` where it can work.
+
+    Raises:
+        ConfigError: nccl was asked for and there is no CUDA device; gloo was asked for and there is one (tensors are
+            on the device, and gloo has no all-to-all there).
+    """
+    if override is None:
+        return "nccl" if has_cuda() else "gloo"
+    if override not in ("nccl", "gloo"):
+        raise ConfigError(f"--distributed-backend {override}: is neither nccl nor gloo; leave the flag out")
+    if override == "nccl" and not has_cuda():
+        raise ConfigError(
+            "--distributed-backend nccl: needs a CUDA device and torch sees none; leave the flag out or use gloo"
+        )
+    if override == "gloo" and has_cuda():
+        raise ConfigError(
+            "--distributed-backend gloo: tensors are on the CUDA device, which gloo serves only in part; leave the "
+            "flag out, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    return override
+
+
+def synchronize() -> None:
+    """Wait until the device has done what was queued; nothing to wait for on the CPU."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def max_memory_bytes() -> int:
+    """The most memory this process has held, in bytes: on the device with CUDA, resident memory without."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+@functools.lru_cache(maxsize=None)
+def have_transformer_engine() -> bool:
+    """True where Transformer Engine can be imported and there is a CUDA device for it."""
+    return has_cuda() and _importable("transformer_engine.pytorch")
+
+
+@functools.lru_cache(maxsize=None)
+def have_apex() -> bool:
+    """True where apex's optimizers can be imported and there is a CUDA device for them."""
+    return has_cuda() and _importable("apex.optimizers")
+
+
+def engine_version() -> tuple[int, ...]:
+    """megatron-core's version, for example (0, 16, 1); read from its metadata, without importing it."""
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("megatron-core"))[:3])
+
+
+def _importable(name: str) -> bool:
+    """True where module `name` imports. A build for another CUDA fails with OSError, a missing one with ImportError."""
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError):
+        return False
+    return True
