@@ -1,0 +1,119 @@
+"""metrics.jsonl: one line a step, exact, and still one line a step after any number of kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.report.files import replacing
+from megatron_moe.report.records import (
+    EvalRecord,
+    StepRecord,
+    eval_from_json,
+    step_from_json,
+    to_json,
+)
+from megatron_moe.report.sink import Sink
+
+
+def evaluations_path(metrics_file: Path) -> Path:
+    """Where the evaluations lie: metrics.jsonl holds steps only, its neighbour metrics.eval.jsonl the evaluations."""
+    return metrics_file.with_name(f"{metrics_file.stem}.eval{metrics_file.suffix}")
+
+
+def read_steps(metrics_file: Path) -> Iterator[StepRecord]:
+    """The steps of a metrics file, in order."""
+    for line in _lines(metrics_file):
+        yield step_from_json(line)
+
+
+def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
+    """The evaluations that belong to a metrics file, in order; none where there was none."""
+    if evaluations_path(metrics_file).exists():
+        for line in _lines(evaluations_path(metrics_file)):
+            yield eval_from_json(line)
+
+
+class JsonlSink(Sink):
+    """Appends a line per step to `path` and a line per evaluation to its neighbour; each line is flushed.
+
+    A run that was killed leaves lines after its last checkpoint. When the run continues from iteration k those lines
+    are cut before the first new one is written, in one atomic step. A run that starts at 0 keeps an older file as
+    `NAME.previous`.
+
+    Raises:
+        ConfigError: `path` exists and holds something else than metrics: it is left as it was.
+    """
+
+    def __init__(self, path: Path, start_iteration: int) -> None:
+        self.artifact = path
+        self.cut_lines = 0
+        """Lines of an abandoned incarnation that were removed at the start."""
+        # Both files are looked at before either is touched.
+        kept = {part: _count_up_to(part, start_iteration) for part in (path, evaluations_path(path)) if part.exists()}
+        for part, (keep, total) in kept.items():
+            if start_iteration == 0 and total:
+                os.replace(part, part.with_name(f"{part.name}.previous"))
+            elif keep < total:
+                _cut(part, keep)
+                self.cut_lines += total - keep
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._steps: IO[str] = open(path, "a", encoding="utf-8")
+        self._evaluations: IO[str] | None = None
+
+    def step(self, record: StepRecord) -> None:
+        _append(self._steps, record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        if self._evaluations is None:
+            assert self.artifact is not None
+            self._evaluations = open(evaluations_path(self.artifact), "a", encoding="utf-8")
+        _append(self._evaluations, record)
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        self._steps.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
+
+
+def _append(file: IO[str], record: StepRecord | EvalRecord) -> None:
+    file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+    file.flush()
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `path` as dicts. A last line that a kill tore apart is left out; any other bad line is an error."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return  # only the last line can lack its end
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                line = None
+            if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
+                raise ConfigError(
+                    f"--metrics-file {path}: line {number} is not a line of metrics; "
+                    "name a file of its own for each run"
+                )
+            yield line
+
+
+def _count_up_to(path: Path, iteration: int) -> tuple[int, int]:
+    """(lines up to `iteration`, all lines, a torn one included). Lines stand in the order of their iterations."""
+    keep = sum(1 for line in _lines(path) if line["iteration"] <= iteration)
+    with open(path, "rb") as file:
+        total = sum(1 for _ in file)
+    return keep, total
+
+
+def _cut(path: Path, keep: int) -> None:
+    with open(path, "rb") as old, replacing(path, "wb") as new:
+        for number, raw in enumerate(old):
+            if number == keep:
+                break
+            new.write(raw)

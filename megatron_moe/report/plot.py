@@ -1,0 +1,227 @@
+"""A picture of a run, drawn from metrics.jsonl: the loss, the balance of the experts, the load of each expert."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.report.files import replacing
+from megatron_moe.report.jsonl import read_evaluations, read_steps
+from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.sink import Sink
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_ROWS = 512
+"""Rows (layers x experts) up to which every expert gets a row of the heat map; beyond, every layer gets one."""
+MAX_COLUMNS = 800
+"""Columns of the heat map: longer runs are averaged into this many spans of iterations."""
+
+_INK = {
+    "axes.edgecolor": "#444444",
+    "axes.grid": True,
+    "axes.labelcolor": "#333333",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "figure.facecolor": "white",
+    "font.size": 9.5,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+}
+_TRAIN, _SPLITS, _ENTROPY = "#2563a8", {"valid": "#d1495b", "test": "#3b8746"}, "#6b6b6b"
+
+
+@dataclass
+class History:
+    """What the picture needs of a run. Rows of `loads[layer]` are steps, columns experts: tokens / mean tokens."""
+
+    iterations: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    loads: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    evaluations: list[EvalRecord] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, metrics_file: Path) -> History:
+        """Read a metrics file and its evaluations. A skipped step has a gap in the loss."""
+        history = cls()
+        for record in read_steps(metrics_file):
+            history.iterations.append(record.iteration)
+            history.losses.append(math.nan if record.skipped else record.loss)
+            history.tokens += record.tokens
+            history.seconds += record.seconds
+            for layer, counts in record.tokens_per_expert.items():
+                row = np.asarray(counts, dtype=np.float32)
+                history.loads.setdefault(layer, []).append(row / max(float(row.mean()), 1e-9))
+        history.evaluations = list(read_evaluations(metrics_file))
+        return history
+
+
+class PlotSink(Sink):
+    """Draws `plot_file` from `metrics_file` when the run ends with a summary.
+
+    Raises:
+        ConfigError: matplotlib is missing; it is said at the start, not at the end of the run.
+    """
+
+    def __init__(self, plot_file: Path, metrics_file: Path) -> None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"--plot-file {plot_file} needs matplotlib; install it with `pip install matplotlib`, or drop the flag"
+            ) from error
+        self.artifact = plot_file
+        self._metrics_file = metrics_file
+        self._unigram_entropy: float | None = None
+
+    def start(self, facts: dict[str, Any]) -> None:
+        self._unigram_entropy = facts.get("unigram_entropy")
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        if summary is None:
+            return
+        assert self.artifact is not None
+        entropy = summary.get("unigram_entropy", self._unigram_entropy)
+        draw(self._metrics_file, self.artifact, unigram_entropy=entropy)
+
+
+def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None = None) -> None:
+    """Draw a run's metrics as a PNG, written atomically.
+
+    The upper panel shows the training loss, its running mean, the evaluations and the unigram entropy (nats per token);
+    the others, where the model has experts, max / mean of each MoE layer's load, and the load of each expert.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    history = History.read(metrics_file)
+    heights = [3.2, 1.7, 2.8] if history.loads else [3.2]
+    with matplotlib.rc_context(_INK):
+        figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+        _draw_loss(panels[0], history, unigram_entropy)
+        if history.loads:
+            _draw_balance(panels[1], history)
+            _draw_load(panels[2], history)
+        panels[-1].set_xlabel("iteration")
+        with replacing(plot_file, "wb") as file:
+            figure.savefig(file, format="png")
+
+
+def running_mean(values: np.ndarray, weight: float) -> np.ndarray:
+    """Exponential mean with the given weight on the past, without the pull towards the start; NaNs are passed over."""
+    means = np.full(len(values), np.nan)
+    mean, share = 0.0, 0.0
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            mean = weight * mean + (1 - weight) * value
+            share = weight * share + (1 - weight)
+        means[i] = mean / share if share else np.nan
+    return means
+
+
+def spans(rows: np.ndarray, columns: int) -> np.ndarray:
+    """[steps, R] averaged over equal spans of steps into at most `columns` rows."""
+    if len(rows) <= columns:
+        return rows
+    return np.stack([part.mean(axis=0) for part in np.array_split(rows, columns)])
+
+
+def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> None:
+    losses = np.asarray(history.losses, dtype=np.float64)
+    few = len(losses) < 30
+    panel.plot(
+        history.iterations,
+        losses,
+        color=_TRAIN,
+        lw=1.4 if few else 0.7,
+        alpha=1 if few else 0.35,
+        label="train" if few else None,
+    )
+    if not few:
+        smooth = running_mean(losses, weight=1 - 1 / max(8, len(losses) / 50))
+        panel.plot(history.iterations, smooth, color=_TRAIN, lw=1.8, label="train (running mean)")
+    for split, colour in _SPLITS.items():
+        points = [record for record in history.evaluations if record.split == split]
+        if points:
+            x, y = [p.iteration for p in points], [p.loss for p in points]
+            panel.plot(x, y, "o-", color=colour, ms=5, lw=1.0, label=f"{split} (last {y[-1]:.3f})", zorder=3)
+    if unigram_entropy is not None:
+        panel.axhline(
+            unigram_entropy, color=_ENTROPY, ls=(0, (5, 3)), lw=1.2, label=f"unigram entropy {unigram_entropy:.3f}"
+        )
+    panel.set_title("Loss")
+    panel.set_ylabel("nats per token")
+    if history.seconds > 0:
+        rate = history.tokens / history.seconds
+        note = f"{history.tokens / 1e6:,.2f}M tokens in {history.seconds:,.0f} s: {rate:,.0f} tokens/s"
+        panel.set_title(note, loc="right", fontsize=9, fontweight="normal", color="#555555")
+    panel.legend(loc="upper right")
+    panel.margins(x=0.01)
+
+
+def _draw_balance(panel: Axes, history: History) -> None:
+    from matplotlib import colormaps
+
+    layers = sorted(history.loads)
+    colours = colormaps["viridis"](np.linspace(0.1, 0.85, len(layers)))
+    for layer, colour in zip(layers, colours, strict=True):
+        worst = np.stack(history.loads[layer]).max(axis=1)
+        label = f"layer {layer}" if len(layers) <= 8 else None
+        panel.plot(_steps_of(history, layer), worst, color=colour, lw=1.0, alpha=0.9, label=label)
+    panel.axhline(1.0, color=_ENTROPY, ls=(0, (5, 3)), lw=1.0)
+    panel.set_ylim(bottom=0.9)
+    panel.set_title("Load of the fullest expert, max / mean tokens")
+    panel.set_ylabel("max / mean")
+    if len(layers) <= 8:
+        panel.legend(loc="upper right", ncols=len(layers))
+
+
+def _draw_load(panel: Axes, history: History) -> None:
+    layers = sorted(history.loads)
+    rows = [np.stack(history.loads[layer]) for layer in layers]  # per layer [steps, E]
+    by_expert = sum(part.shape[1] for part in rows) <= MAX_ROWS
+    if not by_expert:
+        rows = [part.max(axis=1, keepdims=True) for part in rows]
+    steps = min(len(part) for part in rows)
+    image = spans(np.concatenate([part[-steps:] for part in rows], axis=1), MAX_COLUMNS).T
+    first, last = _steps_of(history, layers[0])[-steps], history.iterations[-1]
+    mesh = panel.imshow(
+        image,
+        aspect="auto",
+        cmap="RdBu_r" if by_expert else "viridis",
+        vmin=0.0 if by_expert else 1.0,
+        vmax=2.0 if by_expert else float(np.percentile(image, 98)) + 1e-6,
+        interpolation="nearest",
+        extent=(first - 0.5, last + 0.5, len(image), 0),
+    )
+    edges = np.cumsum([0] + [part.shape[1] for part in rows])
+    for edge in edges[1:-1] if by_expert else ():
+        panel.axhline(edge, color="#222222", lw=0.8)
+    shown = range(0, len(layers), max(1, len(layers) // 16))
+    panel.set_yticks([(edges[i] + edges[i + 1]) / 2 for i in shown], [f"layer {layers[i]}" for i in shown])
+    panel.grid(False)
+    what = "Tokens of each expert / mean of its layer" if by_expert else "Load of each layer's fullest expert"
+    panel.set_title(what)
+    panel.figure.colorbar(mesh, ax=panel, pad=0.01, fraction=0.03, extend="max")
+
+
+def _steps_of(history: History, layer: int) -> list[int]:
+    """The iterations at which a layer was counted: all, or the later ones where older lines had no counts."""
+    return history.iterations[-len(history.loads[layer]) :]

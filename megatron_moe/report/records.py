@@ -1,0 +1,100 @@
+"""What happened, as plain values: one record per optimizer step, one per evaluation. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+_EXACT = ("loss", "grad_norm")
+"""Fields that a JSON line also carries as float.hex, so that two runs can be compared bit by bit, NaN included."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step of the whole job.
+
+    iteration counts completed steps from 1. loss and auxiliary losses are in nats per token, averaged over the global
+    batch. grad_norm is the norm before clipping; none where it was not computed. seconds is the time of the step on
+    the slowest rank; tokens_per_second is that of the whole job, model_tflops (10^12 model FLOPs a second, no
+    recomputation counted) and mfu (a share, 0 to 1) are per device. tokens_per_expert holds, per MoE layer of the
+    whole model, the E counts of the step over all ranks. expert_load is max / mean of those counts in the worst layer,
+    empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank.
+    """
+
+    iteration: int
+    consumed_samples: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    tokens_per_expert: dict[int, list[int]]
+    expert_load: float | None
+    empty_experts: int
+    expert_bias_max: float | None
+    aux_losses: dict[str, float]
+    seconds_left: float
+    global_batch_size: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One pass over a split: the mean loss in nats per token over `tokens` tokens, after `iteration` steps."""
+
+    iteration: int
+    split: str
+    loss: float
+    tokens: int
+    seconds: float
+
+
+def load_max_over_mean(counts: list[int]) -> float | None:
+    """max / mean of one layer's token counts; none for a layer that got no token at all."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else None
+
+
+def finite(value: Any) -> Any:
+    """`value` with every NaN and infinity replaced by None: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def to_json(record: StepRecord | EvalRecord) -> dict[str, Any]:
+    """A dict that `json.dumps(..., allow_nan=False)` takes; `loss_hex` and `grad_norm_hex` hold the exact bits."""
+    plain = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    exact = {f"{name}_hex": float(plain[name]).hex() for name in _EXACT if plain.get(name) is not None}
+    return finite({**plain, **exact})
+
+
+def step_from_json(line: dict[str, Any]) -> StepRecord:
+    """The inverse of `to_json` for a step: the same record, also where the loss was NaN or infinite."""
+    plain = _plain(StepRecord, line)
+    plain["tokens_per_expert"] = {int(layer): counts for layer, counts in plain["tokens_per_expert"].items()}
+    return StepRecord(**plain)
+
+
+def eval_from_json(line: dict[str, Any]) -> EvalRecord:
+    """The inverse of `to_json` for an evaluation."""
+    return EvalRecord(**_plain(EvalRecord, line))
+
+
+def _plain(cls: type, line: dict[str, Any]) -> dict[str, Any]:
+    plain = {field.name: line[field.name] for field in dataclasses.fields(cls)}
+    for name in _EXACT:
+        if f"{name}_hex" in line:
+            plain[name] = float.fromhex(line[f"{name}_hex"])
+    return plain
