@@ -1,0 +1,222 @@
+"""Bringing tokens to their experts and back.
+
+`dispatch` returns the rows an expert rank works on and a frozen plan; `combine` takes the plan and brings the results
+home. Nothing is kept in the dispatcher between the two. The backward of a dispatch is a combine, and the other way
+round: copies are summed in fp32 and cast back once, in both directions.
+
+The experts of a layer live on the EP x ETP ranks of one group (ETP fastest). Each of those ranks has tokens of its own
+(under tensor parallelism the sequence is split), so a token's row is sent to all ETP ranks of its expert's EP rank,
+each of which computes with its slice of the expert, and the partial results are summed where the token lives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
+from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+
+
+@dataclass(frozen=True)
+class ExpertInput:
+    """What the experts of this rank work on.
+
+    rows: [R, H], grouped by local expert. probs: [R] fp32. offsets: [e] int32, the end of each expert's rows.
+    """
+
+    rows: Tensor
+    probs: Tensor
+    offsets: Tensor
+
+
+class Dispatcher(ABC):
+    """Carries tokens to the experts of `num_experts` that live on this rank, and back."""
+
+    def __init__(self, num_experts: int, groups: MoEGroups) -> None:
+        self.num_experts = num_experts
+        self.groups = groups
+        self.num_local_experts = num_experts // groups.ep_size
+
+    @abstractmethod
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
+        """Rows for the local experts, from hidden [T, H] and the decision [T, K]; and the plan for `combine`."""
+
+    @abstractmethod
+    def combine(self, rows: Tensor, plan: Any) -> Tensor:
+        """Sum the experts' results [R, H] for each token: [T, H], same dtype."""
+
+
+@dataclass(frozen=True)
+class SortPlan:
+    """Rows sorted by expert. source [R]: the token of each row; slots [T, C]: the rows of each token."""
+
+    source: Tensor
+    slots: Tensor
+
+
+def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order of the T x K choices by expert, stable in the token; its inverse; the end of each expert's rows."""
+    sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
+    experts = torch.arange(num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
+    ends = torch.searchsorted(sorted_ids, experts, right=True)
+    return order, inverse_permutation(order), ends
+
+
+class LocalDispatcher(Dispatcher):
+    """All experts are here: a sort, and no communication."""
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
+        num_tokens, topk = decision.expert_ids.shape
+        order, inverse, ends = _sort_by_expert(decision.expert_ids, self.num_experts)
+        plan = SortPlan(source=order // topk, slots=inverse.view(num_tokens, topk))
+        rows = copy_rows(hidden, plan.source, plan.slots)
+        probs = copy_rows(decision.probs.flatten(), order, inverse.unsqueeze(1))
+        return ExpertInput(rows, probs, ends.to(torch.int32)), plan
+
+    def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
+        return sum_copies(rows, plan.source, plan.slots)
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """An all-to-all between two sorts.
+
+    sent: the sort on the token's side, with one slot per chosen expert and ETP rank. send_splits, recv_splits: rows to
+    and from each rank. order, inverse [R]: from arrival order (by source rank) to expert order, and back.
+    """
+
+    sent: SortPlan
+    send_splits: list[int]
+    recv_splits: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Each row travels to the ranks of its expert, and its result travels back: one all-to-all each way."""
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
+        num_tokens, topk = decision.expert_ids.shape
+        etp, group = self.groups.etp_size, self.groups.expert
+        order, inverse, ends = _sort_by_expert(decision.expert_ids, self.num_experts)
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(self.groups.ep_size, self.num_local_experts)
+        sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
+        received_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(received_counts, sent_counts, group=group)
+        # The splits are needed on the host; the one synchronisation of a layer.
+        rows_to_ep = counts.sum(dim=1).tolist()
+        send_splits = [n for n in rows_to_ep for _ in range(etp)]
+        recv_splits = received_counts.sum(dim=1).tolist()
+
+        pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
+        sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
+        arrived = all_to_all_rows(copy_rows(hidden, sent.source, sent.slots), send_splits, recv_splits, group)
+        weights = copy_rows(decision.probs.flatten(), pairs, slots)
+        arrived_weights = all_to_all_rows(weights, send_splits, recv_splits, group)
+
+        local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
+        arrived_ids = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(recv_splits))
+        into_experts, back, ends = _sort_by_expert(arrived_ids, self.num_local_experts)
+        plan = ExchangePlan(sent, send_splits, recv_splits, into_experts, back)
+        return (
+            ExpertInput(
+                copy_rows(arrived, into_experts, back.unsqueeze(1)),
+                copy_rows(arrived_weights, into_experts, back.unsqueeze(1)),
+                ends.to(torch.int32),
+            ),
+            plan,
+        )
+
+    def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
+        leaving = copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
+        home = all_to_all_rows(leaving, plan.recv_splits, plan.send_splits, self.groups.expert)
+        return sum_copies(home, plan.sent.source, plan.sent.slots)
+
+
+def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:
+    """The sorted choices with one copy per ETP rank, in the order they are sent, and where the copies stand.
+
+    Args:
+        order, inverse: [N], of the sort by expert.
+        rows_to_ep: rows for each EP rank; they are neighbours in the sort.
+        etp: copies of each.
+
+    Returns:
+        choice [N x ETP] that each sent row carries, and slots [N, ETP] of each choice.
+    """
+    if etp == 1:
+        return order, inverse.unsqueeze(1)
+    position = torch.arange(order.shape[0], device=order.device)
+    blocks = position.split(rows_to_ep)
+    sent_position = torch.cat([block for block in blocks for _ in range(etp)])
+    # A block that starts at row s of the sort starts at row s x ETP of what is sent; its copies follow one another.
+    starts = torch.cat([torch.full_like(block, int(s)) for s, block in zip(_starts(rows_to_ep), blocks)])
+    lengths = torch.cat([torch.full_like(block, block.shape[0]) for block in blocks])
+    copies = torch.arange(etp, device=order.device)
+    sent_slot = (starts * etp + (position - starts)).unsqueeze(1) + lengths.unsqueeze(1) * copies
+    return order[sent_position], sent_slot[inverse]
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """All ranks' tokens, and this rank's rows among them. sort: slots that are no row here point past the last one."""
+
+    sort: SortPlan
+
+
+class AllGatherDispatcher(Dispatcher):
+    """Every rank gets all tokens of the group, works on those that chose its experts, and the results are summed by a
+    reduce-scatter in fp32. Cheaper than the all-to-all only for few ranks or large K; every rank needs the same T."""
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, GatherPlan]:
+        group, topk = self.groups.expert, decision.expert_ids.shape[1]
+        tokens = all_gather_rows(hidden, group)
+        probs = all_gather_rows(decision.probs, group)
+        local_ids = all_gather_rows(decision.expert_ids, group) - self.groups.ep_rank * self.num_local_experts
+        elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
+        local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)  # sorts last, and is cut off
+        order, inverse, ends = _sort_by_expert(local_ids, self.num_local_experts)
+        num_rows = int(ends[-1])
+        order = order[:num_rows]
+        slots = inverse.clamp(max=num_rows)
+        plan = GatherPlan(SortPlan(source=order // topk, slots=slots.view(-1, topk)))
+        rows = copy_rows(tokens, plan.sort.source, plan.sort.slots, partial=True)
+        weights = copy_rows(probs.flatten(), order, slots.unsqueeze(1), partial=True)
+        return ExpertInput(rows, weights, ends.to(torch.int32)), plan
+
+    def combine(self, rows: Tensor, plan: GatherPlan) -> Tensor:
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        sums = sum_copies(wide, plan.sort.source, plan.sort.slots, partial=True)
+        return reduce_scatter_rows(sums, self.groups.expert).to(rows.dtype)
+
+
+def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups) -> Dispatcher:
+    """The dispatcher for `--moe-token-dispatcher-type`; without expert parallelism, the local one.
+
+    Raises:
+        ValueError: for a kind that is none of these, or experts that do not divide among the ranks.
+    """
+    if num_experts % groups.ep_size:
+        raise ValueError(
+            f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size {groups.ep_size}"
+        )
+    kinds: dict[str, type[Dispatcher]] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+    if kind not in kinds:
+        raise ValueError(f"--moe-token-dispatcher-type {kind}: not one of {', '.join(kinds)}")
+    chosen = LocalDispatcher if groups.expert.size() == 1 else kinds[kind]
+    return chosen(num_experts, groups)

@@ -1,0 +1,111 @@
+"""The routed experts of one rank: two grouped products with the weighted SwiGLU between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_moe.moe.activation import weighted_swiglu
+from megatron_moe.moe.dispatch import ExpertInput
+from megatron_moe.moe.grouped_gemm import grouped_linear
+from megatron_moe.moe.groups import MoEGroups, moe_groups
+from megatron_moe.moe.options import MoEOptions
+
+Normal = Callable[[str, tuple[int, ...], float], Tensor]
+"""(name, shape, standard deviation) -> fp32 tensor that depends on nothing but these and the run's seed."""
+
+
+class GroupedExperts(MegatronModule):
+    """The e local experts, as stacked weights, each rank holding 1/ETP of every expert's width.
+
+    Parameters, in the model's dtype:
+        weight1: [e, 2, F/ETP, H], gate and up projections.
+        weight2: [e, H, F/ETP], down projections.
+
+    Args:
+        config: the engine's TransformerConfig.
+        groups: the layer's process groups; the engine's default ones if None.
+    """
+
+    def __init__(self, config: Any, groups: MoEGroups | None = None) -> None:
+        super().__init__(config)
+        self.options = options = MoEOptions.from_engine_config(config)
+        self.groups = groups = groups or moe_groups()
+        if options.ffn_hidden_size % groups.etp_size:
+            raise ValueError(
+                f"--moe-ffn-hidden-size {options.ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size "
+                f"{groups.etp_size}"
+            )
+        self.num_local_experts = options.num_experts // groups.ep_size
+        self.first_expert = groups.ep_rank * self.num_local_experts
+        self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
+        e, width, hidden = self.num_local_experts, self.local_ffn_size, options.hidden_size
+        self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
+        self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
+        if config.perform_initialization:
+            config.init_method(self.weight1)
+            config.output_layer_init_method(self.weight2)
+        self.grouped_linear = grouped_linear(options.backend)
+
+    def forward(self, expert_input: ExpertInput) -> Tensor:
+        """[R, H] -> [R, H] in the same dtype: down(prob * silu(gate) * up), partial over ETP ranks."""
+        rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
+        gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
+        return self.grouped_linear(weighted_swiglu(gate_up, probs), self.weight2, offsets)
+
+    @torch.no_grad()
+    def reset_parameters(self, normal: Normal, std: float, output_std: float) -> None:
+        """Draw each expert's weights from its own stream, so that they do not depend on which rank holds it.
+
+        Args:
+            normal: see `Normal`; the names given are `expert{global index}.weight1` and `.weight2`.
+            std, output_std: standard deviations of the first and of the second product's weights.
+        """
+        options = self.options
+        part = slice(self.groups.etp_rank * self.local_ffn_size, (self.groups.etp_rank + 1) * self.local_ffn_size)
+        for local in range(self.num_local_experts):
+            name = f"expert{self.first_expert + local}"
+            full1 = normal(f"{name}.weight1", (2, options.ffn_hidden_size, options.hidden_size), std)
+            full2 = normal(f"{name}.weight2", (options.hidden_size, options.ffn_hidden_size), output_std)
+            self.weight1[local].copy_(full1[:, part])
+            self.weight2[local].copy_(full2[:, part])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Global tensors [E, 2, F, H] and [E, H, F]; this rank's block of experts and of their width."""
+        groups, layer_axes = self.groups, len(sharded_offsets)
+        expert_axis = (layer_axes, groups.ep_rank, groups.ep_size)
+        width_axis = (layer_axes + 2, groups.etp_rank, groups.etp_size)
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                weight,
+                *sharded_offsets,
+                expert_axis,
+                width_axis,
+                replica_id=(0, 0, groups.expert_dp.rank()),
+                prepend_axis_num=layer_axes,
+            )
+            for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
+        }
+
+
+def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> torch.nn.Parameter:
+    """Tell the engine how an expert's weight is reduced and which dimension is split over ETP."""
+    # Reduced over the ranks that hold the same experts, not over data parallelism, also where EP and ETP are 1.
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    # Every rank of the expert group holds another part: none is a duplicate that the gradient norm should skip.
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = partition_dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+    return parameter
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype))

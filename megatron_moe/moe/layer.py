@@ -1,0 +1,100 @@
+"""The MoE layer: route, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_moe.moe.dispatch import build_dispatcher
+from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.groups import MoEGroups, moe_groups
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.shared_experts import SharedExperts
+
+
+@dataclass(frozen=True)
+class MoESubmodules:
+    """Classes of the shared expert's two linear layers: the engine's own, or Transformer Engine's."""
+
+    linear_fc1: type = ColumnParallelLinear
+    linear_fc2: type = RowParallelLinear
+
+
+class MoELayer(MegatronModule):
+    """Mixture of experts in place of an MLP, for megatron-core's TransformerLayer.
+
+    The output has the dtype of the input, always.
+
+    Args:
+        config: the engine's TransformerConfig (plain, or ours with three more fields).
+        submodules: linear classes of the shared expert.
+        layer_number: global, one-based number of the layer; the engine sets it.
+        pg_collection: the engine's process groups; its default ones if None.
+        is_mtp_layer: accepted for the engine's protocol.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        options = MoEOptions.from_engine_config(config)
+        groups = moe_groups(pg_collection)
+        self.router = TopKRouter(config, pg_collection, is_mtp_layer)
+        self.dispatcher = build_dispatcher(options.dispatcher, options.num_experts, groups)
+        self.experts = _build_experts(config, options, groups)
+        self.shared_experts: SharedExperts | None = None
+        if options.shared_ffn_hidden_size:
+            linears = submodules or MoESubmodules()
+            self.shared_experts = SharedExperts(
+                config, MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2), groups.tp
+            )
+        self.recompute = options.recompute
+        if layer_number is not None:
+            self.set_layer_number(layer_number)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Tell the router which layer this is; called by the engine."""
+        self.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """[S, B, H] -> ([S, B, H], no bias).
+
+        Args:
+            hidden: activations, this rank's part of the sequence under sequence parallelism.
+            padding_mask: [B, S] bool, True for padding (the engine's name and layout); None if no token is padding.
+        """
+        is_padding = None if padding_mask is None else padding_mask.transpose(0, 1).reshape(-1).bool()
+        if self.recompute and self.training:
+            return tensor_parallel.checkpoint(self.mixture, False, hidden, is_padding), None
+        return self.mixture(hidden, is_padding), None
+
+    def mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
+        """The layer in four verbs. hidden [S, B, H], is_padding [S x B]."""
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
+        expert_input, plan = self.dispatcher.dispatch(tokens, decision)
+        expert_output = self.experts(expert_input)
+        output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
+        return output if self.shared_experts is None else output + self.shared_experts(hidden)
+
+
+def _build_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> MegatronModule:
+    if options.backend == "te":
+        from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
+
+        return TEGroupedExperts(config, groups)
+    return GroupedExperts(config, groups)

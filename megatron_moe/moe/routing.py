@@ -1,0 +1,94 @@
+"""Routing, as pure functions: logits -> scores -> choice of experts -> weights.
+
+The bias chooses and never weighs: it is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437,
+section 2.1.2). There is one decision, as indices [T, K]; nothing here builds a dense [T, E] map of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.moe.options import MoEOptions
+
+
+class RoutingDecision(NamedTuple):
+    """Which experts a token goes to, and with which weight.
+
+    expert_ids: [T, K] int64, the chosen experts of each token, all different.
+    probs: [T, K] in the router's dtype (fp32), the weights of the experts' outputs; 0 for padded tokens.
+    """
+
+    expert_ids: Tensor
+    probs: Tensor
+
+
+def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
+    """Scores [T, E] over all experts: softmax, or an independent sigmoid per expert; dtype of the logits."""
+    return torch.softmax(logits, dim=-1) if options.score_function == "softmax" else torch.sigmoid(logits)
+
+
+def restrict_to_best_groups(scores: Tensor, num_groups: int, group_topk: int, group_score: str) -> Tensor:
+    """Scores [T, E] with -inf for every expert outside the token's `group_topk` best groups.
+
+    Experts are split into `num_groups` groups of neighbours. A group's score is its best expert (`max`: DeepSeek-V2,
+    arXiv 2405.04434) or the sum of its best two (`top2`: DeepSeek-V3).
+    """
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    if group_score == "max":
+        group_scores = grouped.amax(dim=-1)
+    else:
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(group_topk, dim=-1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def choose_experts(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
+    """The K experts of each token, [T, K] int64, by score plus bias; no gradient passes through a choice."""
+    choice = scores.detach()
+    if expert_bias is not None:
+        choice = choice + expert_bias
+    if options.num_groups is not None and options.group_topk is not None:
+        choice = restrict_to_best_groups(choice, options.num_groups, options.group_topk, options.group_score)
+    return choice.topk(options.topk, dim=-1).indices
+
+
+def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions) -> Tensor:
+    """The weights [T, K] of the chosen experts, from unbiased scores.
+
+    A softmax over the chosen logits alone is the normalised softmax over all of them, and is exact where the sum of
+    the chosen scores underflows; so that is what the softmax without `pre_softmax` uses.
+    """
+    if options.score_function == "softmax" and not options.pre_softmax and options.norm_topk_prob:
+        probs = torch.softmax(logits.gather(-1, expert_ids), dim=-1)
+    else:
+        probs = scores.gather(-1, expert_ids)
+        if options.norm_topk_prob:
+            probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
+    return probs * options.scaling_factor if options.scaling_factor else probs
+
+
+def route(
+    logits: Tensor, expert_bias: Tensor | None, options: MoEOptions, is_padding: Tensor | None = None
+) -> tuple[RoutingDecision, Tensor]:
+    """Decide once for every token.
+
+    Args:
+        logits: [T, E], fp32 or fp64.
+        expert_bias: [E] fp32, or None.
+        options: the layer's choices.
+        is_padding: [T] bool, True for a token that is padding: its weights are 0, so that it reaches no output and
+            sends no gradient.
+
+    Returns:
+        The decision, and the scores [T, E] that the auxiliary losses use.
+    """
+    scores = scores_from_logits(logits, options)
+    expert_ids = choose_experts(scores, expert_bias, options)
+    probs = weigh_experts(logits, scores, expert_ids, options)
+    if is_padding is not None:
+        probs = probs.masked_fill(is_padding.unsqueeze(-1), 0.0)
+    return RoutingDecision(expert_ids, probs), scores

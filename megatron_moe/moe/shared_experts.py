@@ -1,0 +1,55 @@
+"""The shared expert: a dense MLP that every token passes, next to its routed experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_moe.moe.options import MoEOptions
+
+
+class SharedExperts(MLP):
+    """The engine's tensor-parallel MLP at the shared width, optionally gated (Qwen2-MoE).
+
+    Args:
+        config: the engine's TransformerConfig.
+        submodules: the engine's MLPSubmodules (column- and row-parallel linear layers).
+        tp_group: the tensor-parallel group.
+    """
+
+    def __init__(self, config: Any, submodules: MLPSubmodules, tp_group: Any) -> None:
+        options = MoEOptions.from_engine_config(config)
+        super().__init__(config, submodules, ffn_hidden_size=options.shared_ffn_hidden_size, tp_group=tp_group)
+        self.gate_weight: torch.nn.Parameter | None = None
+        if options.shared_gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, options.hidden_size, dtype=config.params_dtype))
+            # Under sequence parallelism each TP rank gates its own tokens: gradients are summed over TP.
+            self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            if config.perform_initialization:
+                config.init_method(self.gate_weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], same dtype."""
+        output, bias = super().forward(hidden)
+        if bias is not None:
+            output = output + bias
+        if self.gate_weight is not None:
+            # The gate is one number per token; in fp32 it costs nothing.
+            gate = torch.sigmoid(F.linear(hidden.float(), self.gate_weight.float()))
+            output = (output * gate).to(hidden.dtype)
+        return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The engine's, which walks submodules only, plus the gate."""
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            own = {"gate_weight": self.gate_weight}
+            sharded.update(make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets))
+        return sharded

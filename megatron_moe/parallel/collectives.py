@@ -1,0 +1,104 @@
+"""Collectives on rows of a tensor, with their backward.
+
+Rows are dimension 0; the other dimensions travel along unchanged. Everything here uses only `all_to_all_single`,
+`all_gather_into_tensor` and `reduce_scatter_tensor`: gloo has no uneven all-gather, but its all-to-all takes uneven
+splits. A group of one rank costs nothing: the input is returned.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
+    return received
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+        ctx.splits, ctx.group = (send_splits, recv_splits), group
+        return _exchange(rows, send_splits, recv_splits, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        send_splits, recv_splits = ctx.splits
+        return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
+
+
+def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    """Send `send_splits[r]` rows to each rank r of the group and receive `recv_splits[r]` from it.
+
+    Args:
+        rows: [sum(send_splits), ...], ordered by destination.
+        send_splits, recv_splits: one row count per rank of the group.
+        group: the ranks that exchange.
+
+    Returns:
+        [sum(recv_splits), ...], ordered by source. Backward: the same exchange the other way round.
+    """
+    if group.size() == 1:
+        return rows
+    return _AllToAllRows.apply(rows, send_splits, recv_splits, group)
+
+
+def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:
+    gathered = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    return gathered
+
+
+def _reduce_scatter_fp32(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over ranks in fp32 (or wider), whatever the rows' dtype, and cast back once."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
+    share = wide.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    dist.reduce_scatter_tensor(share, wide, group=group)
+    return share.to(rows.dtype)
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(rows, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter_fp32(grad, ctx.group), None
+
+
+def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Rows [T, ...] of every rank, ordered by rank: [size x T, ...]. T must be the same on every rank.
+
+    Backward: a reduce-scatter that sums in fp32.
+    """
+    return rows if group.size() == 1 else _AllGatherRows.apply(rows, group)
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_fp32(rows, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum [size x T, ...] over the ranks in fp32 and keep this rank's [T, ...]. Backward: an all-gather."""
+    return rows if group.size() == 1 else _ReduceScatterRows.apply(rows, group)
+
+
+def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `values` over the group, as a new tensor without gradient; `values` itself is left as it was."""
+    total = values.detach().clone()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,68 @@
+"""State that is fp32 and stays fp32, whatever is done to the module that holds it.
+
+`torch.nn.Module.half()`, `.bfloat16()`, `.double()`, `.to(dtype)`, `.type(dtype)` and every wrapper built on them go
+through `Module._apply(fn)`. A module that mixes in `Fp32State` shows `fn` the int32 bits of its declared state instead
+of the floats. A cast of floating-point tensors skips integers, and a move (`.cuda()`, `.to(device)`, `to_empty`,
+`share_memory`) moves them, bits and all: nothing is rounded and restored, because nothing is ever cast.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PrecisionWarning(UserWarning):
+    """State that must be fp32 was found in another dtype where it came from; its lost bits cannot be had back."""
+
+
+class Fp32State:
+    """Mixin for `torch.nn.Module`: buffers named in `fp32_state` are float32 and keep their bits.
+
+    Place it before `torch.nn.Module` among the bases. `fp32_conversions` lists what `load_state_dict` had to convert,
+    as (tensor name, dtype found), so that a run can record it.
+    """
+
+    fp32_state: tuple[str, ...] = ()
+    fp32_conversions: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        buffers: dict[str, Tensor | None] = self._buffers  # type: ignore[attr-defined]
+        kept = {name: buffers.pop(name) for name in self.fp32_state if buffers.get(name) is not None}
+        order = list(buffers)
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, tensor in kept.items():
+            assert tensor is not None
+            buffers[name] = _moved_with_its_bits(tensor, fn)
+        for name in order:  # the protected buffers go back in front, where they were registered
+            buffers[name] = buffers.pop(name)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Never lets a narrower tensor in: with `assign=True` it would replace the buffer, dtype and all."""
+        replaced: dict[str, Tensor] = {}
+        for name in self.fp32_state:
+            found = state_dict.get(prefix + name)
+            if isinstance(found, Tensor) and found.dtype != torch.float32:
+                warnings.warn(
+                    f"{prefix + name} is {found.dtype} in the state being loaded but must be float32: its value was "
+                    "rounded before it came here. It is loaded as it is and kept in float32 from now on.",
+                    PrecisionWarning,
+                    stacklevel=2,
+                )
+                self.fp32_conversions = (*self.fp32_conversions, (prefix + name, found.dtype))
+                replaced[prefix + name] = found
+                state_dict[prefix + name] = found.to(torch.float32)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+        state_dict.update(replaced)  # the caller's dictionary is not ours to change
+
+
+def _moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    bits = fn(tensor.view(torch.int32))
+    if bits.dtype != torch.int32:  # Module.type() casts integers too: take from it only where the tensor should live
+        bits = tensor.view(torch.int32).to(bits.device)
+    return bits.view(torch.float32)

@@ -1,0 +1,127 @@
+"""finalize_model_grads: the engine's gradient reduction, then the bias step in fp32 from exact counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads as engine_finalize_model_grads
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_moe.moe.load_balance import updated_expert_bias
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.state import routers
+from megatron_moe.precision.contract import PrecisionError
+
+
+@dataclass(frozen=True)
+class RouterUpdate:
+    """What the routers of this rank's layers did in the step, over the whole global batch.
+
+    layer_numbers: global, one-based. tokens_per_expert: one [E] int64 per layer, exact. expert_bias: one [E] fp32 per
+    layer after the update, or None. aux_losses: mean over micro-batches of each loss, unscaled, per layer.
+    """
+
+    layer_numbers: tuple[int, ...]
+    tokens_per_expert: tuple[Tensor, ...]
+    expert_bias: tuple[Tensor | None, ...]
+    aux_losses: tuple[dict[str, Tensor], ...]
+
+
+@torch.no_grad()
+def finalize_model_grads(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
+    **engine_options: Any,
+) -> RouterUpdate:
+    """Reduce all gradients as megatron-core does, then update every router's expert_bias and start counting anew.
+
+    A drop-in for megatron-core's function of the same name, as `config.finalize_model_grads_func`. The engine's own
+    bias update is not used: it counts in the model's dtype and sums in floating point. A caller whose optimizer may
+    skip the step takes a `RouterSnapshot` before the step and restores it when the step is skipped; `training/step.py`
+    does.
+
+    Args:
+        model: the chunks of this rank, wrapped in DDP.
+        num_tokens: tokens of the global batch on this rank, for a per-token loss; None otherwise.
+        pg_collection: the engine's process groups; its default ones if None.
+        force_all_reduce: as the engine's.
+
+    Returns:
+        Exact global counts, the new biases and the auxiliary losses of this rank's layers.
+
+    Raises:
+        PrecisionError: if a count or a bias is not float32: it would have been rounded already.
+    """
+    with _engine_bias_update_off(get_model_config(model[0])):
+        engine_finalize_model_grads(model, num_tokens, pg_collection, force_all_reduce, **engine_options)
+    return update_routers(model)
+
+
+def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
+    """The bias step of all routers of `model`, with ONE all-reduce of all counts, in int64."""
+    found = list(routers(model))
+    counts = _global_counts(found)
+    aux_losses = _global_aux_losses(found)
+    for router, tokens_per_expert in zip(found, counts):
+        if router.expert_bias is not None:
+            rate = router.options.bias_update_rate
+            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, tokens_per_expert, rate))
+        router.reset_counts()
+    return RouterUpdate(
+        layer_numbers=tuple(router.layer_number or 0 for router in found),
+        tokens_per_expert=tuple(counts),
+        expert_bias=tuple(None if r.expert_bias is None else r.expert_bias.clone() for r in found),
+        aux_losses=tuple(aux_losses),
+    )
+
+
+def _global_counts(found: list[TopKRouter]) -> list[Tensor]:
+    """Counts of each layer over TP x CP x DP, [E] int64 each. Layers may differ in E."""
+    if not found:
+        return []
+    for router in found:
+        for name in router.fp32_state:
+            tensor = getattr(router, name)
+            if tensor is not None and tensor.dtype != torch.float32:
+                raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
+    local = torch.cat([router.local_tokens_per_expert for router in found]).to(torch.int64)
+    group = found[0].groups.tp_dp_cp
+    if group.size() > 1:
+        dist.all_reduce(local, group=group)
+    return list(local.split([router.options.num_experts for router in found]))
+
+
+def _global_aux_losses(found: list[TopKRouter]) -> list[dict[str, Tensor]]:
+    """Each layer's losses, as the mean over the micro-batches of the global batch."""
+    names = [(i, name) for i, router in enumerate(found) for name in sorted(router.aux_loss_totals)]
+    losses: list[dict[str, Tensor]] = [{} for _ in found]
+    if not names:
+        return losses
+    group = found[0].groups.tp_dp_cp
+    totals = torch.stack([found[i].aux_loss_totals[name] for i, name in names]).to(torch.float64)
+    if group.size() > 1:
+        dist.all_reduce(totals, group=group)
+    # A micro-batch is shared by the tp_cp ranks, whose parts of its loss add up; the other ranks have others.
+    replicas = group.size() // found[0].groups.tp_cp.size()
+    for (i, name), total in zip(names, totals):
+        losses[i][name] = total / (replicas * max(found[i].counted_micro_batches, 1))
+    return losses
+
+
+@contextmanager
+def _engine_bias_update_off(config: Any) -> Iterator[None]:
+    """The engine updates the bias of every module that has one, if its configuration says that the bias is enabled."""
+    enabled = config.moe_router_enable_expert_bias
+    config.moe_router_enable_expert_bias = False
+    try:
+        yield
+    finally:
+        config.moe_router_enable_expert_bias = enabled
