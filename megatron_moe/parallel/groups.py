@@ -1,0 +1,132 @@
+"""Process groups: from the launcher's environment to every group that the model, MoE, optimizer and checkpoint need.
+
+The door to megatron-core's `parallel_state` and `ProcessGroupCollection`. The engine keeps the groups in globals,
+because its schedules and optimizer read them there; ours are passed in, as the collection that `initialize` returns.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_moe import platform
+from megatron_moe.config.derived import expert_tensor_parallel_size, virtual_pipeline_size
+from megatron_moe.config.schema import Run
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """This process's place: its rank and the size along every axis of the layout. A rank is its index in the axis."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+
+    def __str__(self) -> str:
+        axes = ("tp", "pp", "cp", "dp", "ep", "etp")
+        return f"rank {self.rank}/{self.world_size} (" + ", ".join(
+            f"{axis} {getattr(self, f'{axis}_rank')}/{getattr(self, f'{axis}_size')}" for axis in axes
+        ) + ")"
+
+
+def launched_world() -> tuple[int, int]:
+    """(rank, world size) as torchrun's environment says, (0, 1) without it. Needs no process group."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def initialize(run: Run) -> ProcessGroupCollection:
+    """Join the other ranks and build the groups of the layout in `run.parallel`.
+
+    Under torchrun the world is its world; otherwise it is this process alone, and no port is opened. A default process
+    group that exists already is used as it is. `run` has passed `config.rules.check` for this world size.
+
+    Returns:
+        The engine's collection with every group it knows: tp, pp, cp, dp, dp_cp, tp_cp, tp_dp_cp, mp, ep, expt_tp,
+        expt_dp, tp_ep, tp_ep_pp, embd and pos_embd (None on a stage without embeddings), and the optimizer's.
+
+    Raises:
+        ConfigError: the backend asked for cannot work here.
+    """
+    timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _join(platform.backend(run.parallel.distributed_backend), timeout)
+    layout = run.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(run),
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(run),
+        distributed_timeout_minutes=layout.distributed_timeout_minutes,
+        # Twice the groups otherwise, for a checkpoint format that is not used.
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def rank_facts() -> RankFacts:
+    """This process's place in the layout that `initialize` built."""
+    return RankFacts(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=platform.local_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def destroy(abort: bool = False) -> None:
+    """Leave all groups; does nothing where there are none.
+
+    Args:
+        abort: give up collectives that are still waiting for other ranks. For the way out after an error, when the
+            others may be gone: NCCL would wait for them, gloo does not.
+    """
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    if abort and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Create the default process group."""
+    if backend == "nccl":
+        torch.cuda.set_device(platform.device())
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

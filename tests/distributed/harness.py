@@ -1,0 +1,262 @@
+"""Many distributed test cases in one set of processes.
+
+Starting a rank costs seconds (torch and the engine are imported), so ranks are started once per test session and then
+serve case after case. A case is a module-level function that every rank runs, with the default gloo process group
+initialised for it. Whatever it returns comes back, one result per rank:
+
+    def sums(factor):                                  # runs on every rank
+        value = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(value)
+        return factor * value.item()
+
+    def test_every_rank_has_the_sum(gloo):             # `gloo` is the session's pool (tests/conftest.py)
+        assert gloo.run(2, sums, factor=10.0) == [30.0, 30.0]
+
+- `gloo.run(n, function, **kwargs)`: n = 1 is the oracle: one rank in a world of its own.
+- For a model, call `megatron_moe.parallel.groups.initialize(run)` in the case; the harness destroys the groups and the
+  engine's other globals after every case, so the next one may use another layout.
+- The function's file is loaded by path in the ranks: it may be the test file itself or a file beside it. Arguments and
+  results are pickled: configurations, tensors, plain data; no modules, no process groups.
+- An exception on any rank fails the call with `CaseFailed`, which shows every rank's traceback. A case that takes longer
+  than `gloo.timeout` seconds (default 120; `gloo.run_within(seconds, n, ...)`) is ended, with each rank's stack shown.
+- One CUDA-free environment per rank: RANK, LOCAL_RANK and WORLD_SIZE are set, MASTER_ADDR is not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# After one rank has failed, its peers see closed connections at once; this is for those that compute.
+GRACE_SECONDS = 15.0
+
+
+class CaseFailed(AssertionError):
+    """A case raised on some rank, or did not end. The message holds each rank's traceback or stack."""
+
+
+class _Rank:
+    """One process that serves cases, and this side of its pipe."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number = number
+        self.log = folder / f"rank{number}.log"
+        self.pipe, theirs = Pipe()
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # so that its own children can be ended with it, and Ctrl-C is ours alone
+            )
+        theirs.close()
+
+    def end(self) -> None:
+        """Kill the process with everything it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self.pipe.close()
+
+    def stack(self) -> str:
+        """The stacks of the process's threads, asked for by a signal that its faulthandler answers into the log."""
+        before = self.log.stat().st_size
+        if self.process.poll() is not None:
+            return f"ended with status {self.process.returncode}; its last output:\n{self.output()}"
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        return self.log.read_bytes()[before:].decode(errors="replace") or "no answer"
+
+    def output(self) -> str:
+        """The end of what the process has printed."""
+        return self.log.read_text(errors="replace")[-3000:]
+
+
+class GlooPool:
+    """Ranks that wait for cases. Started when first needed, as many as were needed so far; `close` ends them."""
+
+    def __init__(self, timeout: float = 120.0) -> None:
+        self.timeout = timeout
+        self._ranks: list[_Rank] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
+        self._cases = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Run `function(**kwargs)` on `world_size` ranks; returns their results by rank."""
+        return self.run_within(self.timeout, world_size, function, **kwargs)
+
+    def run_within(self, seconds: float, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """As `run`, with a limit of its own."""
+        while len(self._ranks) < world_size:
+            self._ranks.append(_Rank(len(self._ranks), self._folder))
+        self._cases += 1
+        case = {
+            "file": function.__code__.co_filename,
+            "function": function.__qualname__,
+            "kwargs": kwargs,
+            "store": str(self._folder / f"store{self._cases}"),
+            "world_size": world_size,
+            "seconds": seconds,
+        }
+        ranks = self._ranks[:world_size]
+        answers: dict[int, tuple[bool, Any]] = {}
+        for rank in ranks:
+            try:
+                rank.pipe.send_bytes(pickle.dumps({**case, "rank": rank.number}))
+            except BrokenPipeError:
+                answers[rank.number] = (False, f"ended before the case; its last output:\n{rank.output()}")
+        self._collect(ranks, answers, seconds)
+        return self._results(ranks, answers, function.__qualname__)
+
+    def close(self) -> None:
+        """End all ranks and remove their files."""
+        self._end_ranks()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _collect(self, ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        waiting = {rank.pipe: rank for rank in ranks if rank.number not in answers}
+        while waiting:
+            if any(not good for good, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank.number] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    answers[rank.number] = (False, f"ended during the case; its last output:\n{rank.output()}")
+
+    def _results(self, ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], name: str) -> list[Any]:
+        silent = [rank for rank in ranks if rank.number not in answers]
+        if not silent and all(good for good, _ in answers.values()):
+            return [answers[rank.number][1] for rank in ranks]
+        report = [f"case {name} failed on {len(ranks)} ranks"]
+        for rank in ranks:
+            good, text = answers.get(rank.number, (False, None))
+            shown = "returned" if good else text if text is not None else f"did not end:\n{rank.stack()}"
+            report.append(f"--- rank {rank.number}: {shown}")
+        if silent or any(rank.process.poll() is not None for rank in ranks):
+            self._end_ranks()  # a rank that hangs is of no more use; the next case starts fresh ones
+        raise CaseFailed("\n".join(report))
+
+    def _end_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+        self._ranks.clear()
+
+
+# ---- in the ranks
+
+
+def _serve(descriptor: int, parent: int) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    pipe = Connection(descriptor)
+    import megatron_moe  # noqa: F401  before anything imports the engine
+
+    while True:
+        try:
+            case = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        except Exception:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        try:
+            answer = pickle.dumps((True, _run_case(case)))
+        except Exception:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        _clean_up()
+        pipe.send_bytes(answer)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the test session is gone, whatever it is waiting for."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _run_case(case: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    rank, world_size = case["rank"], case["world_size"]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    function: Any = _module_at(case["file"])
+    for part in case["function"].split("."):
+        function = getattr(function, part)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(case["store"], world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=case["seconds"]),
+    )
+    return function(**case["kwargs"])
+
+
+def _clean_up() -> None:
+    """Forget the case: its process groups and what the engine keeps in globals."""
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
+
+    from megatron_moe.parallel import groups
+
+    groups.destroy(abort=True)
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    gc.collect()
+
+
+def _module_at(path: str) -> ModuleType:
+    """The module in file `path`, loaded once per rank."""
+    name = f"case_{Path(path).stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == path:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))
