@@ -1,4 +1,4 @@
-"""The lines of a log, and on a terminal a progress line below them. All of it is ASCII, except a user's own text."""
+"""The lines of a log, in ASCII except a user's own text, and on a terminal a progress line below them."""
 
 from __future__ import annotations
 

@@ -124,16 +124,19 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
             figure.savefig(file, format="png")
 
 
-def running_mean(values: np.ndarray, weight: float) -> np.ndarray:
-    """Exponential mean with the given weight on the past, without the pull towards the start; NaNs are passed over."""
-    means = np.full(len(values), np.nan)
-    mean, share = 0.0, 0.0
-    for i, value in enumerate(values):
-        if math.isfinite(value):
-            mean = weight * mean + (1 - weight) * value
-            share = weight * share + (1 - weight)
-        means[i] = mean / share if share else np.nan
-    return means
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+    """The mean of up to `reach` neighbours on either side, fewer and as many on both near an end; NaNs are passed over.
+
+    A centred mean does not lag behind a falling curve, as an exponential one does.
+    """
+    valid = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(valid, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(valid)])
+    here = np.arange(len(values))
+    span = np.minimum(reach, np.minimum(here, len(values) - 1 - here))
+    first, last = here - span, here + span + 1
+    number = counts[last] - counts[first]
+    return np.where(number > 0, (sums[last] - sums[first]) / np.maximum(number, 1), np.nan)
 
 
 def spans(rows: np.ndarray, columns: int) -> np.ndarray:
@@ -155,13 +158,15 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
         label="train" if few else None,
     )
     if not few:
-        smooth = running_mean(losses, weight=1 - 1 / max(8, len(losses) / 50))
+        smooth = running_mean(losses, reach=max(3, len(losses) // 50))
         panel.plot(history.iterations, smooth, color=_TRAIN, lw=1.8, label="train (running mean)")
     for split, colour in _SPLITS.items():
         points = [record for record in history.evaluations if record.split == split]
         if points:
             x, y = [p.iteration for p in points], [p.loss for p in points]
-            panel.plot(x, y, "o-", color=colour, ms=5, lw=1.0, label=f"{split} (last {y[-1]:.3f})", zorder=3)
+            panel.plot(
+                x, y, "o-", color=colour, ms=5, lw=1.0, label=f"{split} (last {y[-1]:.3f})", zorder=3, clip_on=False
+            )
     if unigram_entropy is not None:
         panel.axhline(
             unigram_entropy, color=_ENTROPY, ls=(0, (5, 3)), lw=1.2, label=f"unigram entropy {unigram_entropy:.3f}"

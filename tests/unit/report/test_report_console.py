@@ -1,0 +1,172 @@
+"""A log has plain lines; a terminal has the same lines and a progress line, and never a mixture."""
+
+import dataclasses
+import io
+import os
+
+import pytest
+from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink, duration
+from megatron_moe.report.records import EvalRecord, StepRecord
+
+STEP = StepRecord(
+    iteration=1,
+    consumed_samples=8,
+    loss=3.0,
+    learning_rate=1e-3,
+    grad_norm=0.5,
+    loss_scale=4096.0,
+    skipped=False,
+    tokens=1000,
+    seconds=0.5,
+    tokens_per_second=2000.0,
+    model_tflops=0.25,
+    mfu=0.125,
+    tokens_per_expert={2: [1, 1]},
+    expert_load=1.25,
+    empty_experts=3,
+    expert_bias_max=0.1,
+    aux_losses={},
+    seconds_left=72.0,
+    global_batch_size=8,
+    memory_bytes=0,
+)
+
+
+def steps(sink, start, stop, **changes):
+    for iteration in range(start, stop + 1):
+        sink.step(dataclasses.replace(STEP, iteration=iteration, **changes))
+
+
+def plain(**options):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=options.pop("encoding", "utf-8"), newline="")
+    return stream, ConsoleSink(stream, **{"train_iters": 100, "log_interval": 1, **options})
+
+
+def text(stream):
+    return stream.buffer.getvalue().decode(stream.encoding)
+
+
+class Terminal:
+    """A real pseudo terminal: what is written to `stream` can be read back from `output()`."""
+
+    def __init__(self):
+        self._reader, writer = os.openpty()
+        self.stream = open(writer, "w", encoding="utf-8")
+
+    def output(self):
+        self.stream.flush()
+        os.set_blocking(self._reader, False)
+        read = b""
+        try:
+            while chunk := os.read(self._reader, 65536):
+                read += chunk
+        except BlockingIOError:
+            return read.decode()
+        return read.decode()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    return Terminal()
+
+
+def test_a_line_names_everything_a_reader_steers_by():
+    stream, sink = plain()
+    steps(sink, 1, 1)
+    assert text(stream) == (
+        "iteration   1/100 | loss 3.0000 | lr 1.00e-03 | grad norm 0.500 | 2,000 tok/s | 0.25 TFLOP/s | MFU 12.5% | "
+        "load 1.25 | empty 3 | left 1m12s\n"
+    )
+
+
+def test_a_dense_model_without_a_peak_has_a_line_without_experts_and_mfu():
+    stream, sink = plain()
+    steps(sink, 1, 1, expert_load=None, mfu=None, grad_norm=None)
+    line = text(stream)
+    assert "load" not in line and "empty" not in line and "MFU" not in line
+    assert "grad norm -" in line
+
+
+def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
+    stream, sink = plain(log_interval=10, train_iters=25)
+    steps(sink, 4, 25)
+    assert [line.split("|")[0].strip() for line in text(stream).splitlines()] == [
+        "iteration  4/25",
+        "iteration 10/25",
+        "iteration 20/25",
+        "iteration 25/25",
+    ]
+
+
+def test_a_line_shows_the_mean_loss_and_speed_of_its_interval_and_counts_what_was_skipped():
+    stream, sink = plain(log_interval=4)
+    steps(sink, 1, 1)
+    sink.step(dataclasses.replace(STEP, iteration=2, loss=2.0, seconds=1.5))
+    sink.step(dataclasses.replace(STEP, iteration=3, loss=float("nan"), skipped=True, seconds=0.5))
+    sink.step(dataclasses.replace(STEP, iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5))
+    line = text(stream).splitlines()[-1]
+    assert "loss 3.0000" in line
+    assert "1,000 tok/s" in line  # 3000 tokens in 3 seconds
+    assert "0.333 TFLOP/s" in line  # (0.25 x 2 s + 0.5 x 1 s) / 3 s
+    assert "SKIPPED 1 (loss scale 4096)" in line
+
+
+def test_a_pipe_gets_no_control_characters():
+    stream, sink = plain(log_interval=5)
+    sink.start({"parameters": 1234567, "device": "cpu"})
+    steps(sink, 1, 50)
+    sink.evaluation(EvalRecord(50, "valid", 2.0, 4096, 1.0))
+    sink.close(None)
+    assert not set(text(stream)) & {"\r", "\x1b", "\b"}
+    assert text(stream).isascii()
+    assert "parameters  1,234,567" in text(stream)
+
+
+def test_a_stream_that_is_no_terminal_gets_plain_lines():
+    sink = console_sink(io.StringIO(), train_iters=10, log_interval=1, start_iteration=0)
+    assert type(sink) is ConsoleSink
+
+
+@pytest.mark.parametrize(("name", "live"), [("xterm", True), ("dumb", False)])
+def test_only_a_terminal_that_can_move_its_cursor_gets_the_progress_line(terminal, monkeypatch, name, live):
+    monkeypatch.setenv("TERM", name)
+    sink = console_sink(terminal.stream, train_iters=10, log_interval=1, start_iteration=0)
+    assert isinstance(sink, LiveConsoleSink) is live
+
+
+def test_a_terminal_gets_whole_lines_and_a_progress_line_that_is_taken_away(terminal):
+    sink = console_sink(terminal.stream, train_iters=20, log_interval=10, start_iteration=0)
+    steps(sink, 1, 20)
+    sink.message("saved [bold]iter_0000020[/bold]")
+    sink.close(None)
+    output = terminal.output()
+    assert "20/20" in output and "2,000 tok/s" in output
+    # A log line starts at a cleared line and ends with a line break, so that the progress line can't run into it.
+    for line in ("iteration 10/20 ", "iteration 20/20 ", "saved [bold]iter_0000020[/bold]"):
+        before, after = output.split(line, 1)
+        assert before.endswith(("\x1b[2K", "\n"))
+        assert "\x1b" not in after.split("\r\n", 1)[0]
+    assert output.rstrip("\r\n").endswith("\x1b[2K")  # the progress line is cleared
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # and the cursor is back
+
+
+def test_a_character_that_the_stream_lacks_is_written_as_its_escape():
+    stream, sink = plain(encoding="ascii")
+    sink.message("continued: \u00e9\u4e16")
+    assert text(stream) == "continued: \\xe9\\u4e16\n"
+
+
+def test_a_generated_text_cannot_move_the_cursor():
+    stream, sink = plain()
+    sink.message("def f():\n\treturn '\x1b[2J\x07'")
+    assert text(stream) == "def f():\n\treturn '\\x1b[2J\\x07'\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0s"), (59.6, "1m00s"), (192, "3m12s"), (18420, "5h07m"), (183600, "2d03h"), (float("nan"), "?")],
+)
+def test_durations_have_at_most_two_units(seconds, shown):
+    assert duration(seconds) == shown

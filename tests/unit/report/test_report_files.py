@@ -1,0 +1,149 @@
+"""metrics.jsonl stays one line a step over kills and resumes; summary.json is whole or not there."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.report import files
+from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
+from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.summary import SummarySink, Totals
+
+BASE = StepRecord(
+    iteration=1,
+    consumed_samples=8,
+    loss=3.0,
+    learning_rate=1e-3,
+    grad_norm=1.0,
+    loss_scale=1.0,
+    skipped=False,
+    tokens=100,
+    seconds=0.5,
+    tokens_per_second=200.0,
+    model_tflops=0.1,
+    mfu=None,
+    tokens_per_expert={},
+    expert_load=None,
+    empty_experts=0,
+    expert_bias_max=None,
+    aux_losses={},
+    seconds_left=1.0,
+    global_batch_size=8,
+    memory_bytes=0,
+)
+
+
+def write(path, start, stop, *, loss=3.0):
+    """Steps start+1..stop of one incarnation, an evaluation after every second one; killed, so never closed."""
+    sink = JsonlSink(path, start)
+    for iteration in range(start + 1, stop + 1):
+        sink.step(dataclasses.replace(BASE, iteration=iteration, loss=loss))
+        if iteration % 2 == 0:
+            sink.evaluation(EvalRecord(iteration, "valid", loss, 10, 0.1))
+    return sink
+
+
+def iterations(path):
+    return [record.iteration for record in read_steps(path)]
+
+
+def test_every_line_is_on_disk_as_soon_as_its_step_is_told(tmp_path):
+    write(tmp_path / "m.jsonl", 0, 3)
+    assert iterations(tmp_path / "m.jsonl") == [1, 2, 3]
+
+
+def test_a_resume_takes_back_the_lines_of_the_abandoned_incarnation(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 10, loss=3.0)
+    sink = write(path, 6, 8, loss=2.0)
+    assert sink.cut_lines == 4 + 2  # four steps and two evaluations
+    assert iterations(path) == list(range(1, 9))
+    assert [record.loss for record in read_steps(path)] == [3.0] * 6 + [2.0] * 2
+    assert [record.iteration for record in read_evaluations(path)] == [2, 4, 6, 8]
+
+
+def test_a_resume_with_nothing_to_take_back_leaves_the_old_bytes_alone(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4)
+    before, inode = path.read_bytes(), path.stat().st_ino
+    assert write(path, 4, 5).cut_lines == 0
+    assert path.read_bytes().startswith(before)
+    assert path.stat().st_ino == inode
+
+
+def test_a_line_that_a_kill_tore_apart_is_taken_back(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4)
+    with open(path, "a") as file:
+        file.write('{"iteration": 5, "lo')
+    assert iterations(path) == [1, 2, 3, 4]
+    write(path, 4, 6)
+    assert iterations(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fresh_run_keeps_the_file_of_the_run_before_it(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4)
+    write(path, 0, 2)
+    assert iterations(path) == [1, 2]
+    assert iterations(tmp_path / "m.jsonl.previous") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("content", ["# Notes\n", "[1, 2]\n", '{"step": 1}\n', '{"iteration": "3"}\n'])
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_file_that_holds_no_metrics_is_refused_and_left_as_it_was(tmp_path, content, start):
+    path = tmp_path / "README.md"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="README.md: line 1"):
+        JsonlSink(path, start)
+    assert path.read_text() == content
+    assert os.listdir(tmp_path) == ["README.md"]
+
+
+def test_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4)
+    evaluations_path(path).write_text("nonsense\n")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError):
+        JsonlSink(path, 2)
+    assert path.read_bytes() == before
+
+
+def test_a_cut_that_fails_halfway_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 10)
+    before = path.read_bytes()
+
+    def no_space(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", no_space)
+    with pytest.raises(OSError, match="no space"):
+        JsonlSink(path, 6)
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["m.eval.jsonl", "m.jsonl"]
+
+
+def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_path):
+    totals = Totals()
+    totals.add(BASE)
+    sink = SummarySink(tmp_path / "summary.json", totals)
+    sink.step(dataclasses.replace(BASE, iteration=2, seconds=1.5))
+    sink.close({"valid_loss": 2.5, "train_seconds": 9.0, "perplexity": float("inf")})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["iterations"] == 2
+    assert summary["tokens_per_second"] == 200 / 2.0
+    assert summary["train_seconds"] == 9.0
+    assert summary["valid_loss"] == 2.5
+    assert summary["perplexity"] is None
+    assert "torch" in summary["versions"] and "python" in summary["versions"]
+
+
+def test_an_interrupted_run_leaves_the_summary_of_an_earlier_one_as_it_was(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text("{}")
+    SummarySink(path, Totals()).close(None)
+    assert path.read_text() == "{}"

@@ -1,0 +1,78 @@
+"""Records survive the way to JSON and back with every bit."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from megatron_moe.report.records import (
+    EvalRecord,
+    StepRecord,
+    eval_from_json,
+    load_max_over_mean,
+    step_from_json,
+    to_json,
+)
+
+STEP = StepRecord(
+    iteration=7,
+    consumed_samples=56,
+    loss=0.1 + 0.2,
+    learning_rate=1e-3 / 3,
+    grad_norm=1.0 / 3,
+    loss_scale=65536.0,
+    skipped=False,
+    tokens=2048,
+    seconds=0.5,
+    tokens_per_second=4096.0,
+    model_tflops=0.25,
+    mfu=None,
+    tokens_per_expert={2: [3, 0, 5, 0], 3: [2, 2, 2, 2]},
+    expert_load=2.5,
+    empty_experts=2,
+    expert_bias_max=0.007,
+    aux_losses={"seq_aux_loss": 1.01},
+    seconds_left=12.5,
+    global_batch_size=8,
+    memory_bytes=1 << 30,
+)
+
+
+def through_json(record):
+    return json.loads(json.dumps(to_json(record), allow_nan=False))
+
+
+def test_a_step_comes_back_equal_from_its_json_line():
+    assert step_from_json(through_json(STEP)) == STEP
+
+
+def test_an_evaluation_comes_back_equal_from_its_json_line():
+    record = EvalRecord(7, "valid", 2.0 / 3, 4096, 1.5)
+    assert eval_from_json(through_json(record)) == record
+
+
+def test_a_json_line_carries_the_exact_bits_of_loss_and_grad_norm():
+    line = through_json(STEP)
+    assert line["loss_hex"] == (0.1 + 0.2).hex()
+    assert line["grad_norm_hex"] == (1.0 / 3).hex()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_null_in_json_and_comes_back_as_it_was(value):
+    line = through_json(dataclasses.replace(STEP, loss=value, skipped=True))
+    assert line["loss"] is None
+    back = step_from_json(line).loss
+    assert math.isnan(back) if math.isnan(value) else back == value
+
+
+def test_a_step_without_a_grad_norm_has_no_bits_of_one():
+    line = through_json(dataclasses.replace(STEP, grad_norm=None))
+    assert "grad_norm_hex" not in line
+    assert step_from_json(line).grad_norm is None
+
+
+def test_load_is_max_over_mean_and_unknown_for_a_layer_without_tokens():
+    assert load_max_over_mean([3, 0, 5, 0]) == 2.5
+    assert load_max_over_mean([4, 4]) == 1.0
+    assert load_max_over_mean([0, 0]) is None

@@ -1,0 +1,201 @@
+"""The reporter passes a run on to what the flags ask for, on one rank only, and again after a resume."""
+
+import dataclasses
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+from megatron_moe.config import schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.report import plot
+from megatron_moe.report.jsonl import read_steps
+from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.reporter import Reporter
+
+STEP = StepRecord(
+    iteration=1,
+    consumed_samples=8,
+    loss=3.0,
+    learning_rate=1e-3,
+    grad_norm=0.5,
+    loss_scale=1.0,
+    skipped=False,
+    tokens=1000,
+    seconds=0.5,
+    tokens_per_second=2000.0,
+    model_tflops=0.25,
+    mfu=None,
+    tokens_per_expert={2: [4, 0, 2, 2], 3: [2, 2, 2, 2]},
+    expert_load=2.0,
+    empty_experts=1,
+    expert_bias_max=0.1,
+    aux_losses={"aux_loss": 1.5},
+    seconds_left=2.0,
+    global_batch_size=8,
+    memory_bytes=0,
+)
+
+
+def run_with(folder, *flags, train_iters=6):
+    names = {
+        "metrics_file": "metrics.jsonl",
+        "tensorboard_dir": "tensorboard",
+        "plot_file": "plot.png",
+        "summary_file": "summary.json",
+    }
+    wanted = {flag: str(folder / names[flag]) for flag in flags}
+    return schema.replace(schema.Run(), train_iters=train_iters, log_interval=2, **wanted)
+
+
+def tell(run, start, stop, summary=None):
+    stream = io.StringIO()
+    with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
+        reporter.start({"device": "cpu", "unigram_entropy": 5.0})
+        for iteration in range(start + 1, stop + 1):
+            reporter.step(dataclasses.replace(STEP, iteration=iteration, loss=3.0 - 0.1 * iteration))
+            if iteration % 2 == 0:
+                reporter.evaluation(EvalRecord(iteration, "valid", 3.1 - 0.1 * iteration, 100, 0.1))
+        reporter.close(summary)
+    return stream.getvalue()
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_rank_that_is_not_the_writer_writes_and_prints_nothing(tmp_path, capsys):
+    run = run_with(tmp_path, "metrics_file", "summary_file", "plot_file", "tensorboard_dir")
+    reporter = Reporter(run, is_writer=False, start_iteration=0)
+    reporter.start({"device": "cpu"})
+    reporter.step(STEP)
+    reporter.message("hello")
+    reporter.close({"valid_loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_is_killed_and_resumed_leaves_the_same_files_as_one_that_was_not(tmp_path):
+    run = run_with(tmp_path, "metrics_file", "summary_file", "plot_file", "tensorboard_dir")
+    tell(run, 0, 5)
+    output = tell(run, 4, 6, {"valid_loss": 2.5})
+    assert [record.iteration for record in read_steps(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert "took back 1 lines after iteration 4" in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["iterations"], summary["train_seconds"], summary["tokens_per_second"]) == (6, 3.0, 2000.0)
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["loss/train"]] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("metrics.jsonl", "tensorboard", "summary.json", "plot.png"):
+        assert f"wrote {tmp_path / name}" in output
+
+
+def test_an_interrupted_run_has_metrics_but_no_summary_and_no_picture(tmp_path):
+    tell(run_with(tmp_path, "metrics_file", "summary_file", "plot_file"), 0, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.eval.jsonl", "metrics.jsonl"]
+
+
+def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_losses(tmp_path):
+    tell(run_with(tmp_path, "tensorboard_dir"), 0, 2, {})
+    seen = scalars(tmp_path / "tensorboard")
+    assert seen["experts_by_layer/load_max_over_mean_2"][0] == (1, 2.0)
+    assert seen["experts_by_layer/load_max_over_mean_3"][0] == (1, 1.0)
+    assert seen["loss/aux_loss"][0] == (1, 1.5)
+    assert seen["loss/valid"][0][0] == 2
+    assert "speed/mfu" not in seen
+
+
+def test_a_run_that_had_nothing_left_to_do_still_tells_its_totals(tmp_path):
+    run = run_with(tmp_path, "metrics_file", "summary_file")
+    tell(run, 0, 6)
+    tell(run, 6, 6, {"valid_loss": 2.5})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["iterations"], summary["train_seconds"]) == (6, 3.0)
+
+
+def test_the_end_is_told_once(tmp_path):
+    stream = io.StringIO()
+    reporter = Reporter(run_with(tmp_path, "summary_file"), is_writer=True, start_iteration=0, stream=stream)
+    reporter.close({"valid_loss": 1.0})
+    reporter.close({"valid_loss": 2.0})
+    assert stream.getvalue().count("wrote") == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["valid_loss"] == 1.0
+
+
+def test_a_picture_without_metrics_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--plot-file .* add --metrics-file"):
+        Reporter(run_with(tmp_path, "plot_file"), is_writer=True, start_iteration=0)
+
+
+def test_a_path_that_cannot_be_written_is_named_with_its_flag(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="--metrics-file .*metrics.jsonl cannot be written"):
+        Reporter(run_with(tmp_path, "metrics_file"), is_writer=True, start_iteration=0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("tensorboard_dir", "torch.utils.tensorboard"), ("plot_file", "matplotlib")]
+)
+def test_a_missing_package_is_told_at_the_start(tmp_path, monkeypatch, flag, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match="pip install"):
+        Reporter(run_with(tmp_path, "metrics_file", flag), is_writer=True, start_iteration=0)
+
+
+def test_the_picture_shows_the_losses_the_entropy_and_the_load_of_every_expert(tmp_path, monkeypatch):
+    figures = []
+    run = run_with(tmp_path, "metrics_file")
+    tell(run, 0, 6)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
+    plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png", unigram_entropy=5.0)
+    loss, balance, load = figures[0].axes[:3]
+    labels = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert labels == ["train", "valid (last 2.500)", "unigram entropy 5.000"]
+    assert loss.lines[0].get_ydata()[-1] == pytest.approx(2.4)
+    assert [line.get_ydata()[0] for line in balance.lines[:2]] == [2.0, 1.0]
+    image = load.images[0].get_array()
+    assert image.shape == (8, 6)
+    assert list(image[:, 0]) == [2.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_columns(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plot, "MAX_ROWS", 4)
+    monkeypatch.setattr(plot, "MAX_COLUMNS", 3)
+    tell(run_with(tmp_path, "metrics_file"), 0, 6)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
+    plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
+    image = figures[0].axes[2].images[0].get_array()
+    assert image.tolist() == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
+    run = run_with(tmp_path, "metrics_file")
+    with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+        for iteration in range(1, 41):
+            skipped = iteration == 5
+            reporter.step(
+                dataclasses.replace(
+                    STEP,
+                    iteration=iteration,
+                    loss=math.inf if skipped else 3.0,
+                    skipped=skipped,
+                    tokens_per_expert={},
+                )
+            )
+    plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_running_mean_follows_a_straight_line_without_lag_and_passes_over_gaps():
+    line = np.arange(50.0)
+    assert np.allclose(plot.running_mean(line, 5), line)
+    gap = np.ones(9)
+    gap[4] = np.nan
+    assert np.allclose(plot.running_mean(gap, 2), 1.0)
+    assert np.isnan(plot.running_mean(np.array([np.nan]), 2)).all()
