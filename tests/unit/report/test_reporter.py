@@ -183,11 +183,13 @@ def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
                 dataclasses.replace(
                     STEP,
                     iteration=iteration,
-                    loss=math.inf if skipped else 3.0,
+                    loss=99.0 if skipped else 3.0,
                     skipped=skipped,
                     tokens_per_expert={},
                 )
             )
+    history = plot.History.read(tmp_path / "metrics.jsonl")
+    assert math.isnan(history.losses[4]) and history.losses[5] == 3.0
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
