@@ -65,7 +65,7 @@ def _build_parser() -> _Parser:
         prog="pretrain_moe.py",
         usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--config FILE] [flags]",
         description="Pre-train a mixture-of-experts transformer.",
-        epilog="Flags win over --config, --config wins over --preset. The word `none` unsets a flag that has no default.",
+        epilog="Flags win over --config, --config over --preset. The word `none` unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_Formatter,

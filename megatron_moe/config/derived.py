@@ -67,11 +67,12 @@ def pipeline_layer_counts(run: Run) -> list[int]:
 
 
 def virtual_pipeline_size(run: Run) -> int | None:
-    """VPP: model chunks per pipeline stage; None without the interleaved schedule."""
+    """VPP: model chunks per pipeline stage; None without the interleaved schedule, which one chunk is too."""
     per_chunk = run.parallel.num_layers_per_virtual_pipeline_stage
     if per_chunk is None:
         return None
-    return run.model.num_layers // run.parallel.pipeline_model_parallel_size // per_chunk
+    chunks = run.model.num_layers // run.parallel.pipeline_model_parallel_size // per_chunk
+    return chunks if chunks > 1 else None
 
 
 # ---- batches and schedule
@@ -180,7 +181,9 @@ def moe_layer_pattern(run: Run) -> list[int]:
     try:
         pattern = _list_expression(ast.parse(freq, mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ConfigError(f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'") from None
+        raise ConfigError(
+            f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'"
+        ) from None
     if any(entry not in (0, 1) for entry in pattern):
         raise ConfigError(f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'")
     if len(pattern) != layers:
@@ -193,14 +196,13 @@ def moe_layer_pattern(run: Run) -> list[int]:
 
 def _list_expression(node: ast.expr) -> list[int]:
     """A list built of integer lists, `+` and `* count`: the arithmetic that layer patterns use, and nothing else."""
-    if isinstance(node, ast.List):
-        if all(isinstance(item, ast.Constant) and type(item.value) is int for item in node.elts):
-            return [item.value for item in node.elts]  # type: ignore[attr-defined]
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _list_expression(node.left) + _list_expression(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        if isinstance(node.right, ast.Constant) and type(node.right.value) is int and 0 <= node.right.value <= 10_000:
-            return _list_expression(node.left) * node.right.value
+    match node:
+        case ast.List(elts=items) if all(isinstance(i, ast.Constant) and type(i.value) is int for i in items):
+            return [item.value for item in items]  # type: ignore[attr-defined]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list_expression(left) + _list_expression(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))) if 0 <= count <= 10_000:
+            return _list_expression(left) * count
     raise ValueError("not a list expression")
 
 

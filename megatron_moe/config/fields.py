@@ -73,7 +73,16 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
     assert all(kind in _NOUN for kind in kinds), f"{f.name}: no way to read {annotation} from a command line"
     meta = f.metadata
     return Field(
-        f.name, section, kinds, repeated, optional, f.default, meta["choices"], meta["help"], meta["unit"], meta["spelling"]
+        f.name,
+        section,
+        kinds,
+        repeated,
+        optional,
+        f.default,
+        meta["choices"],
+        meta["help"],
+        meta["unit"],
+        meta["spelling"],
     )
 
 
@@ -136,9 +145,8 @@ def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
 def _chosen(field: Field, value: Any, where: str) -> Any:
     if field.choices is None or value in field.choices:
         return value
-    raise ConfigError(
-        f"{where} {value}: not one of {', '.join(map(str, field.choices))}{suggestion(str(value), map(str, field.choices))}"
-    )
+    known = [str(choice) for choice in field.choices]
+    raise ConfigError(f"{where} {value}: not one of {', '.join(known)}{suggestion(str(value), known)}")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

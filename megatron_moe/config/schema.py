@@ -49,7 +49,9 @@ class ModelConfig:
     normalization: str = _flag("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = _flag(1e-6, "epsilon of the normalisation")
     swiglu: bool = _flag(True, "gated SiLU in every MLP and expert")
-    add_bias_linear: bool = _flag(False, "biases in the linear layers (Megatron-LM: the opposite of --disable-bias-linear)")
+    add_bias_linear: bool = _flag(
+        False, "biases in the linear layers (Megatron-LM: the opposite of --disable-bias-linear)"
+    )
     add_qkv_bias: bool = _flag(False, "biases in the query, key and value projections only")
     qk_layernorm: bool = _flag(False, "normalise queries and keys (latent attention: the two latent norms)")
     multi_latent_attention: bool = _flag(False, "DeepSeek's multi-head latent attention (MLA)")
@@ -65,7 +67,9 @@ class ModelConfig:
     vocab_size: int | None = _flag(None, "size of the vocabulary before padding; default: the tokenizer's")
     make_vocab_size_divisible_by: int = _flag(128, "pad the vocabulary to a multiple of this times TP")
     transformer_impl: str = _flag(
-        "local", "linear, norm and attention modules; the MoE layer is ours in both", choices=("local", "transformer_engine")
+        "local",
+        "linear, norm and attention modules; the MoE layer is ours in both",
+        choices=("local", "transformer_engine"),
     )
 
 
@@ -87,10 +91,14 @@ class MoEConfig:
     moe_router_num_groups: int | None = _flag(None, "group-limited routing: number of expert groups")
     moe_router_group_topk: int | None = _flag(None, "group-limited routing: groups a token may use")
     moe_router_group_score: str = _flag(
-        "top2", "a group's score: its best expert (DeepSeek-V2) or the sum of its best two (DeepSeek-V3)", choices=("max", "top2")
+        "top2",
+        "a group's score: its best expert (DeepSeek-V2) or the sum of its best two (DeepSeek-V3)",
+        choices=("max", "top2"),
     )
     moe_router_topk_scaling_factor: float | None = _flag(None, "multiply the K weights by this")
-    moe_router_enable_expert_bias: bool = _flag(False, "balance by a bias that chooses and never weighs (sigmoid scores)")
+    moe_router_enable_expert_bias: bool = _flag(
+        False, "balance by a bias that chooses and never weighs (sigmoid scores)"
+    )
     moe_router_bias_update_rate: float = _flag(1e-3, "step of the expert bias, per optimizer step")
     moe_router_dtype: str = _flag("fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: tuple[str, ...] = _flag(
@@ -98,9 +106,12 @@ class MoEConfig:
     )
     moe_aux_loss_coeff: tuple[float, ...] = _flag((0.0,), "coefficient of each auxiliary loss")
     moe_z_loss_coeff: float | None = _flag(None, "coefficient of the router z-loss")
-    moe_token_dispatcher_type: str = _flag("alltoall", "how tokens reach their experts", choices=("alltoall", "allgather"))
+    moe_token_dispatcher_type: str = _flag(
+        "alltoall", "how tokens reach their experts", choices=("alltoall", "allgather")
+    )
     moe_expert_backend: str = _flag(
-        "grouped_mm", "kernel of the experts: torch's grouped_mm, Transformer Engine's, or a plain loop",
+        "grouped_mm",
+        "kernel of the experts: torch's grouped_mm, Transformer Engine's, or a plain loop",
         choices=("grouped_mm", "te", "loop"),
     )
     moe_shared_expert_intermediate_size: int | None = _flag(None, "width of the shared expert; none: no shared expert")
@@ -112,15 +123,21 @@ class ParallelConfig:
     """How the model and the batch are spread over ranks."""
 
     tensor_model_parallel_size: int = _flag(1, "TP: ranks a layer's matrices are split over")
-    sequence_parallel: bool = _flag(False, "split activations between TP regions along the sequence; required for MoE with TP > 1")
+    sequence_parallel: bool = _flag(
+        False, "split activations between TP regions along the sequence; required for MoE with TP > 1"
+    )
     pipeline_model_parallel_size: int = _flag(1, "PP: stages the layers are split over")
-    num_layers_per_virtual_pipeline_stage: int | None = _flag(None, "VPP: layers per virtual stage (interleaved schedule)")
+    num_layers_per_virtual_pipeline_stage: int | None = _flag(
+        None, "VPP: layers per virtual stage (interleaved schedule)"
+    )
     decoder_first_pipeline_num_layers: int | None = _flag(None, "layers on the first stage, where they differ")
     decoder_last_pipeline_num_layers: int | None = _flag(None, "layers on the last stage, where they differ")
     context_parallel_size: int = _flag(1, "CP: ranks a sequence is split over")
     expert_model_parallel_size: int = _flag(1, "EP: ranks the experts are spread over")
     expert_tensor_parallel_size: int | None = _flag(None, "ETP: ranks one expert is split over; default TP")
-    distributed_backend: str | None = _flag(None, "nccl or gloo; default: nccl with CUDA, gloo without", choices=("nccl", "gloo"))
+    distributed_backend: str | None = _flag(
+        None, "nccl or gloo; default: nccl with CUDA, gloo without", choices=("nccl", "gloo")
+    )
     distributed_timeout_minutes: float = _flag(10.0, "a collective that waits longer than this fails", unit="min")
     overlap_grad_reduce: bool = _flag(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = _flag(False, "gather parameters while the forward pass runs (distributed optimizer)")
@@ -171,7 +188,9 @@ class TrainingConfig:
 
     micro_batch_size: int = _flag(1, "sequences per micro-batch and rank")
     global_batch_size: int | None = _flag(None, "sequences per optimizer step; default micro-batch-size x DP")
-    rampup_batch_size: tuple[int, ...] | None = _flag(None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES")
+    rampup_batch_size: tuple[int, ...] | None = _flag(
+        None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES"
+    )
     train_iters: int | None = _flag(None, "optimizer steps of the whole run")
     eval_interval: int = _flag(0, "iterations between evaluations; 0: only at the end")
     eval_iters: int = _flag(10, "global batches per evaluation; 0 switches evaluation off")
@@ -179,17 +198,25 @@ class TrainingConfig:
     exit_interval: int | None = _flag(None, "save and stop after an iteration that this divides")
     exit_duration_in_mins: float | None = _flag(None, "save and stop after this many minutes", unit="min")
     exit_signal_handler: bool = _flag(False, "save and stop on SIGTERM")
-    recompute_granularity: str | None = _flag(None, "recompute activations in the backward pass", choices=("full", "selective"))
+    recompute_granularity: str | None = _flag(
+        None, "recompute activations in the backward pass", choices=("full", "selective")
+    )
     recompute_method: str | None = _flag(None, "full recomputation: which layers", choices=("uniform", "block"))
-    recompute_num_layers: int | None = _flag(None, "full recomputation: layers per chunk (uniform) or per stage (block)")
-    recompute_modules: tuple[str, ...] | None = _flag(None, "selective recomputation: modules", choices=("core_attn", "mlp", "moe"))
+    recompute_num_layers: int | None = _flag(
+        None, "full recomputation: layers per chunk (uniform) or per stage (block)"
+    )
+    recompute_modules: tuple[str, ...] | None = _flag(
+        None, "selective recomputation: modules", choices=("core_attn", "mlp", "moe")
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Tokens: where they come from and how they are split."""
 
-    data_path: tuple[str, ...] | None = _flag(None, "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...: indexed datasets, split by --split")
+    data_path: tuple[str, ...] | None = _flag(
+        None, "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...: indexed datasets, split by --split"
+    )
     split: str | None = _flag(None, "shares of train, valid, test, e.g. 969,30,1")
     train_data_path: tuple[str, ...] | None = _flag(None, "as data-path, for training only")
     valid_data_path: tuple[str, ...] | None = _flag(None, "as data-path, for validation only")
@@ -197,13 +224,18 @@ class DataConfig:
     data_cache_path: str | None = _flag(None, "folder of the index caches; default: beside the data")
     mock_data: bool = _flag(False, "made-up tokens, no files")
     tokenizer_type: str | None = _flag(
-        None, "kind of tokenizer", choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
+        None,
+        "kind of tokenizer",
+        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = _flag(None, "file or folder of the tokenizer")
     num_workers: int = _flag(0, "processes that read data, per rank")
     reset_position_ids: bool = _flag(False, "positions start again after an end-of-document token")
     eod_mask_loss: bool = _flag(False, "no loss on end-of-document tokens")
     no_mmap_bin_files: bool = _flag(False, "read .bin files instead of mapping them")
+    data_verify_gb: float = _flag(
+        4.0, "check SHA-256 of .bin files at the start up to this much in all; beyond it their sizes", unit="GB"
+    )
 
 
 @dataclass(frozen=True)

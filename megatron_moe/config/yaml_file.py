@@ -34,9 +34,11 @@ def read(path: str) -> dict[str, Any]:
     """
     try:
         with Path(path).open(encoding="utf-8") as stream:
-            document = yaml.load(stream, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+            document = yaml.load(stream, Loader=_Loader)  # _Loader is a SafeLoader
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+        raise ConfigError(
+            f"--config {path}: cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from error
     except ConfigError as error:

@@ -1,0 +1,111 @@
+"""Every cross-field rule of a run, in the order in which it is checked.
+
+A rule is a function of (run, world size) that returns or raises a ConfigError naming flag, value, rule and a setting
+that works. Single values come first, so that later rules may divide by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_moe.config.rules import model, moe, parallel, ranges, sources, training
+from megatron_moe.config.schema import Run
+
+Rule = Callable[[Run, int], None]
+
+RULES: tuple[Rule, ...] = (
+    ranges.choices_are_known,
+    ranges.numbers_are_in_range,
+    # the transformer
+    model.query_groups_go_with_their_switch,
+    model.latent_flags_need_latent_attention,
+    model.grouped_query_flags_need_grouped_query_attention,
+    model.latent_attention_needs_rotary_embedding,
+    model.heads_divide_hidden,
+    model.query_groups_divide_heads,
+    model.yarn_flags_need_yarn,
+    model.yarn_betas_are_ordered,
+    model.rotary_width_is_even,
+    model.sequence_fits_positions,
+    # experts
+    moe.moe_flags_need_experts,
+    moe.layer_pattern_fits,
+    moe.topk_within_experts,
+    moe.groups_come_in_pairs_of_flags,
+    moe.group_score_needs_groups,
+    moe.groups_divide_experts,
+    moe.group_topk_within_groups,
+    moe.topk_uses_every_chosen_group,
+    moe.chosen_groups_hold_topk,
+    moe.top2_group_score_needs_two_experts,
+    moe.expert_bias_needs_sigmoid,
+    moe.bias_rate_needs_expert_bias,
+    moe.pre_softmax_needs_softmax,
+    moe.single_expert_needs_pre_softmax,
+    moe.softmax_over_chosen_is_normalised,
+    moe.balancing_lists_match,
+    moe.balancing_coefficients_are_read,
+    moe.shared_gate_needs_shared_expert,
+    moe.experts_are_gated_and_unbiased,
+    # the layout
+    parallel.context_parallel_is_one,
+    parallel.tensor_parallel_divides_heads,
+    parallel.tensor_parallel_divides_query_groups,
+    parallel.tensor_parallel_divides_widths,
+    parallel.sequence_parallel_needs_tensor_parallel,
+    parallel.experts_with_tensor_parallel_need_sequence_parallel,
+    parallel.sequence_divides_by_tensor_parallel,
+    moe.experts_divide_by_expert_parallel,
+    parallel.end_stage_layers_need_pipeline,
+    parallel.layers_divide_over_stages,
+    parallel.virtual_stages_need_pipeline,
+    parallel.virtual_stages_divide_layers,
+    parallel.world_divides_by_model,
+    parallel.world_divides_by_experts,
+    parallel.parameter_gather_overlap_needs_its_base,
+    parallel.bucket_size_needs_overlap,
+    parallel.global_batch_divides,
+    parallel.interleaving_needs_full_rounds,
+    # precision, optimizer, length, recomputation
+    training.one_half_precision,
+    training.loss_scale_flags_need_fp16,
+    training.constant_loss_scale_is_alone,
+    training.loss_scales_are_ordered,
+    training.training_has_a_length,
+    training.learning_rates_are_ordered,
+    training.warmup_is_given_once,
+    training.warmup_ends_before_decay,
+    training.wsd_flags_need_wsd,
+    training.wsd_phases_fit,
+    training.rampup_reaches_the_batch,
+    training.rampup_batches_divide,
+    training.evaluation_has_iterations,
+    training.full_recompute_is_described,
+    training.recompute_flags_fit_granularity,
+    training.recompute_layers_within_stage,
+    training.recomputed_modules_exist,
+    model.softmax_flag_is_read,
+    model.transformer_engine_is_installed,
+    # what is read and written
+    sources.one_data_source,
+    sources.blend_is_weighted,
+    sources.split_is_three_shares,
+    sources.tokenizer_is_given,
+    sources.tokenizer_model_goes_with_its_type,
+    sources.sample_needs_tokenizer,
+    sources.sample_length_needs_prompt,
+    sources.save_flags_need_save,
+    sources.load_flags_need_load,
+    sources.save_folder_is_writable,
+    sources.written_files_differ,
+)
+
+
+def check(run: Run, world_size: int) -> None:
+    """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
+
+    Raises:
+        ConfigError: from the first rule that the run breaks on `world_size` ranks.
+    """
+    for rule in RULES:
+        rule(run, world_size)

@@ -1,0 +1,175 @@
+"""Rules about the transformer's shape."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron_moe.config import derived
+from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among
+from megatron_moe.config.schema import Run
+
+_MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+_GQA_FIELDS = (
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "add_qkv_bias",
+    "rotary_percent",
+    "rotary_interleaved",
+)
+_YARN_FIELDS = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def heads_divide_hidden(run: Run, world_size: int) -> None:
+    """A head's width is hidden size / heads, unless it is given or the attention is latent."""
+    m = run.model
+    if m.multi_latent_attention or m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0:
+        return
+    raise refuse(
+        run,
+        ("hidden_size", "num_attention_heads"),
+        f"the hidden size must divide by the heads; use heads out of {divisors(m.hidden_size)}, or set --kv-channels",
+    )
+
+
+def query_groups_go_with_their_switch(run: Run, world_size: int) -> None:
+    """Grouped-query attention is switched on and given its groups together, as in Megatron-LM."""
+    m = run.model
+    if m.group_query_attention and m.num_query_groups is None:
+        raise refuse(
+            run, ("group_query_attention", "num_query_groups"), "say how many groups, e.g. --num-query-groups 1"
+        )
+    if m.num_query_groups is not None and not m.group_query_attention:
+        raise refuse(
+            run,
+            ("num_query_groups", "group_query_attention"),
+            "the groups would be ignored; add --group-query-attention or drop them",
+        )
+
+
+def query_groups_divide_heads(run: Run, world_size: int) -> None:
+    """Every key/value head serves the same number of query heads."""
+    groups = derived.num_query_groups(run)
+    if run.model.num_attention_heads % groups:
+        raise refuse(
+            run,
+            ("num_attention_heads", "num_query_groups"),
+            f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
+        )
+
+
+def latent_flags_need_latent_attention(run: Run, world_size: int) -> None:
+    """Ranks and widths of latent attention, and yarn, have no effect on other attention."""
+    stray = set_among(run, _MLA_FIELDS)
+    if stray and not run.model.multi_latent_attention:
+        raise refuse(
+            run,
+            (*stray, "multi_latent_attention"),
+            "only latent attention reads these; add --multi-latent-attention or drop them",
+        )
+
+
+def grouped_query_flags_need_grouped_query_attention(run: Run, world_size: int) -> None:
+    """Latent attention has no key/value heads of its own, rotates pairs always, and only its rotary part."""
+    stray = set_among(run, _GQA_FIELDS)
+    if stray and run.model.multi_latent_attention:
+        raise refuse(
+            run,
+            (*stray, "multi_latent_attention"),
+            "latent attention does not read these; drop them, or use --no-multi-latent-attention",
+        )
+
+
+def latent_attention_needs_rotary_embedding(run: Run, world_size: int) -> None:
+    """A part of every latent query and key is rotary by construction."""
+    if run.model.multi_latent_attention and run.model.position_embedding_type != "rope":
+        raise refuse(
+            run,
+            ("position_embedding_type", "multi_latent_attention"),
+            "latent attention needs --position-embedding-type rope",
+        )
+
+
+def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
+    """The settings of yarn have no effect on the plain rotary embedding."""
+    stray = set_among(run, _YARN_FIELDS)
+    if stray and run.model.rope_type != "yarn":
+        raise refuse(run, (*stray, "rope_type"), "only yarn reads these; use --rope-type yarn or drop them")
+
+
+def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
+    """Frequencies are kept above beta-fast rotations and interpolated below beta-slow; between lies a ramp."""
+    m = run.model
+    if m.rope_type == "yarn" and m.beta_fast <= m.beta_slow:
+        raise refuse(run, ("beta_fast", "beta_slow"), "the first must be above the second; e.g. 32 and 1")
+
+
+def rotary_width_is_even(run: Run, world_size: int) -> None:
+    """Rotation takes pairs of channels."""
+    m = run.model
+    if m.position_embedding_type != "rope":
+        return
+    if m.multi_latent_attention:
+        if m.qk_pos_emb_head_dim % 2:
+            raise refuse(
+                run,
+                ("qk_pos_emb_head_dim",),
+                f"rotation takes pairs of channels; use {nearest_multiples(m.qk_pos_emb_head_dim, 2)}",
+            )
+        return
+    width = derived.head_size(run)
+    rotated = int(width * m.rotary_percent)
+    if rotated % 2 or rotated == 0:
+        raise refuse(
+            run,
+            ("rotary_percent", "kv_channels", "hidden_size", "num_attention_heads"),
+            f"a head is {width} wide, of which {rotated} would be rotated; rotation takes pairs of channels:"
+            " choose an even width, e.g. by --kv-channels",
+        )
+
+
+def sequence_fits_positions(run: Run, world_size: int) -> None:
+    """The model is built for at least as many positions as a sequence has."""
+    m = run.model
+    if m.seq_length > derived.max_position_embeddings(run):
+        raise refuse(
+            run,
+            ("seq_length", "max_position_embeddings"),
+            f"the sequence has more positions; use --max-position-embeddings {m.seq_length} or a shorter sequence",
+        )
+
+
+def softmax_flag_is_read(run: Run, world_size: int) -> None:
+    """Our core attention always computes its softmax in fp32; only Transformer Engine's can be told otherwise."""
+    if not run.precision.attention_softmax_in_fp32 and run.model.transformer_impl == "local":
+        raise refuse(
+            run,
+            ("attention_softmax_in_fp32", "transformer_impl"),
+            "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
+        )
+
+
+def transformer_engine_is_installed(run: Run, world_size: int) -> None:
+    """Transformer Engine is used where it is asked for, and never needed otherwise."""
+    asking = [
+        name
+        for name, asks in (
+            ("transformer_impl", run.model.transformer_impl == "transformer_engine"),
+            ("moe_expert_backend", run.moe.moe_expert_backend == "te"),
+        )
+        if asks
+    ]
+    if asking and importlib.util.find_spec("transformer_engine") is None:
+        raise refuse(
+            run,
+            asking,
+            "Transformer Engine is not installed; install the extra [gpu], or use --transformer-impl local and"
+            " --moe-expert-backend grouped_mm",
+        )

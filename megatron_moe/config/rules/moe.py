@@ -1,0 +1,258 @@
+"""Rules about router, experts and load balancing. E experts, K per token."""
+
+from __future__ import annotations
+
+from megatron_moe.config import derived
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.rules.wording import divisors, refuse, set_among
+from megatron_moe.config.schema import Run
+
+
+def moe_flags_need_experts(run: Run, world_size: int) -> None:
+    """A dense model reads none of the MoE flags, and has no experts to spread."""
+    if run.moe.num_experts is not None:
+        return
+    stray = set_among(run, [name for name, field in all_fields().items() if field.section == "moe"])
+    stray += set_among(run, ("expert_model_parallel_size", "expert_tensor_parallel_size"))
+    if stray:
+        raise refuse(
+            run, (*stray, "num_experts"), "has no effect on a dense model; add --num-experts, e.g. 8, or drop the flag"
+        )
+
+
+def layer_pattern_fits(run: Run, world_size: int) -> None:
+    """The pattern has a 0 or 1 for every layer, and a MoE model has a MoE layer."""
+    if run.moe.num_experts is not None and sum(derived.moe_layer_pattern(run)) == 0:
+        raise refuse(
+            run,
+            ("moe_layer_freq", "num_experts"),
+            "no layer would be a MoE layer; put a 1 into the pattern or drop --num-experts",
+        )
+
+
+def topk_within_experts(run: Run, world_size: int) -> None:
+    """A token's K experts are different ones."""
+    if run.moe.num_experts is not None and run.moe.moe_router_topk > run.moe.num_experts:
+        raise refuse(
+            run,
+            ("moe_router_topk", "num_experts"),
+            f"a token cannot use more experts than there are; use --moe-router-topk {run.moe.num_experts} or less",
+        )
+
+
+def experts_divide_by_expert_parallel(run: Run, world_size: int) -> None:
+    """Every expert-parallel rank holds the same number of experts, at least one."""
+    experts, ep = run.moe.num_experts, run.parallel.expert_model_parallel_size
+    if experts is not None and experts % ep:
+        raise refuse(
+            run,
+            ("num_experts", "expert_model_parallel_size"),
+            f"every rank holds equally many experts; use --expert-model-parallel-size out of {divisors(experts)}",
+        )
+
+
+def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:
+    """Group-limited routing needs the number of groups and how many of them a token may use."""
+    groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if groups is None and group_topk is not None:
+        raise refuse(
+            run,
+            ("moe_router_group_topk", "moe_router_num_groups"),
+            f"say how many groups there are, e.g. --moe-router-num-groups {2 * group_topk}",
+        )
+    if groups is not None and group_topk is None:
+        raise refuse(
+            run,
+            ("moe_router_num_groups", "moe_router_group_topk"),
+            f"say how many groups a token may use, e.g. --moe-router-group-topk {(groups + 1) // 2}, or drop the groups",
+        )
+
+
+def group_score_needs_groups(run: Run, world_size: int) -> None:
+    """Without groups there is no group to score."""
+    if set_among(run, ("moe_router_group_score",)) and run.moe.moe_router_num_groups is None:
+        raise refuse(
+            run,
+            ("moe_router_group_score", "moe_router_num_groups"),
+            "there are no groups to score; drop it, or add --moe-router-num-groups and --moe-router-group-topk",
+        )
+
+
+def groups_divide_experts(run: Run, world_size: int) -> None:
+    """All groups have the same number of experts."""
+    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
+    if experts is not None and groups is not None and experts % groups:
+        raise refuse(
+            run,
+            ("moe_router_num_groups", "num_experts"),
+            f"the experts must divide by the groups; use --moe-router-num-groups out of {divisors(experts)}",
+        )
+
+
+def group_topk_within_groups(run: Run, world_size: int) -> None:
+    """A token cannot use more groups than there are."""
+    groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if groups is not None and group_topk is not None and group_topk > groups:
+        raise refuse(
+            run,
+            ("moe_router_group_topk", "moe_router_num_groups"),
+            f"a token cannot use more groups than there are; use --moe-router-group-topk {groups} or less",
+        )
+
+
+def topk_uses_every_chosen_group(run: Run, world_size: int) -> None:
+    """With fewer experts than chosen groups, some groups would be chosen in vain."""
+    topk, group_topk = run.moe.moe_router_topk, run.moe.moe_router_group_topk
+    if group_topk is not None and topk < group_topk:
+        raise refuse(
+            run,
+            ("moe_router_topk", "moe_router_group_topk"),
+            f"some chosen groups would give no expert; use --moe-router-group-topk {topk} or less",
+        )
+
+
+def chosen_groups_hold_topk(run: Run, world_size: int) -> None:
+    """The chosen groups together have at least K experts."""
+    experts, groups, group_topk = run.moe.num_experts, run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
+    if experts is None or groups is None or group_topk is None:
+        return
+    reachable = experts // groups * group_topk
+    if run.moe.moe_router_topk > reachable:
+        raise refuse(
+            run,
+            ("moe_router_topk", "moe_router_group_topk", "moe_router_num_groups", "num_experts"),
+            f"the chosen groups hold only {reachable} experts; use --moe-router-topk {reachable} or choose more groups",
+        )
+
+
+def top2_group_score_needs_two_experts(run: Run, world_size: int) -> None:
+    """The sum of a group's best two experts asks for two experts in a group."""
+    experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
+    if experts is None or groups is None or run.moe.moe_router_group_score != "top2":
+        return
+    if experts // groups < 2:
+        raise refuse(
+            run,
+            ("moe_router_group_score", "moe_router_num_groups", "num_experts"),
+            f"a group has {experts // groups} expert and needs two; use --moe-router-group-score max or fewer groups",
+        )
+
+
+def expert_bias_needs_sigmoid(run: Run, world_size: int) -> None:
+    """The bias moves independent scores against each other; softmax scores already compete, and change with E."""
+    if run.moe.moe_router_enable_expert_bias and run.moe.moe_router_score_function != "sigmoid":
+        raise refuse(
+            run,
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "the bias is added to scores of one fixed scale, and softmax scores, which sum to one over all experts, have"
+            " none; use --moe-router-score-function sigmoid, or balance by --moe-router-load-balancing-type aux_loss",
+        )
+
+
+def bias_rate_needs_expert_bias(run: Run, world_size: int) -> None:
+    """A step size without a bias to step would be ignored."""
+    if set_among(run, ("moe_router_bias_update_rate",)) and not run.moe.moe_router_enable_expert_bias:
+        raise refuse(
+            run,
+            ("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
+            "there is no bias to update; add --moe-router-enable-expert-bias or drop the rate",
+        )
+
+
+def pre_softmax_needs_softmax(run: Run, world_size: int) -> None:
+    """Sigmoid scores are computed one by one; there is no softmax to place."""
+    if run.moe.moe_router_pre_softmax and run.moe.moe_router_score_function != "softmax":
+        raise refuse(
+            run,
+            ("moe_router_pre_softmax", "moe_router_score_function"),
+            "there is no softmax to place; drop --moe-router-pre-softmax or use --moe-router-score-function softmax",
+        )
+
+
+def single_expert_needs_pre_softmax(run: Run, world_size: int) -> None:
+    """A softmax over one chosen expert is 1 whatever the logit: the gate would get no gradient."""
+    moe = run.moe
+    if (
+        moe.num_experts is not None
+        and moe.moe_router_topk == 1
+        and moe.moe_router_score_function == "softmax"
+        and not moe.moe_router_pre_softmax
+    ):
+        raise refuse(
+            run,
+            ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+            "a softmax over one expert is always 1 and teaches the gate nothing; add --moe-router-pre-softmax",
+        )
+
+
+def softmax_over_chosen_is_normalised(run: Run, world_size: int) -> None:
+    """A softmax over the chosen experts sums to one and cannot be asked not to."""
+    moe = run.moe
+    if (
+        moe.moe_router_norm_topk_prob is False
+        and moe.moe_router_score_function == "softmax"
+        and not moe.moe_router_pre_softmax
+    ):
+        raise refuse(
+            run,
+            ("moe_router_norm_topk_prob", "moe_router_score_function", "moe_router_pre_softmax"),
+            "a softmax over the chosen experts sums to one by itself; add --moe-router-pre-softmax",
+        )
+
+
+def balancing_lists_match(run: Run, world_size: int) -> None:
+    """One coefficient per auxiliary loss, in the same order; each loss once, `none` alone."""
+    kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
+    if len(kinds) != len(coeffs):
+        raise refuse(
+            run,
+            ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            f"{len(kinds)} losses and {len(coeffs)} coefficients; give one coefficient per loss",
+        )
+    if len(set(kinds)) != len(kinds) or ("none" in kinds and len(kinds) > 1):
+        raise refuse(
+            run,
+            ("moe_router_load_balancing_type",),
+            "name each loss once and `none` only alone; e.g. aux_loss seq_aux_loss",
+        )
+
+
+def balancing_coefficients_are_read(run: Run, world_size: int) -> None:
+    """A coefficient without a loss would be ignored; a loss with coefficient 0 would do nothing."""
+    for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
+        if kind == "none" and coeff:
+            raise refuse(
+                run,
+                ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+                "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss or drop it",
+            )
+        if kind != "none" and not coeff:
+            raise refuse(
+                run,
+                ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+                f"{kind} with coefficient 0 does nothing; give one, e.g. --moe-aux-loss-coeff 0.01, or use type none",
+            )
+
+
+def shared_gate_needs_shared_expert(run: Run, world_size: int) -> None:
+    """Without a shared expert there is nothing to gate."""
+    if run.moe.moe_shared_expert_gate and run.moe.moe_shared_expert_intermediate_size is None:
+        raise refuse(
+            run,
+            ("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+            "there is no shared expert to gate; add --moe-shared-expert-intermediate-size or drop the gate",
+        )
+
+
+def experts_are_gated_and_unbiased(run: Run, world_size: int) -> None:
+    """The grouped experts hold gate, up and down matrices, and no biases."""
+    if run.moe.num_experts is None:
+        return
+    if not run.model.swiglu:
+        raise refuse(run, ("swiglu", "num_experts"), "experts are gated SiLU MLPs; use --swiglu, or a dense model")
+    if run.model.add_bias_linear:
+        raise refuse(
+            run,
+            ("add_bias_linear", "num_experts"),
+            "experts have no biases; use --disable-bias-linear, with --add-qkv-bias where the attention needs them",
+        )

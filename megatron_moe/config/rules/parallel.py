@@ -1,0 +1,242 @@
+"""Rules about how the model and the batch are spread over ranks."""
+
+from __future__ import annotations
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.schema import Run
+
+
+def context_parallel_is_one(run: Run, world_size: int) -> None:
+    """The core attention does not exchange keys and values between ranks."""
+    if run.parallel.context_parallel_size > 1:
+        raise refuse(
+            run,
+            ("context_parallel_size",),
+            "the attention does not split a sequence over ranks; use --context-parallel-size 1",
+        )
+
+
+def tensor_parallel_divides_heads(run: Run, world_size: int) -> None:
+    """Every tensor-parallel rank has the same number of heads."""
+    heads, tp = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
+    if heads % tp:
+        raise refuse(
+            run,
+            ("num_attention_heads", "tensor_model_parallel_size"),
+            f"the heads must divide by TP; use --tensor-model-parallel-size out of {divisors(heads)}",
+        )
+
+
+def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
+    """Every tensor-parallel rank has key/value heads of its own; they are not replicated."""
+    if run.model.multi_latent_attention or not run.model.group_query_attention:
+        return
+    groups, tp = derived.num_query_groups(run), run.parallel.tensor_model_parallel_size
+    if groups % tp:
+        raise refuse(
+            run,
+            ("num_query_groups", "tensor_model_parallel_size"),
+            f"the key/value heads must divide by TP; use --tensor-model-parallel-size out of {divisors(groups)}",
+        )
+
+
+def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
+    """The MLP's and the shared expert's width is split over TP, an expert's over expert-TP."""
+    tp = run.parallel.tensor_model_parallel_size
+    widths = {"ffn_hidden_size": (derived.ffn_hidden_size(run), tp, "tensor_model_parallel_size")}
+    if run.moe.num_experts is not None:
+        etp = derived.expert_tensor_parallel_size(run)
+        flag = (
+            "tensor_model_parallel_size"
+            if run.parallel.expert_tensor_parallel_size is None
+            else "expert_tensor_parallel_size"
+        )
+        widths["moe_ffn_hidden_size"] = (derived.moe_ffn_hidden_size(run), etp, flag)
+        shared = run.moe.moe_shared_expert_intermediate_size or 0
+        widths["moe_shared_expert_intermediate_size"] = (shared, tp, "tensor_model_parallel_size")
+        if all(derived.moe_layer_pattern(run)):
+            del widths["ffn_hidden_size"]
+    for name, (width, ranks, flag) in widths.items():
+        if width % ranks:
+            raise refuse(
+                run, (name, flag), f"a width of {width} must divide by {ranks}; use {nearest_multiples(width, ranks)}"
+            )
+
+
+def sequence_parallel_needs_tensor_parallel(run: Run, world_size: int) -> None:
+    """Sequence parallelism splits activations between the ranks of a TP group."""
+    if run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size == 1:
+        raise refuse(
+            run,
+            ("sequence_parallel", "tensor_model_parallel_size"),
+            "needs TP above 1; drop --sequence-parallel or use --tensor-model-parallel-size 2",
+        )
+
+
+def experts_with_tensor_parallel_need_sequence_parallel(run: Run, world_size: int) -> None:
+    """Without it every TP rank would route and dispatch the same tokens."""
+    p = run.parallel
+    if run.moe.num_experts is not None and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        raise refuse(
+            run,
+            ("tensor_model_parallel_size", "num_experts", "sequence_parallel"),
+            "a MoE model with TP needs its tokens split over the TP ranks; add --sequence-parallel",
+        )
+
+
+def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
+    """With sequence parallelism every TP rank holds an equal piece of the sequence."""
+    tp = run.parallel.tensor_model_parallel_size
+    if run.parallel.sequence_parallel and run.model.seq_length % tp:
+        raise refuse(
+            run,
+            ("seq_length", "tensor_model_parallel_size"),
+            f"the sequence must divide by TP; use --seq-length {nearest_multiples(run.model.seq_length, tp)}",
+        )
+
+
+def end_stage_layers_need_pipeline(run: Run, world_size: int) -> None:
+    """A first or last stage that differs needs more than one stage."""
+    stray = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+    if stray and run.parallel.pipeline_model_parallel_size == 1:
+        raise refuse(
+            run,
+            (*stray, "pipeline_model_parallel_size"),
+            "there is one stage only; drop the flag or use --pipeline-model-parallel-size 2",
+        )
+
+
+def layers_divide_over_stages(run: Run, world_size: int) -> None:
+    """Every pipeline stage has a layer, and the stages in the middle have equally many."""
+    layers = run.model.num_layers
+    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+    try:
+        if min(derived.pipeline_layer_counts(run)) >= 1:
+            return
+    except ConfigError:
+        pass  # worded below, with the remedy
+    raise refuse(
+        run,
+        ("num_layers", "pipeline_model_parallel_size", *ends),
+        "every stage needs a layer, and stages without a count of their own equally many; use"
+        f" --pipeline-model-parallel-size out of {divisors(layers)}"
+        + (", without those counts" if ends else ", or --decoder-first-pipeline-num-layers for an uneven rest"),
+    )
+
+
+def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
+    """The interleaved schedule interleaves stages."""
+    p = run.parallel
+    if p.num_layers_per_virtual_pipeline_stage is not None and p.pipeline_model_parallel_size == 1:
+        raise refuse(
+            run,
+            ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
+            "needs more than one stage; drop it or use --pipeline-model-parallel-size 2",
+        )
+
+
+def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
+    """Each stage's layers are cut into equal virtual stages."""
+    p = run.parallel
+    per_chunk = p.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return
+    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+    if ends:
+        raise refuse(
+            run,
+            ("num_layers_per_virtual_pipeline_stage", *ends),
+            "virtual stages need equal stages; drop one or the other",
+        )
+    layers = run.model.num_layers // p.pipeline_model_parallel_size
+    if layers % per_chunk:
+        raise refuse(
+            run,
+            ("num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_size"),
+            f"a stage's {layers} layers must divide by the layers of a virtual stage; use one of {divisors(layers)}",
+        )
+
+
+def world_divides_by_model(run: Run, world_size: int) -> None:
+    """The ranks hold a whole number of copies of the model."""
+    ranks = derived.model_ranks(run)
+    if world_size % ranks:
+        raise refuse(
+            run,
+            ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+            f"the world size {world_size} must be a multiple of TP x PP x CP = {ranks}; start"
+            f" {nearest_multiples(world_size, ranks)} processes",
+        )
+
+
+def world_divides_by_experts(run: Run, world_size: int) -> None:
+    """The ranks hold a whole number of copies of the experts."""
+    ranks = derived.expert_ranks(run)
+    if run.moe.num_experts is not None and world_size % ranks:
+        etp = derived.expert_tensor_parallel_size(run)
+        note = "" if run.parallel.expert_tensor_parallel_size is not None else f" (expert-TP is {etp}, as TP)"
+        raise refuse(
+            run,
+            ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
+            f"EP x expert-TP x PP = {ranks}{note} must divide the world size {world_size}; start"
+            f" {nearest_multiples(world_size, ranks)} processes, or lower --expert-model-parallel-size",
+        )
+
+
+def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
+    """Gathering parameters behind the forward pass is a part of the distributed optimizer's overlap."""
+    missing = [
+        name
+        for name, there in (
+            ("use_distributed_optimizer", run.optimizer.use_distributed_optimizer),
+            ("overlap_grad_reduce", run.parallel.overlap_grad_reduce),
+        )
+        if not there
+    ]
+    if run.parallel.overlap_param_gather and missing:
+        raise refuse(
+            run,
+            ("overlap_param_gather", *missing),
+            "needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it",
+        )
+
+
+def bucket_size_needs_overlap(run: Run, world_size: int) -> None:
+    """Without overlap there is one bucket, whatever the flag says."""
+    if run.parallel.ddp_bucket_size is not None and not run.parallel.overlap_grad_reduce:
+        raise refuse(
+            run,
+            ("ddp_bucket_size", "overlap_grad_reduce"),
+            "the size would be ignored; add --overlap-grad-reduce or drop it",
+        )
+
+
+def global_batch_divides(run: Run, world_size: int) -> None:
+    """Every rank takes a whole number of micro-batches, at least one."""
+    micro, dp = run.training.micro_batch_size, derived.data_parallel_size(run, world_size)
+    batch = derived.global_batch_size(run, world_size)
+    if batch % (micro * dp):
+        raise refuse(
+            run,
+            ("global_batch_size", "micro_batch_size"),
+            f"must be a multiple of micro-batch size {micro} x DP {dp} = {micro * dp};"
+            f" use --global-batch-size {nearest_multiples(batch, micro * dp)}",
+        )
+
+
+def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
+    """The interleaved schedule walks micro-batches in rounds of PP."""
+    if derived.virtual_pipeline_size(run) is None:
+        return
+    pp, micro = run.parallel.pipeline_model_parallel_size, run.training.micro_batch_size
+    count = derived.num_microbatches(run, world_size)
+    if count % pp:
+        samples = micro * derived.data_parallel_size(run, world_size)
+        named = f"{spelled(run, 'global_batch_size')}, {spelled(run, 'num_layers_per_virtual_pipeline_stage')}"
+        sizes = nearest_multiples(count * samples, pp * samples)
+        raise ConfigError(
+            f"{named}, {spelled(run, 'pipeline_model_parallel_size')}: {count} micro-batches are no multiple of"
+            f" {pp} stages; use --global-batch-size {sizes}"
+        )

@@ -1,0 +1,165 @@
+"""Rules about one value at a time: every number has a range, every choice a list."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields, suggestion
+from megatron_moe.config.rules.wording import value
+from megatron_moe.config.schema import Run
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of finite numbers; `above` and `below` are excluded bounds, `low` and `high` included ones."""
+
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    below: float | None = None
+
+    def holds(self, number: float) -> bool:
+        return (
+            math.isfinite(number)
+            and (self.low is None or number >= self.low)
+            and (self.above is None or number > self.above)
+            and (self.high is None or number <= self.high)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        words = [
+            f"{word} {bound:g}"
+            for word, bound in (
+                ("at least", self.low),
+                ("above", self.above),
+                ("at most", self.high),
+                ("below", self.below),
+            )
+            if bound is not None
+        ]
+        return " and ".join(["finite", *words])
+
+
+_POSITIVE_COUNT = Range(low=1)
+_COUNT = Range(low=0)
+_POSITIVE = Range(above=0)
+_NOT_NEGATIVE = Range(low=0)
+_PROBABILITY = Range(low=0, below=1)
+
+# Every field that holds numbers and is not checked whole by a rule of its own; a test holds the list complete.
+RANGES: dict[str, Range] = {
+    "num_layers": _POSITIVE_COUNT,
+    "hidden_size": _POSITIVE_COUNT,
+    "ffn_hidden_size": _POSITIVE_COUNT,
+    "num_attention_heads": _POSITIVE_COUNT,
+    "num_query_groups": _POSITIVE_COUNT,
+    "kv_channels": _POSITIVE_COUNT,
+    "seq_length": _POSITIVE_COUNT,
+    "max_position_embeddings": _POSITIVE_COUNT,
+    "rotary_base": Range(above=1),
+    "rotary_percent": Range(above=0, high=1),
+    "rotary_scaling_factor": Range(low=1),
+    "original_max_position_embeddings": _POSITIVE_COUNT,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "mscale": _POSITIVE,
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "norm_epsilon": _POSITIVE,
+    "q_lora_rank": _POSITIVE_COUNT,
+    "kv_lora_rank": _POSITIVE_COUNT,
+    "qk_head_dim": _POSITIVE_COUNT,
+    "qk_pos_emb_head_dim": _POSITIVE_COUNT,
+    "v_head_dim": _POSITIVE_COUNT,
+    "attention_dropout": _PROBABILITY,
+    "hidden_dropout": _PROBABILITY,
+    "init_method_std": _POSITIVE,
+    "vocab_size": _POSITIVE_COUNT,
+    "make_vocab_size_divisible_by": _POSITIVE_COUNT,
+    "num_experts": Range(low=2),
+    "moe_ffn_hidden_size": _POSITIVE_COUNT,
+    "moe_router_topk": _POSITIVE_COUNT,
+    "moe_router_num_groups": _POSITIVE_COUNT,
+    "moe_router_group_topk": _POSITIVE_COUNT,
+    "moe_router_topk_scaling_factor": _POSITIVE,
+    "moe_router_bias_update_rate": _NOT_NEGATIVE,
+    "moe_aux_loss_coeff": _NOT_NEGATIVE,
+    "moe_z_loss_coeff": _NOT_NEGATIVE,
+    "moe_shared_expert_intermediate_size": _POSITIVE_COUNT,
+    "tensor_model_parallel_size": _POSITIVE_COUNT,
+    "pipeline_model_parallel_size": _POSITIVE_COUNT,
+    "num_layers_per_virtual_pipeline_stage": _POSITIVE_COUNT,
+    "decoder_first_pipeline_num_layers": _POSITIVE_COUNT,
+    "decoder_last_pipeline_num_layers": _POSITIVE_COUNT,
+    "context_parallel_size": _POSITIVE_COUNT,
+    "expert_model_parallel_size": _POSITIVE_COUNT,
+    "expert_tensor_parallel_size": _POSITIVE_COUNT,
+    "distributed_timeout_minutes": _POSITIVE,
+    "ddp_bucket_size": _POSITIVE_COUNT,
+    "loss_scale": _POSITIVE,
+    "initial_loss_scale": _POSITIVE,
+    "min_loss_scale": _POSITIVE,
+    "loss_scale_window": _POSITIVE_COUNT,
+    "hysteresis": _POSITIVE_COUNT,
+    "lr": _POSITIVE,
+    "min_lr": _NOT_NEGATIVE,
+    "lr_decay_iters": _POSITIVE_COUNT,
+    "lr_warmup_iters": _COUNT,
+    "lr_warmup_fraction": _PROBABILITY,
+    "lr_warmup_init": _NOT_NEGATIVE,
+    "lr_wsd_decay_iters": _POSITIVE_COUNT,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _PROBABILITY,
+    "adam_beta2": _PROBABILITY,
+    "adam_eps": _POSITIVE,
+    "clip_grad": _NOT_NEGATIVE,
+    "micro_batch_size": _POSITIVE_COUNT,
+    "global_batch_size": _POSITIVE_COUNT,
+    "rampup_batch_size": _POSITIVE_COUNT,
+    "train_iters": _POSITIVE_COUNT,
+    "eval_interval": _COUNT,
+    "eval_iters": _COUNT,
+    "seed": Range(low=0, below=2**31),
+    "exit_interval": _POSITIVE_COUNT,
+    "exit_duration_in_mins": _POSITIVE,
+    "recompute_num_layers": _POSITIVE_COUNT,
+    "num_workers": _COUNT,
+    "save_interval": _POSITIVE_COUNT,
+    "ckpt_step": _COUNT,
+    "log_interval": _POSITIVE_COUNT,
+    "sample_tokens": _POSITIVE_COUNT,
+    "peak_tflops": _POSITIVE,
+}
+
+
+def numbers_are_in_range(run: Run, world_size: int) -> None:
+    """Sizes and counts are positive, rates and coefficients not negative, everything finite."""
+    for name, allowed in RANGES.items():
+        given = value(run, name)
+        for number in given if isinstance(given, tuple) else (given,):
+            if number is not None and not allowed.holds(number):
+                raise ConfigError(
+                    f"{all_fields()[name].flag} {number}: must be {allowed}; e.g. {_working(name, allowed)}"
+                )
+
+
+def choices_are_known(run: Run, world_size: int) -> None:
+    """A value with a list of choices is one of them, also where no command line was read."""
+    for name, field in all_fields().items():
+        given = value(run, name)
+        for word in given if isinstance(given, tuple) else (given,):
+            if field.choices is not None and word is not None and word not in field.choices:
+                listed = ", ".join(map(str, field.choices))
+                near = suggestion(str(word), map(str, field.choices))
+                raise ConfigError(f"{field.flag} {word}: not one of {listed}{near}")
+
+
+def _working(name: str, allowed: Range) -> str:
+    """A setting in the range: the default, or where there is none a bound."""
+    field = all_fields()[name]
+    example = field.default
+    if example is None or isinstance(example, tuple):
+        example = allowed.low if allowed.low is not None else 1
+    return f"{field.flag} {example}"

@@ -1,0 +1,161 @@
+"""Rules about data, tokenizer, checkpoint folders and what is written. Contents are checked where they are read."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
+from megatron_moe.config.schema import Run
+
+_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+_TOKENIZERS_WITH_A_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+
+# ---- data
+
+
+def one_data_source(run: Run, world_size: int) -> None:
+    """Tokens come from one place: made up, one blend that is split, or one blend per split."""
+    per_split = set_among(run, _SPLIT_PATHS)
+    sources = set_among(run, ("mock_data", "data_path")) + per_split[:1]
+    if not sources:
+        raise refuse(
+            run,
+            ("data_path", "train_data_path", "mock_data"),
+            "say where the tokens come from: --data-path PREFIX, or --mock-data for made-up ones",
+        )
+    if len(sources) > 1:
+        raise refuse(run, sources, "choose one source of tokens and drop the others")
+    if per_split and "train_data_path" not in per_split:
+        raise refuse(run, (*per_split, "train_data_path"), "there is nothing to train on; add --train-data-path")
+
+
+def blend_is_weighted(run: Run, world_size: int) -> None:
+    """A blend is one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
+    for name in ("data_path", *_SPLIT_PATHS):
+        words = value(run, name) or ()
+        if len(words) < 2:
+            continue
+        if len(words) % 2:
+            raise refuse(
+                run, (name,), f"{len(words)} words are no pairs; write WEIGHT PREFIX WEIGHT PREFIX ..., or one PREFIX"
+            )
+        try:
+            weights = [float(word) for word in words[::2]]
+        except ValueError:
+            raise refuse(
+                run, (name,), "every prefix needs a weight before it; e.g. 0.3 PREFIX_A 0.7 PREFIX_B"
+            ) from None
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
+            raise refuse(run, (name,), "weights are finite, not negative and not all 0; e.g. 0.3 PREFIX_A 0.7 PREFIX_B")
+
+
+def split_is_three_shares(run: Run, world_size: int) -> None:
+    """Train, valid and test each have a share; train's is not zero. Only one blend can be split."""
+    text = run.data.split
+    if text is None:
+        return
+    if set_among(run, _SPLIT_PATHS):
+        raise refuse(run, ("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not shares[0]:
+        raise refuse(run, ("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
+
+
+def tokenizer_is_given(run: Run, world_size: int) -> None:
+    """A vocabulary comes with the tokenizer; made-up tokens need its size only."""
+    if run.data.tokenizer_type is not None:
+        return
+    if not run.data.mock_data:
+        raise refuse(
+            run,
+            ("tokenizer_type",),
+            "data needs the tokenizer that made it; e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH",
+        )
+    if run.model.vocab_size is None:
+        raise refuse(
+            run,
+            ("vocab_size", "tokenizer_type", "mock_data"),
+            "made-up tokens need a range; add --vocab-size, e.g. 8192, or a tokenizer",
+        )
+
+
+def tokenizer_model_goes_with_its_type(run: Run, world_size: int) -> None:
+    """A tokenizer that is read from a file needs it; the others have none, and a null tokenizer only has a size."""
+    kind, model = run.data.tokenizer_type, run.data.tokenizer_model
+    if kind in _TOKENIZERS_WITH_A_MODEL and model is None:
+        raise refuse(run, ("tokenizer_type", "tokenizer_model"), "is read from a file; add --tokenizer-model PATH")
+    if kind not in _TOKENIZERS_WITH_A_MODEL and model is not None:
+        raise refuse(
+            run,
+            ("tokenizer_model", "tokenizer_type"),
+            f"only {' and '.join(_TOKENIZERS_WITH_A_MODEL)} are read from a file; name one of them or drop the file",
+        )
+    if kind == "NullTokenizer" and run.model.vocab_size is None:
+        raise refuse(run, ("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
+
+
+def sample_needs_tokenizer(run: Run, world_size: int) -> None:
+    """A prompt is text, and text needs a tokenizer."""
+    if run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"):
+        raise refuse(
+            run,
+            ("sample_prompt", "tokenizer_type"),
+            "a prompt needs a tokenizer that reads text; add one or drop the prompt",
+        )
+
+
+def sample_length_needs_prompt(run: Run, world_size: int) -> None:
+    """Without a prompt nothing is generated."""
+    if is_set(run, "sample_tokens") and run.logging.sample_prompt is None:
+        raise refuse(
+            run, ("sample_tokens", "sample_prompt"), "nothing would be generated; add --sample-prompt TEXT or drop it"
+        )
+
+
+# ---- checkpoints
+
+
+def save_flags_need_save(run: Run, world_size: int) -> None:
+    """What and how often to save has no effect without a folder to save to."""
+    stray = set_among(run, ("save_interval", "no_save_optim", "no_save_rng"))
+    if stray and run.checkpoint.save is None:
+        raise refuse(run, (*stray, "save"), "nothing would be saved; add --save FOLDER or drop it")
+
+
+def load_flags_need_load(run: Run, world_size: int) -> None:
+    """What and how to load has no effect without a folder to load from."""
+    stray = set_among(run, ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng"))
+    if stray and run.checkpoint.load is None:
+        raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
+
+
+def save_folder_is_writable(run: Run, world_size: int) -> None:
+    """The folder can be written to, or made; said before the first step and not at the first checkpoint."""
+    for name in ("save", "tensorboard_dir"):
+        given = value(run, name)
+        if given is None:
+            continue
+        path = Path(given).absolute()
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        if not existing.is_dir():
+            raise refuse(run, (name,), f"{existing} is a file; name a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise refuse(run, (name,), f"{existing} is not writable; name a folder that is")
+
+
+def written_files_differ(run: Run, world_size: int) -> None:
+    """Each file that a run writes has a path of its own, and is no folder."""
+    names = [name for name in ("metrics_file", "plot_file", "summary_file") if value(run, name) is not None]
+    taken: dict[Path, str] = {}
+    for name in names:
+        path = Path(value(run, name)).absolute()
+        if path.is_dir():
+            raise refuse(run, (name,), f"{path} is a folder; name a file in it")
+        if path in taken:
+            raise refuse(run, (taken[path], name), "one file would overwrite the other; give each its own path")
+        taken[path] = name

@@ -1,0 +1,216 @@
+"""Rules about precision, optimizer, schedule, batches over time and recomputation."""
+
+from __future__ import annotations
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.schema import Run
+
+_LOSS_SCALE_FIELDS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+# ---- precision
+
+
+def one_half_precision(run: Run, world_size: int) -> None:
+    """Weights have one dtype."""
+    if run.precision.bf16 and run.precision.fp16:
+        raise refuse(run, ("bf16", "fp16"), "choose one; drop --fp16, or use --no-bf16 over a preset")
+
+
+def loss_scale_flags_need_fp16(run: Run, world_size: int) -> None:
+    """Only fp16 gradients are scaled against underflow."""
+    stray = set_among(run, ("loss_scale", *_LOSS_SCALE_FIELDS))
+    if stray and not run.precision.fp16:
+        raise refuse(run, (*stray, "fp16"), "only fp16 reads these; drop them or use --fp16")
+
+
+def constant_loss_scale_is_alone(run: Run, world_size: int) -> None:
+    """A constant loss scale does not start, grow or shrink."""
+    stray = set_among(run, _LOSS_SCALE_FIELDS)
+    if stray and run.precision.loss_scale is not None:
+        raise refuse(run, (*stray, "loss_scale"), "the constant scale ignores these; drop them or --loss-scale")
+
+
+def loss_scales_are_ordered(run: Run, world_size: int) -> None:
+    """The dynamic scale starts at or above its floor."""
+    if run.precision.initial_loss_scale < run.precision.min_loss_scale:
+        raise refuse(
+            run,
+            ("initial_loss_scale", "min_loss_scale"),
+            f"the first scale is below the smallest; use --min-loss-scale {run.precision.initial_loss_scale:g} or less",
+        )
+
+
+# ---- optimizer and schedule
+
+
+def training_has_a_length(run: Run, world_size: int) -> None:
+    """How long to train is never guessed."""
+    if run.training.train_iters is None:
+        raise refuse(run, ("train_iters",), "say how many optimizer steps to train, e.g. --train-iters 1000")
+
+
+def learning_rates_are_ordered(run: Run, world_size: int) -> None:
+    """The schedule rises to the peak from the warm-up's start and falls to the end's rate."""
+    o = run.optimizer
+    for name, low in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
+        if low > o.lr:
+            flag = "--" + name.replace("_", "-")
+            raise refuse(run, (name, "lr"), f"lies above the peak; use {flag} {o.lr} or less")
+
+
+def warmup_is_given_once(run: Run, world_size: int) -> None:
+    """The warm-up is a count of iterations or a share of the decay."""
+    if run.optimizer.lr_warmup_iters and run.optimizer.lr_warmup_fraction is not None:
+        raise refuse(run, ("lr_warmup_iters", "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
+
+
+def warmup_ends_before_decay(run: Run, world_size: int) -> None:
+    """The warm-up is the first part of the schedule and leaves a rest."""
+    warmup, decay = derived.lr_warmup_iters(run), derived.lr_decay_iters(run)
+    if decay is not None and warmup >= decay:
+        names = ["lr_warmup_iters", "lr_decay_iters" if run.optimizer.lr_decay_iters is not None else "train_iters"]
+        raise refuse(
+            run,
+            names,
+            f"the warm-up must end before the schedule's {decay} iterations; use --lr-warmup-iters {decay // 10}",
+        )
+
+
+def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
+    """Only warm-up, stable, decay has a last phase of its own."""
+    stray = set_among(run, ("lr_wsd_decay_style", "lr_wsd_decay_iters"))
+    if stray and run.optimizer.lr_decay_style != "WSD":
+        raise refuse(run, (*stray, "lr_decay_style"), "only WSD reads these; use --lr-decay-style WSD or drop them")
+
+
+def wsd_phases_fit(run: Run, world_size: int) -> None:
+    """Warm-up and last phase fit into the schedule."""
+    o, decay = run.optimizer, derived.lr_decay_iters(run)
+    if o.lr_decay_style != "WSD" or decay is None:
+        return
+    if o.lr_wsd_decay_iters is None:
+        raise refuse(
+            run,
+            ("lr_decay_style", "lr_wsd_decay_iters"),
+            f"say how long the last phase is, e.g. --lr-wsd-decay-iters {max(1, decay // 10)}",
+        )
+    room = decay - derived.lr_warmup_iters(run)
+    if o.lr_wsd_decay_iters > room:
+        raise refuse(
+            run,
+            ("lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters", "train_iters"),
+            f"only {room} iterations are left after the warm-up; use --lr-wsd-decay-iters {room} or less",
+        )
+
+
+# ---- batches over time
+
+
+def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
+    """The batch grows from START by whole INCREMENTs to the global batch, over at least as many samples as steps."""
+    ramp = run.training.rampup_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3:
+        raise refuse(run, ("rampup_batch_size",), "takes three numbers, START INCREMENT SAMPLES; e.g. 8 8 10000")
+    start, increment, samples = ramp
+    batch = derived.global_batch_size(run, world_size)
+    if start >= batch or (batch - start) % increment:
+        raise refuse(
+            run,
+            ("rampup_batch_size", "global_batch_size"),
+            f"{start} plus whole increments of {increment} must reach the global batch of {batch};"
+            f" use --global-batch-size {start + max(1, (batch - start) // increment) * increment}",
+        )
+    if samples < (batch - start) // increment:
+        raise refuse(
+            run,
+            ("rampup_batch_size", "global_batch_size"),
+            f"{samples} samples are fewer than the {(batch - start) // increment} increments; use more samples",
+        )
+
+
+def rampup_batches_divide(run: Run, world_size: int) -> None:
+    """Every batch of the ramp-up is a whole number of micro-batches per rank, and of rounds where PP interleaves."""
+    ramp = run.training.rampup_batch_size
+    if ramp is None:
+        return
+    unit = run.training.micro_batch_size * derived.data_parallel_size(run, world_size)
+    if derived.virtual_pipeline_size(run) is not None:
+        unit *= run.parallel.pipeline_model_parallel_size
+    for word, size in zip(("START", "INCREMENT"), ramp):
+        if size % unit:
+            raise ConfigError(
+                f"{spelled(run, 'rampup_batch_size')}, {spelled(run, 'micro_batch_size')}: {word} {size} must be a"
+                f" multiple of {unit}, the samples of one round over all ranks; use {nearest_multiples(size, unit)}"
+            )
+
+
+def evaluation_has_iterations(run: Run, world_size: int) -> None:
+    """An interval without iterations would evaluate nothing."""
+    if run.training.eval_interval and not run.training.eval_iters:
+        raise refuse(
+            run, ("eval_interval", "eval_iters"), "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0"
+        )
+
+
+# ---- recomputation
+
+
+def full_recompute_is_described(run: Run, world_size: int) -> None:
+    """Recomputing whole layers needs to know which."""
+    t = run.training
+    missing = [
+        n
+        for n, v in (("recompute_method", t.recompute_method), ("recompute_num_layers", t.recompute_num_layers))
+        if v is None
+    ]
+    if t.recompute_granularity == "full" and missing:
+        raise refuse(
+            run,
+            ("recompute_granularity", *missing),
+            "say which layers: --recompute-method uniform --recompute-num-layers 1 recomputes every one",
+        )
+
+
+def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
+    """Method and layers belong to full recomputation, modules to selective."""
+    granularity = run.training.recompute_granularity
+    if granularity != "full":
+        stray = set_among(run, ("recompute_method", "recompute_num_layers"))
+        if stray:
+            raise refuse(
+                run,
+                (*stray, "recompute_granularity"),
+                "only full recomputation reads these; use --recompute-granularity full",
+            )
+    if granularity != "selective" and run.training.recompute_modules is not None:
+        raise refuse(
+            run,
+            ("recompute_modules", "recompute_granularity"),
+            "only selective recomputation reads these; use --recompute-granularity selective",
+        )
+
+
+def recompute_layers_within_stage(run: Run, world_size: int) -> None:
+    """No stage recomputes more layers than it has."""
+    chunk = max(derived.pipeline_layer_counts(run)) // (derived.virtual_pipeline_size(run) or 1)
+    count = run.training.recompute_num_layers
+    if count is not None and count > chunk:
+        raise refuse(
+            run,
+            ("recompute_num_layers", "num_layers", "pipeline_model_parallel_size"),
+            f"a stage has {chunk} layers; use --recompute-num-layers {chunk} or less",
+        )
+
+
+def recomputed_modules_exist(run: Run, world_size: int) -> None:
+    """A dense model has no MoE layer to recompute."""
+    if "moe" in (run.training.recompute_modules or ()) and run.moe.num_experts is None:
+        raise refuse(
+            run,
+            ("recompute_modules", "num_experts"),
+            "there is no MoE layer; use mlp or core_attn, or add --num-experts",
+        )
