@@ -42,9 +42,11 @@ class RankFacts:
 
     def __str__(self) -> str:
         axes = ("tp", "pp", "cp", "dp", "ep", "etp")
-        return f"rank {self.rank}/{self.world_size} (" + ", ".join(
-            f"{axis} {getattr(self, f'{axis}_rank')}/{getattr(self, f'{axis}_size')}" for axis in axes
-        ) + ")"
+        return (
+            f"rank {self.rank}/{self.world_size} ("
+            + ", ".join(f"{axis} {getattr(self, f'{axis}_rank')}/{getattr(self, f'{axis}_size')}" for axis in axes)
+            + ")"
+        )
 
 
 def launched_world() -> tuple[int, int]:

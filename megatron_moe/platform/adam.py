@@ -32,7 +32,8 @@ class Adam(torch.optim.Optimizer):
         capturable: must be False; recording the step in a CUDA graph needs Transformer Engine's Adam.
 
     Raises:
-        ValueError: for a parameter that is not fp32, or for `capturable`.
+        ValueError: for `capturable`; from `step`, for a parameter that is not fp32 (the engine builds the optimizer on
+            bf16 weights and puts the main weights in their place before the first step).
     """
 
     def __init__(
@@ -49,13 +50,6 @@ class Adam(torch.optim.Optimizer):
             raise ValueError("capturable Adam needs Transformer Engine; switch optimizer CUDA graphs off")
         self._update = adamw if adam_w_mode else adam
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, after checking that its parameters are fp32."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if param.dtype != torch.float32:
-                raise ValueError(f"Adam updates fp32 weights, not {param.dtype}: give it the main weights")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,6 +89,8 @@ class Adam(torch.optim.Optimizer):
         )
 
     def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+        if param.dtype != torch.float32:
+            raise ValueError(f"Adam updates fp32 weights, not {param.dtype}: give it the main weights")
         state = self.state[param]
         if not state:
             state["exp_avg"] = torch.zeros_like(param)

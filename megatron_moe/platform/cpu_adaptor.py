@@ -10,7 +10,8 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
 3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`).
 
 With CUDA none of this happens. Independent of the device, where the engine finds neither Transformer Engine nor apex
-it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's.
+it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's; and a few of its notices are kept out of
+the log (`_NOTICES`).
 
 File names below are relative to `megatron/core/` and hold for megatron-core 0.16.1 and 0.19.2 unless said otherwise.
 A spawned child needs the hook too: it has it as soon as it unpickles anything of this package.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,6 +41,33 @@ _CONSTANTS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
+
+
+# (module, start of the message): what the engine says about its own code, at every start and to every user, and what
+# nobody who runs this project can act on.
+_NOTICES = (
+    ("megatron.core.transformer.transformer_config", "full scope is deprecated"),  # its own default
+    ("megatron.core.models.mimo.config.base_configs", "MimoModelConfig is experimental"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
+    ("megatron.core.optimizer.optimizer", "The .grad attribute of a Tensor that is not a leaf"),  # it tests views
+    ("torch.distributed.c10d_logger", "`torch.distributed.reduce_scatter_tensor` is deprecated"),
+    ("torch.distributed.c10d_logger", "`torch.distributed.all_gather_into_tensor` is deprecated"),
+)
+_NOTICES_ABOUT_GPU_LIBRARIES = (
+    ("megatron.core.optimizer", "Transformer Engine and Apex are not installed"),
+    ("megatron.core.optimizer.optimizer", "Transformer Engine and Apex are not installed"),
+    ("megatron.core.optimizer.clip_grads", "Transformer Engine and Apex are not installed"),
+    (
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision",
+        "Transformer Engine and Apex are not installed",
+    ),
+    ("megatron.core.models.backends", "Apex is not installed"),
+    ("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed"),
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),  # 0.19.2 imports it
+    # The random state tracker moves the CPU generator, as it should here; stock warns at every dropout.
+    ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
+)
 
 
 def install() -> None:
@@ -80,9 +109,10 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
             return None
         if self._without_cuda is None:
             self._without_cuda = not _has_cuda()
+            _filter_notices(_NOTICES)
             if self._without_cuda:
                 _give_torch_cuda_a_cpu_meaning()
-                _silence_what_cannot_matter_here()
+                _filter_notices(_NOTICES_ABOUT_GPU_LIBRARIES)
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
@@ -144,16 +174,15 @@ def _give_torch_cuda_a_cpu_meaning() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-def _silence_what_cannot_matter_here() -> None:
-    """Keep the log free of the engine's advice to install GPU libraries."""
-    for message in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
-        warnings.filterwarnings("ignore", message=message, category=UserWarning, module=r"megatron\.core\.")
-    # torch's own, when megatron-core 0.19.2 imports torch.utils.cpp_extension.
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_without("No CUDA runtime is found"))
+def _filter_notices(notices: Sequence[tuple[str, str]]) -> None:
+    """Keep (module, start of a message) out of the log, whether it comes as a warning or as a log record."""
+    for module, text in notices:
+        warnings.filterwarnings("ignore", message=re.escape(text), module=re.escape(module))
+        logging.getLogger(module).addFilter(_without(text))
 
 
 def _without(text: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: text not in record.getMessage()
+    return lambda record: not record.getMessage().startswith(text)
 
 
 def _adjust_random(module: ModuleType) -> None:
@@ -166,8 +195,6 @@ def _adjust_random(module: ModuleType) -> None:
     )
     # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
     module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-    # The tracker's fork moves the CPU generator, as it should here; stock warns at every dropout.
-    logging.getLogger(module.__name__).addFilter(_without("CPU RNG state changed within GPU RNG context"))
 
 
 def _adjust_rope(module: ModuleType) -> None:

@@ -70,13 +70,13 @@ def max_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def have_transformer_engine() -> bool:
     """True where Transformer Engine can be imported and there is a CUDA device for it."""
     return has_cuda() and _importable("transformer_engine.pytorch")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def have_apex() -> bool:
     """True where apex's optimizers can be imported and there is a CUDA device for them."""
     return has_cuda() and _importable("apex.optimizers")

@@ -17,9 +17,9 @@ initialised for it. Whatever it returns comes back, one result per rank:
   engine's other globals after every case, so the next one may use another layout.
 - The function's file is loaded by path in the ranks: it may be the test file itself or a file beside it. Arguments and
   results are pickled: configurations, tensors, plain data; no modules, no process groups.
-- An exception on any rank fails the call with `CaseFailed`, which shows every rank's traceback. A case that takes longer
-  than `gloo.timeout` seconds (default 120; `gloo.run_within(seconds, n, ...)`) is ended, with each rank's stack shown.
-- One CUDA-free environment per rank: RANK, LOCAL_RANK and WORLD_SIZE are set, MASTER_ADDR is not.
+- An exception on any rank fails the call with `CaseFailed`, which shows every rank's traceback. A case that takes
+  longer than `gloo.timeout` seconds (default 120; `gloo.run_within(seconds, n, ...)`) is ended, and the stacks shown.
+- Ranks see no CUDA device. RANK, LOCAL_RANK and WORLD_SIZE are set, MASTER_ADDR is not.
 """
 
 from __future__ import annotations
