@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ class SharedExperts(MLP):
 
     def __init__(self, config: Any, submodules: MLPSubmodules, tp_group: Any) -> None:
         options = MoEOptions.from_engine_config(config)
-        super().__init__(config, submodules, ffn_hidden_size=options.shared_ffn_hidden_size, tp_group=tp_group)
+        # The engine's MLP takes one of its two widths from the configuration, whatever width it is given.
+        own_config = copy.copy(config)
+        own_config.ffn_hidden_size = options.shared_ffn_hidden_size
+        super().__init__(own_config, submodules, ffn_hidden_size=options.shared_ffn_hidden_size, tp_group=tp_group)
         self.gate_weight: torch.nn.Parameter | None = None
         if options.shared_gate:
             self.gate_weight = torch.nn.Parameter(torch.empty(1, options.hidden_size, dtype=config.params_dtype))
