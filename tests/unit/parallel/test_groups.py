@@ -1,0 +1,73 @@
+"""One process without a launcher: groups, facts and seeds."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+GROUPS = (
+    "tp pp cp dp dp_cp tp_cp tp_dp_cp mp embd pos_embd ep expt_tp expt_dp tp_ep tp_ep_pp intra_dp_cp intra_expt_dp"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, one_process):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_launcher_this_process_is_the_world():
+    assert groups.launched_world() == (0, 1)
+    collection = groups.initialize(Run())
+    assert {name: getattr(collection, name).size() for name in GROUPS} == dict.fromkeys(GROUPS, 1)
+    assert str(groups.rank_facts()) == "rank 0/1 (tp 0/1, pp 0/1, cp 0/1, dp 0/1, ep 0/1, etp 0/1)"
+
+
+def test_the_launchers_world_is_read_without_joining_it(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert groups.launched_world() == (3, 8)
+    assert not dist.is_initialized()
+
+
+def test_groups_can_be_left_and_built_again():
+    groups.destroy()
+    for _ in range(2):
+        groups.initialize(Run())
+        groups.destroy()
+        assert not dist.is_initialized()
+
+
+def test_the_timeout_is_the_runs():
+    groups.initialize(replace(Run(), distributed_timeout_minutes=1.5))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=90)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def test_a_seed_repeats_every_stream_and_another_changes_them():
+    groups.initialize(Run())
+    seen = []
+    for seed in (1, 1, 2):
+        seed_everything(replace(Run(), seed=seed))
+        seen.append(draws())
+    assert seen[0] == seen[1]
+    assert all(first != second for first, second in zip(seen[0], seen[2], strict=True))
+
+
+def test_a_large_seed_is_fine():
+    groups.initialize(Run())
+    seed_everything(replace(Run(), seed=2**32 + 5))

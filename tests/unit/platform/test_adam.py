@@ -1,0 +1,82 @@
+"""Our Adam: torch's arithmetic, apex's place for the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.platform.adam import Adam
+
+SHAPES = [(3, 5), (17,), (0,), (64, 33)]
+
+
+def parameters(seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def groups_of(params: list[torch.nn.Parameter]) -> list[dict]:
+    return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "lr": 3e-3}]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator) * 10.0 ** (step % 5 - 3)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_it_takes_torchs_steps(decoupled):
+    ours, theirs = parameters(0), parameters(0)
+    options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    train(Adam(groups_of(ours), adam_w_mode=decoupled, **options), ours, range(20))
+    stock = torch.optim.AdamW if decoupled else torch.optim.Adam
+    train(stock(groups_of(theirs), foreach=False, **options), theirs, range(20))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-7)
+
+
+def test_the_step_stands_in_the_group_and_the_state_is_fp32():
+    params = parameters(0)
+    optimizer = Adam(groups_of(params))
+    train(optimizer, params, range(3))
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert {name for state in optimizer.state.values() for name in state} == {"exp_avg", "exp_avg_sq"}
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+
+
+def test_a_loaded_optimizer_goes_on_bit_for_bit():
+    straight, stopped = parameters(0), parameters(0)
+    train(Adam(groups_of(straight), lr=1e-2), straight, range(8))
+    first = Adam(groups_of(stopped), lr=1e-2)
+    train(first, stopped, range(4))
+    second = Adam(groups_of(stopped), lr=0.5)
+    second.load_state_dict(first.state_dict())
+    train(second, stopped, range(4, 8))
+    for mine, reference in zip(stopped, straight, strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_a_parameter_without_gradient_stays_and_makes_no_state():
+    params = parameters(0)
+    before = params[0].detach().clone()
+    optimizer = Adam(params)
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert torch.equal(params[0], before)
+    assert params[0] not in optimizer.state
+
+
+def test_low_precision_weights_are_refused():
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="fp32 weights, not torch.bfloat16"):
+        optimizer.step()
+
+
+def test_capturable_is_refused():
+    with pytest.raises(ValueError, match="Transformer Engine"):
+        Adam(parameters(0), capturable=True)

@@ -1,0 +1,43 @@
+"""Which device and backend a run gets, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.platform import hardware
+
+
+@pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
+def cuda(request, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return request.param
+
+
+def test_the_backend_follows_the_device(cuda):
+    assert platform.backend() == ("nccl" if cuda else "gloo")
+    assert platform.backend("nccl" if cuda else "gloo") == platform.backend()
+
+
+def test_a_backend_that_cannot_work_here_is_refused_and_a_working_setting_named(cuda):
+    with pytest.raises(ConfigError, match="--distributed-backend .* leave the flag out"):
+        platform.backend("gloo" if cuda else "nccl")
+
+
+def test_the_device_is_the_local_rank_with_cuda_and_the_cpu_without(cuda, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert platform.device() == (torch.device("cuda", 3) if cuda else torch.device("cpu"))
+
+
+def test_the_engine_version_is_one_of_those_supported():
+    assert platform.engine_version() in ((0, 16, 1), (0, 19, 2))
+
+
+def test_the_peak_memory_covers_what_was_allocated():
+    if torch.cuda.is_available():
+        pytest.skip("measured on the device there")
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert hardware.max_memory_bytes() > held.numel()
+    assert hardware.max_memory_bytes() < 2**40
