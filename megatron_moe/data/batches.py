@@ -1,0 +1,214 @@
+"""One micro-batch: which samples, read by whom, and how they reach every rank that needs them.
+
+Which: every micro-batch takes, over all data-parallel ranks, the next B x DP samples of the dataset, and data-parallel
+rank r the r-th B of them. A global batch is therefore always the next consecutive samples, whatever DP, the micro-batch
+size or a growing global batch size are, and a resumed run needs one number to continue.
+
+By whom: TP rank 0 reads and sends to its tensor-parallel group. Pipeline stages in between need no tokens and get a
+micro-batch of Nones.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_moe import platform
+from megatron_moe.config.schema import Run
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+Batch = dict[str, "Tensor | None"]
+
+
+def micro_batch_indices(
+    consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int
+) -> Iterator[list[int]]:
+    """Sample numbers of each micro-batch of one data-parallel rank; ends where a full round of all ranks no "
+    "longer fits."""
+    step = micro_batch_size * dp_size
+    for first in range(consumed_samples, num_samples - step + 1, step):
+        begin = first + dp_rank * micro_batch_size
+        yield list(range(begin, begin + micro_batch_size))
+
+
+class BatchIterator:
+    """Endless micro-batches of one rank and model chunk: dicts of `tokens`, `labels`, `position_ids` int64 [B, S] and
+    `loss_mask` float32 [B, S] on the run's device, or of Nones where the rank needs no tokens.
+
+    Attributes:
+        consumed_samples: samples that all data-parallel ranks together have taken, from the dataset's beginning.
+    """
+
+    def __init__(
+        self, reader: Reader | None, receive: Receiver | None, consumed_samples: int, samples_per_round: int
+    ) -> None:
+        self._reader = reader
+        self._receive = receive
+        self._samples_per_round = samples_per_round
+        self.consumed_samples = consumed_samples
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        batch: Batch = dict.fromkeys(KEYS)
+        if self._receive is not None:
+            batch = self._receive(None if self._reader is None else self._reader.read(self.consumed_samples))
+        self.consumed_samples += self._samples_per_round
+        return batch
+
+
+class Reader:
+    """Micro-batches from a dataset, packed as one int64 tensor [4, B, S] in the order of `KEYS`.
+
+    With `num_workers` > 0, forked processes read ahead.
+    """
+
+    def __init__(self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_samples = len(dataset)  # type: ignore[arg-type]
+        self._loader = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=indices,  # type: ignore[arg-type]
+                collate_fn=_pack,
+                num_workers=num_workers,
+                multiprocessing_context="fork" if num_workers else None,
+                worker_init_fn=_leave_interrupts_to_the_parent if num_workers else None,
+                pin_memory=platform.has_cuda(),
+                # Its own generator: the loader draws a seed, and must not draw it from the one that dropout uses.
+                generator=torch.Generator(),
+            )
+        )
+
+    def read(self, consumed_samples: int) -> Tensor:
+        """The next micro-batch.
+
+        Raises:
+            IndexError: the dataset has no further full round of micro-batches.
+            ValueError: a token id outside the vocabulary: the files changed after they were checked.
+        """
+        packed = next(self._loader, None)
+        if packed is None:
+            raise IndexError(f"samples after number {consumed_samples} were asked of a dataset of {self._num_samples}")
+        lowest, highest = (int(value) for value in packed[:2].aminmax())
+        if lowest < 0 or highest >= self._vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise ValueError(
+                f"token id {bad} in the micro-batch after sample {consumed_samples}, outside the vocabulary of "
+                f"{self._vocab_size} "
+                "ids: the data files changed after the start of the run"
+            )
+        return packed
+
+
+class Receiver:
+    """Turns what the reader packed, or nothing on a rank that does not read, into this rank's micro-batch."""
+
+    def __init__(self, run: Run, pg_collection: ProcessGroupCollection | None) -> None:
+        self._shape = (len(KEYS), run.training.micro_batch_size, run.model.seq_length)
+        self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
+        self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
+        self._device = platform.device()
+
+    def __call__(self, packed: Tensor | None) -> Batch:
+        if packed is None:
+            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
+        else:
+            packed = packed.to(self._device, non_blocking=True)
+        if self._tp is not None:
+            # One message for all four: the loss mask is 0 or 1, exact as an integer.
+            torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
+        if self._cp is not None:
+            packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
+        batch: Batch = dict(zip(KEYS, packed.unbind()))
+        batch["loss_mask"] = packed[KEYS.index("loss_mask")].float()
+        return batch
+
+
+def context_parallel_slice(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """The part of [..., S] that one context-parallel rank works on, [..., S / size].
+
+    Of 2 x size equal chunks, rank r has number r and number 2 x size - 1 - r, so that a causal attention costs every
+    rank the same (the engine's convention).
+    """
+    chunks = tensor.chunk(2 * size, dim=-1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=-1)
+
+
+def batch_iterator(
+    dataset: Dataset | None,
+    run: Run,
+    *,
+    consumed_samples: int = 0,
+    pg_collection: ProcessGroupCollection | None = None,
+    chunk: int = 0,
+    num_chunks: int = 1,
+) -> BatchIterator:
+    """Micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
+
+    For an evaluation make a new one with consumed_samples 0: it begins at the first sample.
+
+    Args:
+        dataset: of `build_datasets`; None where this rank reads none.
+        pg_collection: None: one process does everything.
+        chunk: number of the virtual pipeline stage on this rank. Only the first chunk of the first stage and the last
+            chunk of the last stage need tokens.
+    """
+    dp_rank, dp_size, wanted, reads = 0, 1, True, True
+    if pg_collection is not None:
+        dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
+        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
+        wanted = (stage == 0 and chunk == 0) or (stage == stages - 1 and chunk == num_chunks - 1)
+        reads = pg_collection.tp.rank() == 0
+    size = run.training.micro_batch_size
+    reader = None
+    if wanted and reads:
+        if dataset is None:
+            raise ValueError(
+                "this rank reads data, but its dataset is None; build_datasets was given other process groups"
+            )
+        indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, len(dataset))  # type: ignore[arg-type]
+        reader = Reader(dataset, indices, _vocabulary(dataset, run), run.data.num_workers)
+    return BatchIterator(reader, Receiver(run, pg_collection) if wanted else None, consumed_samples, size * dp_size)
+
+
+def batch_iterators(
+    dataset: Dataset | None,
+    run: Run,
+    *,
+    consumed_samples: int = 0,
+    pg_collection: ProcessGroupCollection | None = None,
+    num_chunks: int = 1,
+) -> list[BatchIterator]:
+    """One `batch_iterator` per model chunk of this rank, all at the same position."""
+    return [
+        batch_iterator(
+            dataset,
+            run,
+            consumed_samples=consumed_samples,
+            pg_collection=pg_collection,
+            chunk=chunk,
+            num_chunks=num_chunks,
+        )
+        for chunk in range(num_chunks)
+    ]
+
+
+def _vocabulary(dataset: Dataset, run: Run) -> int:
+    given = run.model.vocab_size
+    return given if given is not None else dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
+
+
+def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
+    """int64 [4, B, S]."""
+    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
+
+
+def _leave_interrupts_to_the_parent(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

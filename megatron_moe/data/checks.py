@@ -1,0 +1,227 @@
+"""Bad data is found here, before anything is allocated: one `ConfigError`, naming the file and the offset. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.data.index_file import Index, open_index
+from megatron_moe.data.sidecar import Sidecar, read_sidecar, sha256_of_file, sidecar_path
+from megatron_moe.data.sources import SPLITS, Sources, read_sources
+from megatron_moe.data.tokenizers import Tokenizer
+
+_SHOW_PROGRESS_FROM = 1 << 28  # bytes
+_GB = 10**9
+
+
+def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> list[str]:
+    """Check the data flags and every file they name; change nothing.
+
+    Always: flags, index structure, sizes, sidecar against files and tokenizer, the sidecar's ids against the vocabulary,
+    a full sequence in every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all
+    together are at most `--data-verify-gb`, and a scan of all ids of data without a sidecar.
+
+    Args:
+        deep: default: only in the process whose environment says RANK 0 (or nothing), so that the ranks of a run do not
+            all read the same files.
+
+    Returns:
+        What was verified, one line per dataset, for the log.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
+    sources = read_sources(run.data)
+    limit = vocabulary_limit(run, tokenizer)
+    if sources.mock:
+        return ["data: made up (--mock-data)"]
+    needed = [0] if run.training.eval_iters == 0 else [0, 1]
+    if 1 in needed and sources.per_split is not None and sources.per_split[1] is None:
+        raise ConfigError(
+            f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
+            "evaluation off"
+        )
+    indices = {prefix: open_index(prefix) for prefix in sources.prefixes()}
+    _check_cache_folder(run, sources)
+    sidecars = {prefix: read_sidecar(prefix) for prefix in indices}
+    total = sum(os.path.getsize(f"{prefix}.bin") for prefix in indices)
+    hash_bin = deep and total <= run.data.data_verify_gb * _GB
+    lines = []
+    for prefix, index in indices.items():
+        sidecar = sidecars[prefix]
+        if sidecar is not None:
+            check_sidecar(index, sidecar, tokenizer, limit)
+            lines.append(_verify_hashes(index, sidecar, deep, hash_bin))
+        else:
+            lines.append(_scan(index, limit) if deep else f"data {prefix}: structure")
+    for split in needed:
+        require_sequence(sources, split, run.model.seq_length, indices)
+    return lines
+
+
+def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
+    """Ids must be below this: `--vocab-size` where it is given, else the tokenizer's size.
+
+    Raises:
+        ConfigError: `--vocab-size` is smaller than the tokenizer's.
+    """
+    given = run.model.vocab_size
+    if given is None:
+        return tokenizer.vocab_size
+    if given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type "
+            f"{tokenizer.name}; "
+            "leave it out to use the tokenizer's"
+        )
+    return given
+
+
+def require_sequence(sources: Sources, split: int, seq_length: int, indices: dict[str, Index] | None = None) -> None:
+    """Every dataset of the split has at least one full sequence, seq_length + 1 tokens.
+
+    With fewer, the engine would repeat the same few tokens to fill a sequence; with none it would never return.
+
+    Raises:
+        ConfigError: naming the prefix, the split and the tokens there are.
+    """
+    blend = sources.blend_of(split)
+    if blend is None:
+        raise ConfigError(f"no {SPLITS[split]} data: give --{SPLITS[split]}-data-path PREFIX")
+    for prefix in blend.prefixes:
+        index = open_index(prefix) if indices is None else indices[prefix]
+        begin, end = sources.sequence_range(split, len(index.lengths))
+        tokens = int(index.lengths[begin:end].sum(dtype="int64"))
+        if tokens < seq_length + 1:
+            share = f" under --split {sources.split}" if sources.split is not None else ""
+            raise ConfigError(
+                f"{prefix}.bin: the {SPLITS[split]} split has {tokens} tokens in {max(end - begin, 0)} "
+                f"documents{share}; one "
+                f"sequence needs {seq_length + 1} (--seq-length {seq_length} and the next token)"
+            )
+
+
+def check_sidecar(index: Index, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
+    """The sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
+
+    Raises:
+        ConfigError: naming the sidecar and both values.
+    """
+    path = sidecar_path(index.prefix)
+    found = {
+        "tokens": index.num_tokens,
+        "documents": index.num_documents,
+        "dtype": str(index.dtype),
+        "bin_bytes": os.path.getsize(f"{index.prefix}.bin"),
+        "idx_bytes": os.path.getsize(f"{index.prefix}.idx"),
+    }
+    for name, value in found.items():
+        if getattr(sidecar, name) != value:
+            raise ConfigError(
+                f"{index.prefix}: the files have {name} {value}, but {path} says {getattr(sidecar, name)}: they "
+                "were not "
+                "written together; copy all three files again"
+            )
+    if sidecar.tokenizer_sha256 != tokenizer.sha256:
+        raise ConfigError(
+            f"{path}: the data was written with {sidecar.tokenizer_type} {sidecar.tokenizer_sha256[:12]} "
+            f"({sidecar.vocab_size} "
+            f"ids), the run has --tokenizer-type {tokenizer.name} {tokenizer.sha256[:12]} "
+            f"({tokenizer.vocab_size} ids); give "
+            "that tokenizer with --tokenizer-type and --tokenizer-model, or write the data again"
+        )
+    if sidecar.max_id >= limit or sidecar.min_id < 0:
+        bad = sidecar.max_id if sidecar.max_id >= limit else sidecar.min_id
+        raise ConfigError(f"{path}: the data holds token id {bad}, outside the vocabulary of {limit} ids")
+
+
+def _verify_hashes(index: Index, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
+    ids = f"ids {sidecar.min_id} to {sidecar.max_id}"
+    counts = f"data {index.prefix}: {sidecar.tokens} tokens, {sidecar.documents} documents, {ids}"
+    if not deep:
+        return f"{counts}; structure and sizes verified"
+    wanted = {".idx": sidecar.idx_sha256}
+    if hash_bin:
+        wanted[".bin"] = sidecar.bin_sha256
+    for suffix, expected in wanted.items():
+        path = index.prefix + suffix
+        with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
+            actual = sha256_of_file(path, advance)
+        if actual != expected:
+            raise ConfigError(
+                f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "
+                "its content "
+                "changed after it was written; copy it again or run tools/preprocess_data.py again"
+            )
+    what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
+    return f"{counts}; {what} verified"
+
+
+def _scan(index: Index, limit: int) -> str:
+    """Largest and smallest id of data without a sidecar, by reading it all."""
+    path = f"{index.prefix}.bin"
+    lowest, highest = 1 << 62, -1
+    with _progress(f"token ids of {os.path.basename(path)}", os.path.getsize(path)) as advance:
+        for first, tokens in index.chunks():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= limit:
+                position = first + int(((tokens < 0) | (tokens >= limit)).argmax())
+                document, inside = index.document_of(position)
+                raise ConfigError(
+                    f"{path}: token id {int(tokens[position - first])} at byte offset "
+                    f"{position * index.dtype.itemsize} (document "
+                    f"{document}, token {inside}) is outside the vocabulary of {limit} ids; is this the right "
+                    "tokenizer?"
+                )
+            lowest, highest = min(lowest, low), max(highest, high)
+            advance(tokens.nbytes)
+    return (
+        f"data {index.prefix}: {index.num_tokens} tokens, {index.num_documents} documents, ids {lowest} to "
+        f"{highest}; no sidecar: "
+        "structure and every id verified, the tokenizer not"
+    )
+
+
+def cache_folder(run: Run, sources: Sources) -> str:
+    """Folder of the index caches: `--data-cache-path`, or `index_cache` beside the first dataset."""
+    if run.data.data_cache_path is not None:
+        return run.data.data_cache_path
+    return os.path.join(os.path.dirname(os.path.abspath(sources.prefixes()[0])), "index_cache")
+
+
+def _check_cache_folder(run: Run, sources: Sources) -> None:
+    folder = cache_folder(run, sources)
+    flag = "--data-cache-path" if run.data.data_cache_path is not None else "the index cache"
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise ConfigError(f"{flag} {folder} is a file; name a folder with --data-cache-path")
+    existing = os.path.abspath(folder)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{flag} {folder}: no permission to write in {existing}; name another folder with --data-cache-path"
+        )
+
+
+@contextmanager
+def _progress(text: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told the bytes done; shows a bar only where the wait is worth one."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=num_bytes < _SHOW_PROGRESS_FROM
+    ) as progress:
+        task = progress.add_task(text, total=num_bytes)
+        yield lambda done: progress.advance(task, done)

@@ -1,0 +1,144 @@
+"""A corpus of real text that every machine has: the source files of Python's own standard library.
+
+Files go to train, valid or test by the hash of their relative path, so that no file is in two splits and the same
+interpreter always gives the same corpus. Of files with the same content only the first is taken. Left out: installed
+packages, the library's tests (they repeat the code that they test), and tables that a program wrote (`encodings`,
+`pydoc_data`), on which a model would look better than it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform as python_platform
+import shutil
+import sysconfig
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_moe.config.errors import ConfigError
+
+SPLITS = ("train", "valid", "test")
+SHARES = (0.90, 0.05, 0.05)
+LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was written: `files`, `documents` and `text_bytes` (UTF-8) per split, in the order of `SPLITS`."""
+
+    files: tuple[Path, ...]
+    documents: tuple[int, ...]
+    text_bytes: tuple[int, ...]
+
+
+def write_corpus(
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    shares: tuple[float, float, float] = SHARES,
+    show_progress: bool = True,
+) -> Corpus:
+    """Write `train.jsonl`, `valid.jsonl`, `test.jsonl` and the counts, `corpus.json`.
+
+    A line is {"text": ..., "path": ...}. All four are written aside and renamed when they are complete; `corpus.json` comes last and marks a whole corpus.
+
+    Args:
+        folder: made where it does not exist.
+        source: folder of .py files; default: the standard library of the running interpreter.
+        shares: share of the files (not bytes) of train, valid, test; they sum to 1.
+
+    Raises:
+        ConfigError: no readable source files, or a split without any.
+    """
+    target = Path(folder)
+    library = Path(source) if source is not None else Path(sysconfig.get_path("stdlib"))
+    paths = source_files(library)
+    if not paths:
+        raise ConfigError(
+            f"no Python source files under {library}; install the standard library's sources or name another folder"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".corpus-", dir=target))
+    try:
+        corpus = _write_splits(library, paths, aside, target, shares, show_progress)
+        facts = {
+            "python": python_platform.python_version(),
+            "documents": dict(zip(SPLITS, corpus.documents)),
+            "text_bytes": dict(zip(SPLITS, corpus.text_bytes)),
+        }
+        (aside / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (target / "corpus.json").unlink(missing_ok=True)
+        for name in (*(file.name for file in corpus.files), "corpus.json"):
+            os.replace(aside / name, target / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return corpus
+
+
+def source_files(library: Path) -> list[Path]:
+    """The .py files under `library`, relative to it, sorted, without links and without the folders in `LEFT_OUT`."""
+    found = []
+    for folder, subfolders, files in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
+        for name in files:
+            path = Path(folder, name)
+            if name.endswith(".py") and path.is_file() and not path.is_symlink():
+                found.append(path.relative_to(library))
+    return sorted(found, key=lambda path: path.as_posix())
+
+
+def split_of(relative_path: str, shares: tuple[float, float, float] = SHARES) -> int:
+    """0, 1 or 2 for train, valid, test: where the hash of the path, as a fraction of 1, falls among the shares."""
+    fraction = int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big") / 2**64
+    return 0 if fraction < shares[0] else 1 if fraction < shares[0] + shares[1] else 2
+
+
+def _write_splits(
+    library: Path, paths: list[Path], aside: Path, target: Path, shares: tuple[float, float, float], show_progress: bool
+) -> Corpus:
+    documents, text_bytes = [0, 0, 0], [0, 0, 0]
+    seen: set[bytes] = set()
+    with ExitStack() as stack:
+        outputs = [
+            stack.enter_context(open(aside / f"{name}.jsonl", "w", encoding="utf-8", newline="\n")) for name in SPLITS
+        ]
+        progress = stack.enter_context(_progress(show_progress))
+        for path in progress.track(paths, description="corpus"):
+            content = (library / path).read_bytes()
+            digest = hashlib.sha256(content).digest()
+            if not content or digest in seen:
+                continue
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError:  # a few sources declare another encoding
+                continue
+            seen.add(digest)
+            split = split_of(path.as_posix(), shares)
+            outputs[split].write(json.dumps({"text": text, "path": path.as_posix()}, ensure_ascii=False) + "\n")
+            documents[split] += 1
+            text_bytes[split] += len(content)
+    for name, count, share in zip(SPLITS, documents, shares):
+        if count == 0 and share > 0:
+            raise ConfigError(f"{library} has too few source files: none fell to {name}")
+    return Corpus(tuple(target / f"{name}.jsonl" for name in SPLITS), tuple(documents), tuple(text_bytes))
+
+
+def _progress(show: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("files"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not show,
+    )

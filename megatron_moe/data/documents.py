@@ -1,0 +1,190 @@
+"""Input files as documents: JSON lines, text files, folders of both, cut into units that a worker reads by itself.
+
+A unit of a `.jsonl` file is a byte range: the worker takes the lines that begin in it. Nobody counts lines until a line
+is wrong; then the newlines before it are counted, so that the error can name it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_moe.config.errors import ConfigError
+
+UNIT_BYTES = 1 << 20
+_JSONL = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work for one call: the lines of one jsonl file that begin in [start, end), or whole text files."""
+
+    paths: tuple[str, ...]
+    start: int
+    end: int
+    is_jsonl: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document begins: a file and a byte offset in it."""
+
+    path: str
+    offset: int
+
+    def error(self, problem: str, extra_bytes: int = 0) -> ConfigError:
+        """The error that names the file and the line (from 1), `extra_bytes` behind the document's beginning."""
+        return ConfigError(f"{self.path}, line {_line_number(self.path, self.offset + extra_bytes)}: {problem}")
+
+
+def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
+    """Files in the order given; a folder stands for its files, sorted, subfolders too, without hidden names.
+
+    Raises:
+        ConfigError: a path that does not exist, a folder without files, an empty file.
+    """
+    found: list[str] = []
+    for item in inputs:
+        if os.path.isdir(item):
+            inside = []
+            for folder, subfolders, names in os.walk(item):
+                subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+                inside += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+            if not inside:
+                raise ConfigError(f"--input {item} is a folder without files")
+            found += sorted(inside)
+        elif os.path.isfile(item):
+            found.append(item)
+        else:
+            raise ConfigError(f"--input {item} does not exist")
+    for path in found:
+        if os.path.getsize(path) == 0:
+            raise ConfigError(f"{path}, line 1: the file is empty; take it out of --input")
+    return found
+
+
+def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Units of about `unit_bytes`, in the order of the files. Text files are gathered, jsonl files are cut."""
+    units: list[Unit] = []
+    texts: list[str] = []
+    size = 0
+
+    def close_texts() -> None:
+        nonlocal texts, size
+        if texts:
+            units.append(Unit(tuple(texts), 0, size, is_jsonl=False))
+        texts, size = [], 0
+
+    for path in files:
+        length = os.path.getsize(path)
+        if path.endswith(_JSONL):
+            close_texts()
+            for start in range(0, length, unit_bytes):
+                units.append(Unit((path,), start, min(start + unit_bytes, length), is_jsonl=True))
+        else:
+            texts.append(path)
+            size += length
+            if size >= unit_bytes:
+                close_texts()
+    close_texts()
+    return units
+
+
+def read_unit(unit: Unit, keys: tuple[str, ...]) -> Iterator[tuple[Place, list[str]]]:
+    """(place, one text per key) for each document of the unit; a text file is one document with the key "text".
+
+    Raises:
+        ConfigError: naming file and line, for invalid UTF-8, a line that is no JSON object, a missing key, a value that
+            is no text, an empty text.
+    """
+    if unit.is_jsonl:
+        for offset, line in _lines_beginning_in(unit):
+            place = Place(unit.paths[0], offset)
+            yield place, _texts_of_line(line, keys, place)
+        return
+    for path in unit.paths:
+        place = Place(path, 0)
+        with open(path, "rb") as file:
+            text = _decode(file.read(), place)
+        if keys != ("text",):
+            raise ConfigError(
+                f"{path} is a text file, whose only key is text; --json-keys {' '.join(keys)} needs .jsonl files"
+            )
+        yield place, [text]
+
+
+def _lines_beginning_in(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line without its newline). A line across the start belongs to the unit before."""
+    with open(unit.paths[0], "rb") as file:
+        offset = unit.start
+        if offset > 0:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while offset < unit.end:
+            line = file.readline()
+            if not line:
+                return
+            yield offset, line.rstrip(b"\r\n")
+            offset += len(line)
+
+
+def _texts_of_line(line: bytes, keys: tuple[str, ...], place: Place) -> list[str]:
+    text = _decode(line, place)
+    if not text.strip():
+        raise place.error("the line is empty")
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise place.error(f"no valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise place.error(f"a JSON object is expected, this is a {type(record).__name__}")
+    values = []
+    for key in keys:
+        if key not in record:
+            raise place.error(
+                f"key {key!r} is missing (it has: {', '.join(map(repr, record)) or 'no keys'}); see --json-keys"
+            )
+        value = record[key]
+        if not isinstance(value, str):
+            raise place.error(f"the value of {key!r} is a {type(value).__name__}, not a text")
+        if not value:
+            raise place.error(f"the text of {key!r} is empty")
+        if not value.isascii():
+            _refuse_lone_surrogates(value, key, place)
+        values.append(value)
+    return values
+
+
+def _refuse_lone_surrogates(value: str, key: str, place: Place) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise place.error(
+            f"the text of {key!r} holds a lone surrogate, which no UTF-8 text can ({error.reason})"
+        ) from error
+
+
+def _decode(content: bytes, place: Place) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"invalid UTF-8, byte 0x{content[error.start]:02x} at offset {place.offset + error.start}"
+        raise place.error(problem, extra_bytes=error.start) from error
+
+
+def _line_number(path: str, offset: int) -> int:
+    newlines = 0
+    with open(path, "rb") as file:
+        while offset > 0:
+            block = file.read(min(offset, 1 << 22))
+            if not block:
+                break
+            newlines += block.count(b"\n")
+            offset -= len(block)
+    return newlines + 1

@@ -1,0 +1,198 @@
+"""Read and verify an indexed dataset, `PREFIX.bin` and `PREFIX.idx`, with numpy alone.
+
+The engine opens a dataset whose `.bin` is cut short, or whose index points nowhere, and fails at the first bad
+document, hours later. `open_index` looks at every length, pointer and document first and names the file and the byte
+offset of what is wrong. Layout of `.idx`, little endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64
+number of sequences n, uint64 number of document marks d, int32[n] lengths (tokens), int64[n] pointers (bytes into
+`.bin`), int64[d] document marks (sequence numbers, first 0, last n).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy
+
+from megatron_moe.config.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER_BYTES = 34
+DTYPES: dict[int, numpy.dtype] = {
+    1: numpy.dtype("uint8"),
+    2: numpy.dtype("int8"),
+    3: numpy.dtype("int16"),
+    4: numpy.dtype("int32"),
+    5: numpy.dtype("int64"),
+    8: numpy.dtype("uint16"),
+}
+SMALL_VOCABULARY = 65_500  # the format's bound for two bytes per token
+_CHUNK_TOKENS = 1 << 24
+
+
+def token_dtype(vocab_size: int) -> numpy.dtype:
+    """uint16 where every id of the vocabulary fits below the format's bound, else int32."""
+    return numpy.dtype("uint16") if vocab_size < SMALL_VOCABULARY else numpy.dtype("int32")
+
+
+@dataclass(frozen=True)
+class Index:
+    """A verified index.
+
+    Attributes:
+        prefix: path without `.bin` or `.idx`.
+        dtype: dtype of the tokens in `.bin`.
+        lengths: int32 [n], tokens per sequence.
+        documents: int64 [d], sequence numbers at which documents begin, and n.
+    """
+
+    prefix: str
+    dtype: numpy.dtype
+    lengths: numpy.ndarray
+    documents: numpy.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=numpy.int64))
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents) - 1
+
+    def chunks(self) -> Iterator[tuple[int, numpy.ndarray]]:
+        """(number of the first token, tokens) for consecutive parts of `.bin`, at most 2^24 tokens each."""
+        tokens = numpy.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            yield start, tokens[start : start + _CHUNK_TOKENS]
+
+    def document_of(self, token_number: int) -> tuple[int, int]:
+        """(document, offset in it) of the token that is `token_number`-th in `.bin`."""
+        ends = numpy.cumsum(self.lengths, dtype=numpy.int64)
+        sequence = int(numpy.searchsorted(ends, token_number, side="right"))
+        document = int(numpy.searchsorted(self.documents, sequence, side="right")) - 1
+        first = int(self.documents[document])
+        return document, token_number - (int(ends[first - 1]) if first else 0)
+
+
+def open_index(prefix: str) -> Index:
+    """Open `PREFIX.idx` and check it, and the size of `PREFIX.bin`, completely.
+
+    Raises:
+        ConfigError: a file is missing, empty, cut short, too long, or inconsistent; names the file and, where there is
+            one, the byte offset.
+    """
+    for suffix in (".idx", ".bin"):
+        path = prefix + suffix
+        if not os.path.isfile(path):
+            raise ConfigError(_missing(prefix, path))
+        if os.path.getsize(path) == 0:
+            raise ConfigError(f"{path} is empty; write the dataset again with tools/preprocess_data.py")
+    path = f"{prefix}.idx"
+    dtype, count, marks = _read_header(path)
+    lengths_at = HEADER_BYTES
+    pointers_at = lengths_at + 4 * count
+    documents_at = pointers_at + 8 * count
+    expected = documents_at + 8 * marks
+    size = os.path.getsize(path)
+    # The engine may append one byte per sequence (modes of multimodal data), which nothing here reads.
+    if size not in (expected, expected + count):
+        raise ConfigError(
+            f"{path}: {size} bytes, but its header ({count} sequences, {marks} document marks) makes {expected}; "
+            f"the file is {'cut short' if size < expected else 'too long'} or its header at offset 18 is damaged"
+        )
+    content = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+    lengths = numpy.frombuffer(content, numpy.int32, count, lengths_at)
+    pointers = numpy.frombuffer(content, numpy.int64, count, pointers_at)
+    documents = numpy.frombuffer(content, numpy.int64, marks, documents_at)
+    _check_lengths(path, lengths)
+    ends = numpy.cumsum(lengths, dtype=numpy.int64)
+    _check_pointers(path, pointers, ends, lengths, dtype.itemsize, pointers_at)
+    _check_documents(path, documents, count, documents_at)
+    _check_bin_size(prefix, int(ends[-1]), dtype)
+    return Index(prefix, dtype, lengths, documents)
+
+
+def _missing(prefix: str, path: str) -> str:
+    hint = ""
+    if prefix.endswith((".bin", ".idx")):
+        hint = f"; give the prefix without the ending: {prefix[:-4]}"
+    elif os.path.isfile(f"{prefix}_text_document.idx"):
+        hint = f"; did you mean {prefix}_text_document?"
+    return f"data file {path} does not exist{hint}"
+
+
+def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+    if header[: len(MAGIC)] != MAGIC:
+        raise ConfigError(f"{path}: bad header at offset 0 ({header[:9]!r}); this is no index of an indexed dataset")
+    if len(header) < HEADER_BYTES:
+        raise ConfigError(f"{path}: header cut short at offset {len(header)} of {HEADER_BYTES}")
+    version, code, count, marks = struct.unpack_from("<QBQQ", header, len(MAGIC))
+    if version != 1:
+        raise ConfigError(f"{path}: version {version} at offset 9; only version 1 is known")
+    if code not in DTYPES:
+        raise ConfigError(
+            f"{path}: dtype code {code} at offset 17 is no integer dtype of the format ({sorted(DTYPES)})"
+        )
+    if count == 0 or marks < 2:
+        raise ConfigError(f"{path}: no documents (offset 18: {count} sequences, offset 26: {marks} document marks)")
+    return DTYPES[code], count, marks
+
+
+def _first(bad: numpy.ndarray) -> int:
+    return int(numpy.flatnonzero(bad)[0])
+
+
+def _check_lengths(path: str, lengths: numpy.ndarray) -> None:
+    bad = lengths <= 0
+    if bad.any():
+        i = _first(bad)
+        raise ConfigError(
+            f"{path}: sequence {i} has length {int(lengths[i])} at offset {HEADER_BYTES + 4 * i}; it must be positive"
+        )
+
+
+def _check_pointers(
+    path: str, pointers: numpy.ndarray, ends: numpy.ndarray, lengths: numpy.ndarray, itemsize: int, at: int
+) -> None:
+    """Sequences lie in `.bin` one after another without gaps, as every writer of the format leaves them."""
+    bad = pointers != (ends - lengths) * itemsize
+    if bad.any():
+        i = _first(bad)
+        raise ConfigError(
+            f"{path}: sequence {i} points to byte {int(pointers[i])} of the .bin file at offset {at + 8 * i}; "
+            f"the lengths before it make {int(ends[i] - lengths[i]) * itemsize}"
+        )
+
+
+def _check_documents(path: str, documents: numpy.ndarray, count: int, at: int) -> None:
+    steps = numpy.diff(documents)
+    if documents[0] != 0:
+        raise ConfigError(
+            f"{path}: the first document begins at sequence {int(documents[0])} at offset {at}; it must be 0"
+        )
+    if (steps < 0).any():
+        i = _first(steps < 0) + 1
+        raise ConfigError(
+            f"{path}: document marks fall from {int(documents[i - 1])} to {int(documents[i])} at offset {at + 8 * i}"
+        )
+    if documents[-1] != count:
+        raise ConfigError(
+            f"{path}: the last document ends at sequence {int(documents[-1])} at offset "
+            f"{at + 8 * (len(documents) - 1)}; "
+            f"it must be {count}"
+        )
+
+
+def _check_bin_size(prefix: str, num_tokens: int, dtype: numpy.dtype) -> None:
+    path = f"{prefix}.bin"
+    size, expected = os.path.getsize(path), num_tokens * dtype.itemsize
+    if size != expected:
+        wrong = "shorter" if size < expected else "longer"
+        raise ConfigError(
+            f"{path}: {size} bytes, {wrong} than the {expected} ({num_tokens} {dtype} tokens) of {prefix}.idx; "
+            "copy both files again or run tools/preprocess_data.py again"
+        )

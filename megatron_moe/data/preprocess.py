@@ -1,0 +1,331 @@
+"""Text to indexed datasets: `PREFIX_KEY_document.bin`, `.idx` and the sidecar `.json`, in parallel.
+
+The story of a run: find the inputs; refuse existing outputs; train a tokenizer where that is asked for; cut the inputs
+into units; workers turn a unit into token bytes and document lengths; this process writes them, in the order of the
+inputs, through the engine's builder into a folder aside; when all is written, three renames publish each dataset. The
+`.idx` is renamed last: without it a dataset does not open, so a half-published one is never taken for whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import DataConfig
+from megatron_moe.data.documents import Place, Unit, find_inputs, read_unit, work_units
+from megatron_moe.data.index_file import token_dtype
+from megatron_moe.data.sidecar import FORMAT, Sidecar, sha256_of_file, sidecar_path
+from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_moe.data.train_tokenizer import train_sentencepiece
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to preprocess; one field per flag of tools/preprocess_data.py. `workers` None: one per available core."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int | None = None
+    overwrite: bool = False
+    train_tokenizer: bool = False
+    tokenizer_vocab_size: int = 4096
+    tokenizer_model_type: str = "bpe"
+
+
+@dataclass(frozen=True)
+class EncodedUnit:
+    """One unit after a worker: for each key the token bytes and the document lengths (int32), and the bytes "
+    "of input."""
+
+    tokens: list[bytes]
+    lengths: list[numpy.ndarray]
+    num_bytes: int
+
+
+@dataclass
+class DatasetWriter:
+    """One dataset while it is written aside: the engine's builder, and the facts of the sidecar."""
+
+    prefix: str
+    aside: str
+    dtype: numpy.dtype
+    tokens: int = 0
+    documents: int = 0
+    min_id: int = 1 << 62
+    max_id: int = -1
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def __post_init__(self) -> None:
+        from megatron_moe.data.datasets import dataset_builder
+
+        self.builder = dataset_builder(f"{self.aside}.bin", self.dtype)
+
+    def add(self, content: bytes, lengths: numpy.ndarray) -> None:
+        ids = numpy.frombuffer(content, dtype=self.dtype)
+        if len(ids) == 0:
+            return
+        self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
+        self.tokens += len(ids)
+        self.documents += len(lengths)
+        self.digest.update(content)
+        start = 0
+        for length in lengths.tolist():
+            self.builder.add_document(ids[start : start + length], [length])
+            start += length
+
+    def finish(self, tokenizer: Tokenizer, append_eod: bool) -> Sidecar:
+        """Write the index and the sidecar aside and bring all three to disk."""
+        self.builder.finalize(f"{self.aside}.idx")
+        sidecar = Sidecar(
+            format=FORMAT,
+            tokens=self.tokens,
+            documents=self.documents,
+            min_id=self.min_id,
+            max_id=self.max_id,
+            dtype=str(self.dtype),
+            tokenizer_type=tokenizer.name,
+            tokenizer_sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            append_eod=append_eod,
+            bin_bytes=os.path.getsize(f"{self.aside}.bin"),
+            bin_sha256=self.digest.hexdigest(),
+            idx_bytes=os.path.getsize(f"{self.aside}.idx"),
+            idx_sha256=sha256_of_file(f"{self.aside}.idx"),
+        )
+        if sidecar.bin_bytes != self.tokens * self.dtype.itemsize:
+            raise OSError(
+                f"{self.aside}.bin has {sidecar.bin_bytes} bytes after {self.tokens} {self.dtype} tokens: is "
+                "the disk full?"
+            )
+        Path(sidecar_path(self.aside)).write_text(sidecar.to_json(), encoding="utf-8")
+        for suffix in (".bin", ".idx", ".json"):
+            _sync(self.aside + suffix)
+        return sidecar
+
+    def publish(self) -> None:
+        """Rename into place. An older dataset loses its index first, so that no mixture of the two ever opens."""
+        for suffix in (".idx", ".json"):
+            Path(self.prefix + suffix).unlink(missing_ok=True)
+        for suffix in (".bin", ".json", ".idx"):
+            os.replace(self.aside + suffix, self.prefix + suffix)
+        _sync(os.path.dirname(self.prefix) or ".")
+
+
+def preprocess(options: Options, *, show_progress: bool = True) -> dict[str, Sidecar]:
+    """Write the datasets of `options`; returns prefix (`PREFIX_KEY_document`) -> sidecar, one per key.
+
+    Nothing is left behind on an error, and existing files stay as they were.
+
+    Raises:
+        ConfigError: wrong options, wrong input (naming file and line), outputs that exist without `overwrite`.
+    """
+    prefixes = [f"{options.output_prefix}_{key}_document" for key in options.json_keys]
+    _check_options(options, prefixes)
+    files = find_inputs(options.input)
+    if not files:
+        raise ConfigError("--input names no files")
+    if options.train_tokenizer:
+        _train_tokenizer(options, files)
+    tokenizer = _tokenizer(options)
+    units = work_units(files)
+    folder = os.path.dirname(os.path.abspath(options.output_prefix))
+    os.makedirs(folder, exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=f".{os.path.basename(options.output_prefix)}-", dir=folder)
+    started = time.monotonic()
+    try:
+        dtype = token_dtype(tokenizer.vocab_size)
+        encoded = encode_units(options, units)
+        writers = [DatasetWriter(prefix, os.path.join(aside, str(i)), dtype) for i, prefix in enumerate(prefixes)]
+        _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
+        sidecars = {writer.prefix: writer.finish(tokenizer, options.append_eod) for writer in writers}
+        for writer in writers:
+            writer.publish()
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if show_progress:
+        _print_summary(sidecars, sum(unit.num_bytes for unit in units), time.monotonic() - started)
+    return sidecars
+
+
+def _check_options(options: Options, prefixes: list[str]) -> None:
+    if len(set(options.json_keys)) != len(options.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a key is named twice")
+    for key in options.json_keys:
+        if not key or os.sep in key:
+            raise ConfigError(f"--json-keys {key!r} cannot be part of a file name; rename the key")
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(f"--workers {options.workers} must be at least 1")
+    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer"):
+        raise ConfigError(
+            f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {options.tokenizer_type}"
+        )
+    if options.train_tokenizer and options.tokenizer_model is None:
+        raise ConfigError("--train-tokenizer needs --tokenizer-model FILE: where to write the model")
+    if not os.path.basename(options.output_prefix):
+        raise ConfigError(
+            f"--output-prefix {options.output_prefix} is a folder; give a name in it, e.g. {options.output_prefix}train"
+        )
+    for prefix in prefixes:
+        existing = [prefix + suffix for suffix in (".bin", ".idx", ".json") if os.path.exists(prefix + suffix)]
+        if existing and not options.overwrite:
+            raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")
+
+
+def _tokenizer(options: Options) -> Tokenizer:
+    kind = "SentencePieceTokenizer" if options.train_tokenizer else options.tokenizer_type
+    return build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model), options.vocab_size)
+
+
+def _train_tokenizer(options: Options, files: list[str]) -> None:
+    texts = (text for unit in work_units(files) for _, values in read_unit(unit, options.json_keys) for text in values)
+    train_sentencepiece(
+        texts,
+        str(options.tokenizer_model),
+        options.tokenizer_vocab_size,
+        model_type=options.tokenizer_model_type,
+        overwrite=options.overwrite,
+    )
+
+
+class Encoder:
+    """Turns units into token bytes; each worker holds one."""
+
+    def __init__(self, options: Options) -> None:
+        self.keys = options.json_keys
+        self.append_eod = options.append_eod
+        self.tokenizer = _tokenizer(options)
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def encode(self, unit: Unit) -> EncodedUnit:
+        ids: list[list[int]] = [[] for _ in self.keys]
+        lengths: list[list[int]] = [[] for _ in self.keys]
+        for place, texts in read_unit(unit, self.keys):
+            for number, text in enumerate(texts):
+                new = self._ids(text, place)
+                ids[number].extend(new)
+                lengths[number].append(len(new))
+        return EncodedUnit(
+            [numpy.array(part, dtype=self.dtype).tobytes() for part in ids],
+            [numpy.array(part, dtype=numpy.int32) for part in lengths],
+            unit.num_bytes,
+        )
+
+    def _ids(self, text: str, place: Place) -> list[int]:
+        try:
+            ids = self.tokenizer.tokenize(text)
+        except ConfigError as error:
+            raise place.error(str(error)) from error
+        if not ids:
+            raise place.error("the text gives no tokens")
+        return [*ids, self.tokenizer.eod] if self.append_eod else ids
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(options: Options) -> None:
+    """Ctrl-C reaches every process of the terminal: the parent answers it and ends the workers."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _encoder = Encoder(options)
+
+
+def _encode_in_worker(unit: Unit) -> EncodedUnit:
+    assert _encoder is not None
+    return _encoder.encode(unit)
+
+
+def encode_units(options: Options, units: list[Unit]) -> Iterator[EncodedUnit]:
+    """The units encoded, in their order, by `workers` processes that start at once (by this one, where 1 is enough)."""
+    available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    workers = min(available, len(units))
+    if workers == 1:
+        encoder = Encoder(options)
+        return (encoder.encode(unit) for unit in units)
+    # spawn, not fork: this process has threads (progress, the engine's libraries), whose locks a fork would copy.
+    executor = ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(options,)
+    )
+    waiting = iter(units)
+    window: deque[Future[EncodedUnit]] = deque()
+    for unit in islice(waiting, 4 * workers):
+        window.append(executor.submit(_encode_in_worker, unit))
+    return _in_order(executor, window, waiting)
+
+
+def _in_order(
+    executor: ProcessPoolExecutor, window: deque[Future[EncodedUnit]], waiting: Iterator[Unit]
+) -> Iterator[EncodedUnit]:
+    try:
+        while window:
+            encoded = window.popleft().result()
+            for unit in islice(waiting, 1):
+                window.append(executor.submit(_encode_in_worker, unit))
+            yield encoded
+    except BrokenProcessPool as error:
+        raise RuntimeError("a worker process died (out of memory?); try fewer --workers") from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _write(encoded: Iterator[EncodedUnit], writers: list[DatasetWriter], total_bytes: int, show_progress: bool) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %  {task.fields[rates]}"),
+        TimeRemainingColumn(),
+    )
+    started = time.monotonic()
+    done = 0
+    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+        task = progress.add_task("tokenize", total=total_bytes, rates="")
+        for unit in encoded:
+            for writer, content, lengths in zip(writers, unit.tokens, unit.lengths):
+                writer.add(content, lengths)
+            done += unit.num_bytes
+            seconds = max(time.monotonic() - started, 1e-9)
+            rates = f"{writers[0].documents / seconds:,.0f} docs/s  {done / 1e6 / seconds:.2f} MB/s"
+            progress.update(task, advance=unit.num_bytes, rates=rates)
+    assert done == total_bytes, f"{done} of {total_bytes} bytes of input were encoded"
+
+
+def _sync(path: str) -> None:
+    """Bring a file or a folder's entries to disk before (or after) a rename relies on it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _print_summary(sidecars: dict[str, Sidecar], total_bytes: int, seconds: float) -> None:
+    for prefix, facts in sidecars.items():
+        print(
+            f"{prefix}: {facts.documents:,} documents, {facts.tokens:,} tokens ({facts.dtype}, ids "
+            f"{facts.min_id} to {facts.max_id}), "
+            f"{total_bytes / max(facts.tokens, 1):.2f} bytes of input per token; {seconds:.1f} s, "
+            f"{total_bytes / 1e6 / seconds:.2f} MB/s"
+        )

@@ -1,0 +1,282 @@
+"""Text to token ids and back: one small protocol over four kinds of tokenizer.
+
+A tokenizer is named by `--tokenizer-type` and read from `--tokenizer-model`. `tokenize` never adds a special token: the
+end-of-document id `eod` is added by preprocessing where `--append-eod` asks for it. `sha256` identifies the content of
+the model, not the path, and travels in the sidecar of every dataset written with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import DataConfig
+
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(ABC):
+    """What the rest of the project may ask of a tokenizer.
+
+    Attributes:
+        name: the value of `--tokenizer-type`.
+        vocab_size: number of ids; every id is in [0, vocab_size).
+        eod: id that ends a document.
+        bos: id that begins a document, or None. Nothing here inserts it.
+        sha256: hex SHA-256 of the model's content.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    bos: int | None
+    sha256: str
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of `text`, without special tokens."""
+
+    @abstractmethod
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of `ids`.
+
+        Special tokens give no text. An id outside the vocabulary (a model's padded vocabulary has some) and a byte
+        sequence that is not UTF-8 give U+FFFD: generated ids always have a text.
+        """
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, str]:
+        """What the engine writes into the key of its index caches."""
+        return OrderedDict([("tokenizer_type", self.name), ("sha256", self.sha256)])
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model file. `eod` is the model's own end-of-sentence piece, `</s>`, and `bos` its `<s>`.
+
+    SentencePiece writes a space as U+2581 inside pieces, so that a text's own U+2581 would come back as a space. Where
+    the model has byte pieces, that one character goes through them, and the round trip is exact for every text.
+    """
+
+    name = "SentencePieceTokenizer"
+    _SPACE_SYMBOL = "\u2581"
+
+    def __init__(self, model_file: str | Path) -> None:
+        import sentencepiece
+
+        content = Path(model_file).read_bytes()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(f"--tokenizer-model {model_file} is not a SentencePiece model: {error}") from error
+        self.vocab_size = int(self._model.vocab_size())
+        if self.vocab_size == 0:
+            raise ConfigError(f"--tokenizer-model {model_file} is not a SentencePiece model: it has no pieces")
+        self.eod = int(self._model.eos_id())
+        if self.eod < 0:
+            raise ConfigError(
+                f"--tokenizer-model {model_file} has no end-of-sentence piece, which ends a document here; train the "
+                "model with eos_id set (tools/preprocess_data.py --train-tokenizer does)"
+            )
+        self.bos = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._space_symbol_ids = self._byte_pieces(self._SPACE_SYMBOL)
+
+    def _byte_pieces(self, text: str) -> list[int] | None:
+        """The ids of the byte pieces of `text`, or None where the model has none."""
+        ids = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in text.encode()]
+        return ids if all(self._model.is_byte(i) for i in ids) else None
+
+    def tokenize(self, text: str) -> list[int]:
+        if self._space_symbol_ids is None or self._SPACE_SYMBOL not in text:
+            return self._model.encode(text)
+        ids: list[int] = []
+        for number, part in enumerate(text.split(self._SPACE_SYMBOL)):
+            if number:
+                ids.extend(self._space_symbol_ids)
+            ids.extend(self._model.encode(part))
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return _decode_runs(ids, self.vocab_size, self._model.decode)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` file of the tokenizers library, or a folder that holds one.
+
+    `eod` is the end-of-sequence token that `tokenizer_config.json` or `special_tokens_map.json` beside the file names;
+    without either, the one token of the vocabulary whose name is among the usual ones. Truncation and padding that the
+    file may carry are switched off: they would cut documents.
+    """
+
+    name = "HuggingFaceTokenizer"
+    _USUAL_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
+    _USUAL_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
+
+    def __init__(self, model: str | Path) -> None:
+        import tokenizers
+
+        path = Path(model)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(f"--tokenizer-model {model} holds no tokenizer.json; give the file or its folder")
+        content = file.read_bytes()
+        try:
+            self._model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise ConfigError(f"--tokenizer-model {file} is not a tokenizer.json: {error}") from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"--tokenizer-model {file} has an empty vocabulary")
+        # Ids may have holes, so the number of entries is not the bound of the ids.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        eod = _special_token(file.parent, "eos_token", self._USUAL_EOD, vocabulary)
+        if eod is None:
+            raise ConfigError(
+                f"--tokenizer-model {file}: no end-of-sequence token found, which ends a document here; name one as "
+                f'"eos_token" in {file.parent / "tokenizer_config.json"}'
+            )
+        self.eod = eod
+        self.bos = _special_token(file.parent, "bos_token", self._USUAL_BOS, vocabulary)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return _decode_runs(ids, self.vocab_size, self._model.decode)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 ends a document. Needs no file."""
+
+    name = "ByteTokenizer"
+    vocab_size = 257
+    eod = 256
+    bos = None
+    sha256 = hashlib.sha256(b"ByteTokenizer: 256 bytes, end of document 256").hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return _decode_runs(
+            ids, self.vocab_size, lambda run: bytes(i for i in run if i != self.eod).decode("utf-8", errors="replace")
+        )
+
+
+class NullTokenizer(Tokenizer):
+    """Ids written as decimal numbers between white space, for data that is tokenized already and for mock data.
+
+    `vocab_size` counts the end-of-document id, which is the last one: texts may use 0 to vocab_size - 2.
+    """
+
+    name = "NullTokenizer"
+    bos = None
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise ConfigError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 2 (one id and end of document)")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.sha256 = hashlib.sha256(f"NullTokenizer: {vocab_size} ids, the last ends a document".encode()).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit()) or int(word) >= self.eod:
+                raise ConfigError(
+                    f"NullTokenizer: {word[:40]!r} is not an id from 0 to {self.eod - 1} (--vocab-size "
+                    f"{self.vocab_size})"
+                )
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return " ".join(
+            str(int(i)) if 0 <= int(i) < self.vocab_size else REPLACEMENT for i in ids if int(i) != self.eod
+        )
+
+
+def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Args:
+        data: the run's data section: `tokenizer_type`, `tokenizer_model`, `mock_data`.
+        vocab_size: `--vocab-size`. Required by NullTokenizer, which mock data uses where no type is given; for the
+            others it is the model's size (see `checks.check_data`) and changes nothing here.
+
+    Raises:
+        ConfigError: a missing flag, a missing or malformed file.
+    """
+    kind = data.tokenizer_type
+    if kind is None and data.mock_data:
+        kind = "NullTokenizer"
+    if kind is None:
+        raise ConfigError(
+            f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_TYPES)} (ByteTokenizer needs no file)"
+        )
+    if kind not in TOKENIZER_TYPES:
+        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise ConfigError(
+                "--vocab-size is missing: NullTokenizer (also of --mock-data) needs it, e.g. --vocab-size 1024"
+            )
+        return NullTokenizer(vocab_size)
+    if data.tokenizer_model is None:
+        raise ConfigError(f"--tokenizer-model is missing: --tokenizer-type {kind} needs its file, or use ByteTokenizer")
+    path = Path(data.tokenizer_model)
+    if not path.exists():
+        raise ConfigError(
+            f"--tokenizer-model {path} does not exist; train one with tools/preprocess_data.py --train-tokenizer"
+        )
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(path)
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer-model {path} is a folder; SentencePieceTokenizer needs the model file itself")
+    return SentencePieceTokenizer(path)
+
+
+def _decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+    """Decode maximal runs of known ids together and put U+FFFD for each unknown id between them."""
+    pieces: list[str] = []
+    run: list[int] = []
+    for token in map(int, ids):
+        if 0 <= token < vocab_size:
+            run.append(token)
+            continue
+        if run:
+            pieces.append(decode(run))
+            run = []
+        pieces.append(REPLACEMENT)
+    if run:
+        pieces.append(decode(run))
+    return "".join(pieces)
+
+
+def _special_token(folder: Path, role: str, usual: tuple[str, ...], vocabulary: dict[str, int]) -> int | None:
+    """Id of the special token `role` named by the files in `folder`, else of the only usual name in the vocabulary."""
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not file.is_file():
+            continue
+        try:
+            entry = json.loads(file.read_text(encoding="utf-8")).get(role)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is not a JSON object: {error}") from error
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if content is not None:
+            if content not in vocabulary:
+                raise ConfigError(f"{file}: {role} {content!r} is not in the vocabulary of {folder / 'tokenizer.json'}")
+            return vocabulary[content]
+    found = [vocabulary[name] for name in usual if name in vocabulary]
+    return found[0] if len(found) == 1 else None

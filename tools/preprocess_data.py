@@ -1,0 +1,17 @@
+#!/usr/bin/env python3
+"""Text to Megatron's indexed datasets; see `megatron_moe/data/preprocess.py`.
+
+    python tools/preprocess_data.py --input train.jsonl --output-prefix data/train --append-eod \\
+        --train-tokenizer --tokenizer-vocab-size 4096 --tokenizer-model data/tokenizer.model
+    python tools/preprocess_data.py --input valid.jsonl --output-prefix data/valid --append-eod \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_moe.data.preprocess_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
