@@ -1,0 +1,48 @@
+"""Counts are exact and the bias step decides in integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.moe.load_balance import count_tokens, updated_expert_bias
+from tests.reference.reference_moe import bias_step
+
+
+def test_counts_are_the_histogram_of_the_choices() -> None:
+    ids = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(count_tokens(ids, 7), torch.bincount(ids.flatten(), minlength=7).unsqueeze(0))
+
+
+def test_padded_tokens_are_not_counted_also_when_tokens_and_experts_are_as_many() -> None:
+    ids = torch.tensor([[0], [1], [1], [3]])
+    is_padding = torch.tensor([False, True, False, False])
+    assert count_tokens(ids, 4, is_padding).tolist() == [[1, 1, 0, 1]]
+
+
+def test_counts_per_sequence_follow_the_engines_order_of_tokens() -> None:
+    ids = torch.tensor([[0], [3], [0], [2]])  # tokens 0 and 2 are sequence 0
+    assert count_tokens(ids, 4, None, num_sequences=2).tolist() == [[2, 0, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bias_step_has_the_bits_of_integer_arithmetic(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    experts = int(torch.randint(2, 65, (1,), generator=generator))
+    # Close to balance, with counts beyond 2^24 in sum: where rounding would turn signs round.
+    counts = 40840 * 1000 + torch.randint(-3, 4, (experts,), generator=generator)
+    bias = torch.randn(experts, generator=generator)
+    stepped = updated_expert_bias(bias, counts, 1e-3)
+    wanted = torch.tensor(bias_step(bias.tolist(), counts.tolist(), 1e-3))
+    assert torch.equal(stepped.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_an_expert_at_the_mean_is_left_alone() -> None:
+    bias = torch.tensor([0.5, 0.25, -0.5])
+    assert updated_expert_bias(bias, torch.tensor([7, 6, 8]), 0.001).tolist()[0] == 0.5
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.int64), (torch.float32, torch.float32)])
+def test_other_dtypes_are_refused(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    with pytest.raises(TypeError, match="float32 bias and int64 counts"):
+        updated_expert_bias(torch.zeros(2, dtype=dtypes[0]), torch.zeros(2, dtype=dtypes[1]), 0.001)

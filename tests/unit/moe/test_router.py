@@ -1,0 +1,160 @@
+"""The router: what it counts, what it refuses, and that it serves the engine's own MoE layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_moe import Float16Module, TopKRouter
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
+from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.precision.contract import verify_fp32_state
+
+
+def config(**changes: Any) -> TransformerConfig:
+    values: dict[str, Any] = dict(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    return TransformerConfig(**{**values, **changes})
+
+
+def router(**changes: Any) -> TopKRouter:
+    torch.manual_seed(0)
+    return TopKRouter(config(**changes))
+
+
+def tokens(count: int = 10, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def test_training_counts_every_valid_choice_once() -> None:
+    r = router()
+    is_padding = torch.tensor([True] * 3 + [False] * 7)
+    r.route(tokens(), is_padding)
+    r.route(tokens())
+    assert r.local_tokens_per_expert.sum().item() == (7 + 10) * 2
+
+
+def test_eval_forward_counts_no_tokens() -> None:
+    r = router().eval()
+    r.route(tokens())
+    assert r.local_tokens_per_expert.sum().item() == 0
+
+
+def test_recomputation_counts_once() -> None:
+    r = router()
+    hidden = tokens().requires_grad_()
+    probs = torch.utils.checkpoint.checkpoint(lambda x: r.route(x).probs, hidden, use_reentrant=True)
+    assert r.local_tokens_per_expert.sum().item() == 0, "the pass without gradients is thrown away"
+    probs.sum().backward()
+    assert r.local_tokens_per_expert.sum().item() == 20
+
+
+def test_the_bias_chooses_and_never_weighs() -> None:
+    r = router()
+    before = r.route(tokens())
+    r.expert_bias.copy_(torch.tensor([0.0] * 7 + [100.0]))
+    after = r.route(tokens())
+    assert (after.expert_ids == 7).any(dim=1).all()
+    scores = torch.sigmoid(r.gate(tokens())).gather(1, after.expert_ids)
+    torch.testing.assert_close(after.probs, scores / scores.sum(1, keepdim=True))
+    assert not torch.equal(before.expert_ids, after.expert_ids)
+
+
+def test_padded_tokens_weigh_nothing() -> None:
+    is_padding = torch.tensor([True, False] * 5)
+    decision = router().route(tokens(), is_padding)
+    assert (decision.probs[is_padding] == 0).all() and (decision.probs[~is_padding] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gate_computes_in_fp32_from_half_precision_storage(dtype: torch.dtype) -> None:
+    r = router().to(dtype)
+    hidden = tokens(dtype=dtype)
+    assert r.weight.dtype == dtype
+    assert torch.equal(r.gate(hidden), hidden.float() @ r.weight.float().T)
+    assert r.route(hidden).probs.dtype == torch.float32
+
+
+def test_fp64_routing_is_fp64() -> None:
+    assert router(moe_router_dtype="fp64").route(tokens()).probs.dtype == torch.float64
+
+
+def test_a_count_that_could_be_rounded_is_refused() -> None:
+    r = router()
+    r.counted_tokens = EXACT_FP32_INTEGER - 5
+    with pytest.raises(OverflowError, match="--global-batch-size"):
+        r.route(tokens())
+
+
+def test_float16_module_keeps_bias_and_counts_bit_for_bit() -> None:
+    for half in ("bf16", "fp16"):
+        r = router()
+        r.route(tokens())
+        r.expert_bias.copy_(torch.linspace(-1, 1, 8) / 3)
+        bias, counts = r.expert_bias.clone(), r.local_tokens_per_expert.clone()
+        wrapped = Float16Module(config(**{half: True}), r)
+        assert verify_fp32_state(wrapped, half) == 2
+        assert torch.equal(bias, r.expert_bias) and torch.equal(counts, r.local_tokens_per_expert)
+        assert r.weight.dtype != torch.float32
+
+
+def test_a_snapshot_undoes_a_step_and_drops_its_counts() -> None:
+    r = router()
+    r.expert_bias.copy_(torch.linspace(-1, 1, 8) / 3)
+    before = r.expert_bias.clone()
+    snapshot = RouterSnapshot.capture([r])
+    r.route(tokens())
+    r.expert_bias += 0.001
+    snapshot.restore()
+    assert torch.equal(r.expert_bias, before)
+    assert r.local_tokens_per_expert.sum().item() == 0 and r.counted_tokens == 0
+
+
+def test_the_engines_protocol_gives_the_same_decision_in_dense_form() -> None:
+    r = router().eval()
+    hidden = tokens(12)
+    padding = torch.tensor([[False, True]] * 6)
+    probs, routing_map = r(hidden.view(6, 2, 16), padding)
+    decision = r.route(hidden, padding.flatten())
+    assert probs.shape == routing_map.shape == (12, 8)
+    assert torch.equal(probs.gather(1, decision.expert_ids), decision.probs)
+    assert routing_map.sum(1).tolist() == [2, 0] * 6
+
+
+def test_a_stock_configuration_gives_megatrons_weights() -> None:
+    """The engine's own routing function on the same logits, wherever its semantics are right."""
+    for changes in (
+        dict(),
+        dict(moe_router_topk_scaling_factor=2.5),
+        dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False),
+        dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False, moe_router_pre_softmax=True),
+    ):
+        r = router(**changes).eval()
+        logits = r.gate(tokens())
+        options = r.options
+        probs, routing_map = moe_utils.topk_routing_with_score_function(
+            logits,
+            options.topk,
+            use_pre_softmax=options.pre_softmax,
+            scaling_factor=options.scaling_factor,
+            score_function=options.score_function,
+            expert_bias=r.expert_bias,
+        )
+        ours, our_map = r(tokens())
+        assert torch.equal(our_map, routing_map)
+        torch.testing.assert_close(ours, probs, rtol=1e-6, atol=1e-7)

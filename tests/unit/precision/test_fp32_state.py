@@ -1,0 +1,113 @@
+"""Declared fp32 state keeps dtype and bits under everything that casts, moves, copies or loads a module."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_moe.precision.contract import PrecisionError, declared_fp32_state, verify_fp32_state
+from megatron_moe.precision.fp32_state import Fp32State, PrecisionWarning
+
+
+class Gate(Fp32State, torch.nn.Module):
+    fp32_state = ("expert_bias", "local_tokens_per_expert")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 3))
+        # Values that bf16 and fp16 cannot hold, among them one that fp16 turns into infinity.
+        self.register_buffer("expert_bias", torch.tensor([1.0009766, -0.1234567, 3e38, 1e-40]))
+        self.register_buffer("local_tokens_per_expert", torch.tensor([16777215.0, 65505.0, 257.0, 0.0]), persistent=False)
+        self.register_buffer("table", torch.ones(3))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Gate(), torch.nn.Linear(3, 3), Gate()])
+
+
+def bits(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.view(torch.int32).clone() for _, tensor in declared_fp32_state(module)]
+
+
+CASTS: dict[str, Callable[[torch.nn.Module], object]] = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "double": lambda m: m.double(),
+    "float": lambda m: m.float(),
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "to device and dtype": lambda m: m.to("cpu", torch.float16),
+    "type": lambda m: m.type(torch.bfloat16),
+    "half then float": lambda m: m.half().float(),
+    "a lambda of a wrapper": lambda m: m._apply(lambda t: t.bfloat16() if t.is_floating_point() else t),
+    "share_memory": lambda m: m.share_memory(),
+    "requires_grad": lambda m: m.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_leaves_the_bits_alone(name: str) -> None:
+    model = Model()
+    before = bits(model)
+    CASTS[name](model)
+    assert verify_fp32_state(model, name) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(model)))
+
+
+def test_a_cast_still_casts_everything_else() -> None:
+    model = Model().bfloat16()
+    assert model.layers[0].weight.dtype == torch.bfloat16
+    assert model.layers[0].table.dtype == torch.bfloat16
+    assert list(model.layers[0]._buffers) == ["expert_bias", "local_tokens_per_expert", "table"]
+
+
+def test_a_deepcopy_of_a_cast_model_keeps_the_bits() -> None:
+    model = Model()
+    before = bits(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(copy.deepcopy(model.half()))))
+
+
+def test_meta_to_empty_stays_fp32() -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.bfloat16().to_empty(device="cpu")
+    assert verify_fp32_state(model, "to_empty") == 4
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_fp32_values_keeps_their_bits(assign: bool) -> None:
+    source, target = Model(), Model().bfloat16()
+    source.layers[0].expert_bias.add_(0.3)
+    target.load_state_dict(source.state_dict(), assign=assign)
+    assert torch.equal(target.layers[0].expert_bias, source.layers[0].expert_bias)
+    assert verify_fp32_state(target, "load_state_dict") == 4
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_a_rounded_bias_is_loud_recorded_and_stays_fp32(assign: bool) -> None:
+    target = Model()
+    state = {name: tensor.bfloat16() for name, tensor in Model().state_dict().items()}
+    with pytest.warns(PrecisionWarning, match=r"layers\.0\.expert_bias is torch\.bfloat16"):
+        target.load_state_dict(state, assign=assign)
+    assert verify_fp32_state(target, "load_state_dict") == 4
+    assert torch.equal(target.layers[0].expert_bias, state["layers.0.expert_bias"].float())
+    assert target.layers[0].fp32_conversions == (("layers.0.expert_bias", torch.bfloat16),)
+    assert state["layers.0.expert_bias"].dtype == torch.bfloat16, "the caller's state dict was changed"
+
+
+def test_loading_fp32_is_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Model().load_state_dict(Model().state_dict())
+
+
+def test_verification_names_the_tensor_that_broke_the_contract() -> None:
+    model = Model()
+    model.layers[2].expert_bias = model.layers[2].expert_bias.bfloat16()
+    with pytest.raises(PrecisionError, match=r"layers\.2\.expert_bias is torch\.bfloat16"):
+        verify_fp32_state(model, "a careless assignment")
