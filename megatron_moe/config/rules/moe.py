@@ -64,7 +64,7 @@ def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             ("moe_router_num_groups", "moe_router_group_topk"),
-            f"say how many groups a token may use, e.g. --moe-router-group-topk {(groups + 1) // 2}, or drop the groups",
+            f"say how many groups a token may use, e.g. --moe-router-group-topk {(groups + 1) // 2}, or drop them",
         )
 
 
@@ -144,8 +144,8 @@ def expert_bias_needs_sigmoid(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "the bias is added to scores of one fixed scale, and softmax scores, which sum to one over all experts, have"
-            " none; use --moe-router-score-function sigmoid, or balance by --moe-router-load-balancing-type aux_loss",
+            "the bias is added to scores of a fixed scale, and softmax scores, which sum to one over all experts,"
+            " have none; use --moe-router-score-function sigmoid, or balance by --moe-router-load-balancing-type aux_loss",
         )
 
 

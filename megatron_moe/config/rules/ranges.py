@@ -126,6 +126,7 @@ RANGES: dict[str, Range] = {
     "exit_duration_in_mins": _POSITIVE,
     "recompute_num_layers": _POSITIVE_COUNT,
     "num_workers": _COUNT,
+    "data_verify_gb": _NOT_NEGATIVE,
     "save_interval": _POSITIVE_COUNT,
     "ckpt_step": _COUNT,
     "log_interval": _POSITIVE_COUNT,

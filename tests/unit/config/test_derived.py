@@ -1,0 +1,168 @@
+"""What follows from a run's settings: layouts, patterns, sizes and counts, checked against published figures."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_moe.config import cli, derived, rules, schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import PRESETS
+
+
+def run_of(flags: str) -> schema.Run:
+    return cli.parse(shlex.split(flags))
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "active_billions"),
+    [
+        ("deepseek-v3", 671.03, 37.55),
+        ("deepseek-v2-lite", 15.71, 2.66),
+        ("mixtral-8x7b", 46.70, 12.88),
+        ("qwen3-30b-a3b", 30.53, 3.35),
+    ],
+)
+def test_a_published_models_preset_has_its_published_size(preset, billions, active_billions):
+    run = run_of(f"--preset {preset}")
+    vocab = run.model.vocab_size
+    assert derived.padded_vocab_size(vocab, run) == vocab
+    assert round(derived.parameter_count(run, vocab) / 1e9, 2) == billions
+    assert round(derived.active_parameter_count(run, vocab) / 1e9, 2) == active_billions
+
+
+def test_flops_per_token_of_qwen3_30b_match_the_published_ratio():
+    # (TFLOP/s per GPU) / (tokens/s per GPU) of NVIDIA's published runs is 23.0 to 23.1 GFLOP.
+    run = run_of("--preset qwen3-30b-a3b")
+    assert derived.flops_per_token(run, run.model.vocab_size) / 1e9 == pytest.approx(23.08, abs=0.01)
+
+
+def test_flops_per_token_of_deepseek_v3_match_the_published_ratio():
+    # Published with one multi-token-prediction depth: a further MoE layer, a 2H x H projection and the head again.
+    run = run_of("--preset deepseek-v3")
+    longer = schema.replace(run, num_layers=62, moe_layer_freq="[0]*3+[1]*59")
+    hidden, vocab = run.model.hidden_size, run.model.vocab_size
+    flops = derived.flops_per_token(longer, vocab) + 3 * (4 * hidden**2 + 2 * hidden * vocab)
+    assert flops / 1e9 == pytest.approx(260.64, abs=0.05)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_passes_the_rules(preset):
+    rules.check(run_of(f"--preset {preset} --mock-data --vocab-size 151936 --train-iters 500"), 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_holds_only_what_differs_and_nothing_of_place_or_layout(preset):
+    here = {"data", "checkpoint", "logging", "parallel"}
+    assert not {name for name in PRESETS[preset] if schema.fields_by_name()[name][0] in here}
+    assert schema.build(schema.flatten(run_of(f"--preset {preset}"))) == schema.build(PRESETS[preset])
+
+
+def test_parameters_are_counted_piece_by_piece():
+    run = run_of(
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 10 --num-experts 4"
+        " --moe-layer-freq [0,1] --moe-ffn-hidden-size 6 --moe-shared-expert-intermediate-size 5"
+        " --moe-shared-expert-gate --add-qkv-bias"
+    )
+    attention = 4 * 8 * 8 + 3 * 8
+    norms = 2 * 8
+    moe_layer = 4 * 8 + 4 * 3 * 8 * 6 + 3 * 8 * 5 + 8
+    assert derived.parameter_count(run, 32) == 32 * 8 + 2 * (attention + norms) + 3 * 8 * 10 + moe_layer + 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--num-layers 4", [0, 0, 0, 0]),
+        ("--num-layers 4 --num-experts 8", [1, 1, 1, 1]),
+        ("--num-layers 5 --num-experts 8 --moe-layer-freq 2", [1, 0, 1, 0, 1]),
+        ("--num-layers 4 --num-experts 8 --moe-layer-freq '[0]+[1]*3'", [0, 1, 1, 1]),
+        ("--num-layers 4 --num-experts 8 --moe-layer-freq '([0]+[1])*2'", [0, 1, 0, 1]),
+    ],
+)
+def test_the_layer_pattern_follows_frequency_or_expression(flags, pattern):
+    assert derived.moe_layer_pattern(run_of(flags)) == pattern
+
+
+@pytest.mark.parametrize("expression", ["[1]*3", "[2]*4", "[1.0]*4", "print(1)", "[1]*-1", "[1]*99999999999", "[1]+"])
+def test_a_wrong_layer_expression_is_refused_and_never_run(expression):
+    run = schema.replace(schema.Run(), num_experts=8, moe_layer_freq=expression)
+    with pytest.raises(ConfigError, match="--moe-layer-freq"):
+        derived.moe_layer_pattern(run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("--num-layers 8 --pipeline-model-parallel-size 4", [2, 2, 2, 2]),
+        ("--num-layers 7 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 1", [2, 2, 2, 1]),
+        (
+            "--num-layers 8 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1"
+            " --decoder-last-pipeline-num-layers 3",
+            [1, 2, 2, 3],
+        ),
+        ("--num-layers 5 --pipeline-model-parallel-size 1", [5]),
+        (
+            "--num-layers 5 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"
+            " --decoder-last-pipeline-num-layers 3",
+            [2, 3],
+        ),
+    ],
+)
+def test_layers_are_spread_over_stages(flags, counts):
+    assert derived.pipeline_layer_counts(run_of(flags)) == counts
+
+
+def test_sizes_of_parallel_groups_multiply_to_the_world():
+    run = run_of(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
+        " --expert-tensor-parallel-size 1"
+    )
+    assert derived.data_parallel_size(run, 16) == 4
+    assert derived.expert_data_parallel_size(run, 16) == 2
+    assert derived.expert_tensor_parallel_size(schema.replace(run, expert_tensor_parallel_size=None)) == 2
+
+
+def test_batches_count_sequences_and_microbatches():
+    run = run_of("--micro-batch-size 4")
+    assert derived.global_batch_size(run, 3) == 12
+    assert derived.num_microbatches(schema.replace(run, global_batch_size=24), 3) == 2
+
+
+@pytest.mark.parametrize(("vocab", "tp", "padded"), [(1, 1, 128), (128, 1, 128), (129, 1, 256), (129, 4, 512)])
+def test_the_vocabulary_is_padded_for_tensor_parallel(vocab, tp, padded):
+    assert derived.padded_vocab_size(vocab, run_of(f"--tensor-model-parallel-size {tp}")) == padded
+
+
+def test_one_virtual_stage_is_none():
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+    assert derived.virtual_pipeline_size(run_of(f"{flags} 1")) == 2
+    assert derived.virtual_pipeline_size(run_of(f"{flags} 2")) is None
+    assert derived.virtual_pipeline_size(run_of("")) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "normalised"),
+    [
+        ("--moe-router-score-function sigmoid", True),
+        ("--moe-router-score-function sigmoid --moe-router-topk 1", False),
+        ("--moe-router-score-function softmax", True),
+        ("--moe-router-score-function softmax --moe-router-pre-softmax", False),
+        ("--moe-router-pre-softmax --moe-router-norm-topk-prob", True),
+        ("--moe-router-score-function sigmoid --no-moe-router-norm-topk-prob", False),
+    ],
+)
+def test_open_normalisation_follows_megatrons_rule(flags, normalised):
+    assert derived.norm_topk_prob(run_of(flags)) is normalised
+
+
+def test_warmup_is_a_count_or_a_share_of_the_decay():
+    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-warmup-iters 7")) == 7
+    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-warmup-fraction 0.1")) == 20
+    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1")) == 10
+
+
+@pytest.mark.parametrize(("flags", "name"), [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16")])
+def test_the_dtype_of_the_weights_has_torchs_name(flags, name):
+    assert derived.params_dtype_name(run_of(flags)) == name
