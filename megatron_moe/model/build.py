@@ -1,0 +1,132 @@
+"""From a run to the model on this rank: chunks that are built, initialised, cast and wrapped, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+
+from megatron_moe import platform
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.model.engine_config import ddp_config, transformer_config
+from megatron_moe.model.float16_module import Float16Module
+from megatron_moe.model.initialize import initialize_weights
+from megatron_moe.model.spec import block_spec
+
+_EXTRA_STATE = "_extra_state"
+
+
+class LanguageModel(GPTModel):
+    """The engine's GPTModel with one set of checkpoint keys.
+
+    Parallel linear layers, and every Transformer Engine module, carry an `_extra_state` that is empty without FP8. It is
+    left out, so that the keys are those of the weights, whichever classes were chosen.
+    """
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The engine's, without extra states."""
+        return _without_extra_state(super().sharded_state_dict(prefix, sharded_offsets, metadata))
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The engine's, without extra states."""
+        return _without_extra_state(super().state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars))
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights, with or without extra states in the dict."""
+        empty = {key: None for key in self.state_dict() if key.endswith(_EXTRA_STATE)}
+        return super().load_state_dict({**empty, **state_dict}, strict=strict, assign=assign)
+
+
+def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
+
+
+def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool = True) -> list[torch.nn.Module]:
+    """This rank's part of the model, one chunk per virtual pipeline stage (one without the interleaved schedule).
+
+    Args:
+        run: has passed `config.rules.check`.
+        pg_collection: from `parallel.groups.initialize`.
+        padded_vocab_size: rows of the embedding table, a multiple of TP.
+        wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
+
+    Returns:
+        The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
+
+    Raises:
+        ConfigError: for context parallelism, or for Transformer Engine where it is missing.
+    """
+    if run.parallel.context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {run.parallel.context_parallel_size}: sequences cannot be split over ranks yet; "
+            "use --context-parallel-size 1"
+        )
+    config = transformer_config(run)
+    num_chunks = derived.virtual_pipeline_size(run)
+    stages = [None] if num_chunks is None else list(range(num_chunks))
+    chunks = [_chunk(run, config, pg_collection, padded_vocab_size, stage) for stage in stages]
+    if not wrap:
+        return chunks
+    if run.precision.bf16 or run.precision.fp16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    chunks = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp_config(run),
+            module=chunk,
+            # Only the first chunk's reduction is on the critical path, as Megatron-LM has it.
+            disable_bucketing=index > 0,
+            pg_collection=pg_collection,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in chunks:
+        # Equal by construction; this keeps ranks equal also where their libraries are not.
+        chunk.broadcast_params()
+    return chunks
+
+
+def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp_stage: int | None) -> LanguageModel:
+    """One virtual stage: built, moved to the device and initialised."""
+    pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
+    last_chunk = (derived.virtual_pipeline_size(run) or 1) - 1
+    with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
+        chunk = LanguageModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, pg_collection, vp_stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=derived.max_position_embeddings(run),
+            pre_process=pp_rank == 0 and vp_stage in (None, 0),
+            post_process=pp_rank == pp_size - 1 and vp_stage in (None, last_chunk),
+            parallel_output=True,
+            share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
+            position_embedding_type=run.model.position_embedding_type,
+            rotary_percent=run.model.rotary_percent,
+            rotary_base=run.model.rotary_base,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+    chunk.to(platform.device())
+    initialize_weights(chunk, run.training.seed)
+    return chunk
+
+
+@contextlib.contextmanager
+def _quiet(logger_name: str) -> Iterator[None]:
+    """Errors only from this logger."""
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,156 @@
+"""Continue a prompt, under any layout, through the engine's own schedule.
+
+Every rank calls these functions together and gets the same answer. There is no cache: each token costs one forward pass
+over the padded sequence, which is what a sample at the end of a run needs and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_moe import platform
+
+Chunks = Sequence[torch.nn.Module]
+
+
+def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
+    """Logits for what follows `tokens[:, position]`.
+
+    Nothing is counted and nothing dropped: the model is in evaluation mode meanwhile. What stands after `position` is
+    padding and changes nothing, because attention is causal.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        tokens: [B, S] int64 on the device, the same on every rank; S is a multiple of TP under sequence parallelism.
+        position: index of the last token that is known, below S.
+
+    Returns:
+        [B, padded vocabulary] fp32, the same on every rank.
+    """
+    groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+    batch, length = tokens.shape
+    # The interleaved schedule wants as many micro-batches as stages: the same one again, the first answer counts.
+    repeats = groups.pp.size() if len(chunks) > 1 else 1
+    with _evaluation(chunks):
+        outputs = get_forward_backward_func()(
+            forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: logits[:, position]),
+            data_iterator=[_micro_batches(tokens, repeats) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=repeats,
+            seq_length=length,
+            micro_batch_size=batch,
+            forward_only=True,
+            collect_non_loss_data=True,
+            pg_collection=groups,
+        )
+    if outputs:
+        logits = _gather_vocabulary(outputs[0].float(), groups.tp)
+    else:
+        logits = torch.empty(0, device=tokens.device)
+    return _from_last_stage(logits, batch, groups.pp)
+
+
+def generate(
+    chunks: Chunks,
+    prompt_ids: Sequence[int],
+    num_tokens: int,
+    seq_length: int,
+    *,
+    vocab_size: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    end_id: int | None = None,
+) -> list[int]:
+    """Continue a prompt token by token.
+
+    Args:
+        chunks: this rank's model chunks.
+        prompt_ids: at least one token; of a longer prompt than seq_length the end is used.
+        num_tokens: tokens to generate at most.
+        seq_length: length every forward pass is padded to; older tokens drop out when it is full.
+        vocab_size: ids from here on are padding of the vocabulary and never chosen.
+        temperature: 0 takes the likeliest token; else the logits are divided by it and a token is drawn.
+        seed: of the draws.
+        end_id: stop after this token; None: never.
+
+    Returns:
+        The new tokens, without the prompt; the same list on every rank.
+    """
+    if not prompt_ids:
+        raise ValueError("a prompt needs at least one token")
+    generator = torch.Generator().manual_seed(seed)
+    known, device = list(prompt_ids), platform.device()
+    for _ in range(num_tokens):
+        window = known[-seq_length:]
+        tokens = torch.zeros(1, seq_length, dtype=torch.int64, device=device)
+        tokens[0, : len(window)] = torch.tensor(window, device=device)
+        logits = next_token_logits(chunks, tokens, len(window) - 1)[0, :vocab_size].cpu()
+        known.append(_agreed(_choose(logits, temperature, generator)))
+        if known[-1] == end_id:
+            break
+    return known[len(prompt_ids) :]
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature <= 0.0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+def _agreed(token: int) -> int:
+    """Rank 0's token for all: model replicas may differ in the last bit and so in a draw."""
+    if dist.get_world_size() == 1:
+        return token
+    shared = torch.tensor([token], device=platform.device())
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def _micro_batches(tokens: Tensor, repeats: int) -> Iterator[tuple[Tensor, Tensor, None]]:
+    """(tokens, positions, no mask) as the model's forward takes them."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return iter([(tokens, positions, None)] * repeats)
+
+
+def _gather_vocabulary(logits: Tensor, group: Any) -> Tensor:
+    """[B, V/TP] of every TP rank -> [B, V]."""
+    if group.size() == 1:
+        return logits.contiguous()
+    parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _from_last_stage(logits: Tensor, batch: int, group: Any) -> Tensor:
+    """The last pipeline stage's logits, on every stage."""
+    if group.size() == 1:
+        return logits
+    last = dist.get_global_rank(group, group.size() - 1)
+    width = torch.tensor([logits.numel() // batch], device=logits.device)
+    dist.broadcast(width, last, group=group)
+    if logits.numel() == 0:
+        logits = torch.empty(batch, int(width), device=logits.device)
+    dist.broadcast(logits, last, group=group)
+    return logits
+
+
+@contextlib.contextmanager
+def _evaluation(chunks: Chunks) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each chunk is in the mode it was in."""
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk, mode in zip(chunks, modes):
+            chunk.train(mode)

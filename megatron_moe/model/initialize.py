@@ -1,0 +1,154 @@
+"""Weights that depend on the seed and on nothing else.
+
+Every tensor of the whole model has a name without layout in it (global layer number, global expert number) and a random
+stream of its own, keyed by seed and name. A rank draws the full tensor and keeps its part, so any TP, PP, VPP, EP and
+ETP start from the same model, and a GPU from the same as a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies over the tensor-parallel ranks: along `axis`, None for the same on every rank, in `stride`
+    separate blocks (a gated layer's gate and up halves are each split)."""
+
+    axis: int | None
+    stride: int = 1
+
+
+_WHOLE, _ROWS, _COLUMNS = Split(None), Split(0), Split(1)
+
+# (module, parameter) -> split. A parameter that stands nowhere is an error, so none is left uninitialised.
+_SPLITS: dict[tuple[str, str], Split] = {
+    ("word_embeddings", "weight"): _ROWS,
+    ("output_layer", "weight"): _ROWS,
+    ("linear_qkv", "weight"): _ROWS,
+    ("linear_qkv", "bias"): _ROWS,
+    ("linear_q_proj", "weight"): _ROWS,
+    ("linear_q_up_proj", "weight"): _ROWS,
+    ("linear_kv_up_proj", "weight"): _ROWS,
+    ("linear_q_down_proj", "weight"): _WHOLE,
+    ("linear_kv_down_proj", "weight"): _WHOLE,
+    ("linear_proj", "weight"): _COLUMNS,
+    ("linear_proj", "bias"): _WHOLE,
+    ("linear_fc1", "weight"): _ROWS,
+    ("linear_fc1", "bias"): _ROWS,
+    ("linear_fc2", "weight"): _COLUMNS,
+    ("linear_fc2", "bias"): _WHOLE,
+    ("router", "weight"): _WHOLE,
+    ("shared_experts", "gate_weight"): _WHOLE,
+    **{
+        (norm, "weight"): _WHOLE
+        for norm in (
+            "input_layernorm",
+            "pre_mlp_layernorm",
+            "final_layernorm",
+            "q_layernorm",
+            "k_layernorm",
+            "kv_layernorm",
+        )
+    },
+}
+_OUTPUT_PROJECTIONS = ("linear_proj", "linear_fc2")
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """A fp32 CPU tensor from N(0, std^2) that is a function of the four arguments, the same on every machine."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    # 128 bits of key: a 32-bit seed, as torch's CPU generator has, would give some of 10^5 tensors the same stream.
+    generator = numpy.random.Generator(numpy.random.SFC64(int.from_bytes(digest[:16], "little")))
+    return torch.from_numpy(generator.standard_normal(shape, dtype=numpy.float32)).mul_(std)
+
+
+@torch.no_grad()
+def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
+    """Fill all parameters of an unwrapped GPTModel chunk, and mark those that are split over TP ranks.
+
+    Weights are normal with the configured standard deviation; projections back into the residual stream have it divided
+    by sqrt(2 x layers), as Megatron-LM does. Norms are one, biases zero.
+    """
+    config, tp_group = chunk.config, chunk.pg_collection.tp
+    std = config.init_method_std
+    output_std = std / (2 * config.num_layers) ** 0.5
+    for prefix, experts in _experts(chunk):
+        parent = global_name(chunk, prefix + ".")
+        experts.reset_parameters(lambda name, shape, s, parent=parent: normal(seed, parent + name, shape, s), std, output_std)
+    parameters = dict(chunk.named_parameters())
+    for name, (full_name, split) in placement(chunk).items():
+        parameter = parameters[name]
+        module_name, parameter_name = name.split(".")[-2:]
+        _mark(parameter, split)
+        if parameter_name == "bias":
+            parameter.zero_()
+        elif module_name.endswith("layernorm"):
+            parameter.fill_(1.0)
+        else:
+            width = output_std if module_name in _OUTPUT_PROJECTIONS else std
+            full = normal(seed, full_name, _full_shape(parameter, split, tp_group.size()), width)
+            parameter.copy_(part(full, split, tp_group.rank(), tp_group.size()))
+
+
+def placement(chunk: torch.nn.Module) -> dict[str, tuple[str, Split]]:
+    """Parameter name in this chunk -> (its name in the whole model, how it lies over TP ranks).
+
+    Routed experts are not among them: they are spread over EP and ETP, as `GroupedExperts` says.
+    """
+    routed = tuple(f"{prefix}." for prefix, _ in _experts(chunk))
+    return {
+        name: (global_name(chunk, name), _split(*name.split(".")[-2:], chunk.config))
+        for name, _ in chunk.named_parameters()
+        if not name.startswith(routed)
+    }
+
+
+def global_name(chunk: torch.nn.Module, name: str) -> str:
+    """A parameter's name in the whole model: with the layer's global number, from 0, and without tied copies."""
+    if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"  # the last stage's copy of the first stage's table
+    layers = chunk.decoder.layers
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+
+
+def part(full: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
+    """TP rank's part of every block of the full tensor."""
+    if split.axis is None or ranks == 1:
+        return full
+    blocks = full.chunk(split.stride, split.axis)
+    return torch.cat([block.chunk(ranks, split.axis)[rank] for block in blocks], split.axis)
+
+
+def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
+    """(name, module) of the routed experts of each MoE layer."""
+    return [(name, module) for name, module in chunk.named_modules() if name.endswith(".mlp.experts")]
+
+
+def _split(module_name: str, parameter_name: str, config: Any) -> Split:
+    split = _SPLITS[module_name, parameter_name]
+    gated = module_name == "linear_fc1" and config.gated_linear_unit
+    return Split(split.axis, stride=2) if gated else split
+
+
+def _mark(parameter: torch.nn.Parameter, split: Split) -> None:
+    """Megatron-core 0.16.1 marks split weights only where it initialises them itself; without the mark the gradient
+    norm would skip the parts of all TP ranks but the first."""
+    if split.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, split.axis, split.stride)
+
+
+def _full_shape(parameter: Tensor, split: Split, ranks: int) -> tuple[int, ...]:
+    shape = list(parameter.shape)
+    if split.axis is not None:
+        shape[split.axis] *= ranks
+    return tuple(shape)
+

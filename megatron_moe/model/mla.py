@@ -1,0 +1,235 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) that needs no Transformer Engine.
+
+    q = up(norm(down(x)))  or  proj(x)         per head: qk_head_dim without position + qk_pos_emb_head_dim rotated
+    c, k_pos = split(down(x))                  one latent and one rotated key for all heads
+    k, v = split(up(norm(c)))                  per head: qk_head_dim + v_head_dim
+
+The down projections are the same on every tensor-parallel rank. The engine splits their output over the ranks instead
+and then forgets to sum the gradient of k_pos, which all heads share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.model.rotary import Rotary, softmax_scale
+from megatron_moe.parallel.collectives import all_gather_rows
+
+# DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
+LATENT_NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class MLASubmodules:
+    """Classes latent attention is built from: the engine's column- and row-parallel linear layers (or Transformer
+    Engine's), the norm of the two latents (None: no norm) and the core attention."""
+
+    column_linear: type
+    row_linear: type
+    latent_norm: type | None
+    core_attention: type
+
+
+class LatentAttention(MegatronModule):
+    """Self-attention for megatron-core's TransformerLayer; parameters carry the engine's names.
+
+    Parameters, n heads over TP ranks: linear_q_proj [n (dn + dr), H], or linear_q_down_proj [rq, H], q_layernorm [rq]
+    and linear_q_up_proj [n (dn + dr), rq]; linear_kv_down_proj [rkv + dr, H]; kv_layernorm [rkv]; linear_kv_up_proj
+    [n (dn + dv), rkv]; linear_proj [H, n dv].
+
+    Args:
+        config: the engine's MLATransformerConfig.
+        submodules: what it is built from.
+        layer_number: global, one-based.
+        attn_mask_type, cp_comm_type, pp_layer_offset, name: the engine's protocol.
+        pg_collection: process groups; `tp` is used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MLASubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.tp_group = pg_collection.tp
+        self.num_heads = config.num_attention_heads // self.tp_group.size()
+        self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
+        self.key_value_width = config.qk_head_dim + config.v_head_dim
+        self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
+        self.recompute_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+        self._build_projections(config, submodules)
+        self.core_attention = submodules.core_attention(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            softmax_scale=softmax_scale(config),
+            k_channels=self.query_width,
+            v_channels=config.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
+
+    def _build_projections(self, config: Any, submodules: MLASubmodules) -> None:
+        heads, hidden = config.num_attention_heads, config.hidden_size
+
+        def column(input_size: int, output_size: int, buffer_name: str) -> torch.nn.Module:
+            return submodules.column_linear(
+                input_size,
+                output_size,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name=buffer_name,
+                tp_group=self.tp_group,
+            )
+
+        def latent_norm(width: int) -> torch.nn.Module | None:
+            norm = submodules.latent_norm
+            return None if norm is None else norm(config=config, hidden_size=width, eps=LATENT_NORM_EPSILON)
+
+        if config.q_lora_rank is None:
+            self.linear_q_proj = column(hidden, heads * self.query_width, "q_proj")
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank)
+            self.q_layernorm = latent_norm(config.q_lora_rank)
+            self.linear_q_up_proj = column(config.q_lora_rank, heads * self.query_width, "q_up_proj")
+            self._settle_query_norm(config)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = latent_norm(config.kv_lora_rank)
+        self.linear_kv_up_proj = column(config.kv_lora_rank, heads * self.key_value_width, "kv_up_proj")
+        self.linear_proj = submodules.row_linear(
+            heads * config.v_head_dim,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
+        )
+
+    def _settle_query_norm(self, config: Any) -> None:
+        """The engine sums the gradients of everything called q_layernorm over TP ranks (finalize_model_grads), which is
+        right for norms of a rank's own heads. Ours has the whole gradient on every rank already, unless the sequence is
+        split: the mean of equal gradients leaves it as it is."""
+        if self.q_layernorm is not None and not config.sequence_parallel:
+            self.q_layernorm.weight.average_gradients_across_tp_domain = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H] -> ([S, B, H], bias or None); S is this rank's part under sequence parallelism.
+
+        Raises:
+            ValueError: for masks, outside rotary tables, packed sequences or inference caches: there are none.
+        """
+        unexpected = [key for key, argument in unused.items() if argument is not None]
+        if attention_mask is not None or rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
+            raise ValueError(f"latent attention is causal and has its own positions; got {unexpected or 'a mask'}")
+        query, key, value = self.query_key_value(hidden_states)
+        if self.recompute_core and self.training:
+            context = tensor_parallel.checkpoint(self._attend, False, query, key, value)
+        else:
+            context = self._attend(query, key, value)
+        return self.linear_proj(context)
+
+    def query_key_value(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, B, H] -> query and key [S, B, n, dn + dr], value [S, B, n, dv], whole sequence, this rank's n heads."""
+        config = self.config
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(_normed(self.q_layernorm, self.linear_q_down_proj(hidden_states)))
+        latent, key_pos = self.linear_kv_down_proj(hidden_states).split(
+            (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
+        )
+        key_value, _ = self.linear_kv_up_proj(_normed(self.kv_layernorm, latent))
+
+        query = query.unflatten(-1, (self.num_heads, self.query_width))
+        key_value = key_value.unflatten(-1, (self.num_heads, self.key_value_width))
+        query_rest, query_pos = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), dim=-1)
+        key_rest, value = key_value.split((config.qk_head_dim, config.v_head_dim), dim=-1)
+        key_pos = self._shared_by_heads(key_pos).unsqueeze(2)
+        if self.rotary is not None:
+            query_pos, key_pos = self.rotary(query_pos), self.rotary(key_pos)
+        query = torch.cat((query_rest, query_pos), dim=-1)
+        key = torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        return query, key, value
+
+    def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
+        """This rank's [S or S/TP, B, dr] -> [S, B, dr] for the heads of this rank. Backward: the gradients of all ranks'
+        heads are summed, and each rank keeps the part of the sequence it had."""
+        if self.config.sequence_parallel:
+            return all_gather_rows(key_pos, self.tp_group)
+        return _SharedByRanks.apply(key_pos, self.tp_group) if self.tp_group.size() > 1 else key_pos
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """y = x W^T with the same W [output_size, input_size] on every tensor-parallel rank.
+
+    Under sequence parallelism each rank has the gradient of its part of the sequence, and the engine sums them;
+    otherwise all ranks have the same, whole gradient.
+    """
+
+    def __init__(self, config: Any, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=platform.device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., input_size] -> [..., output_size]."""
+        return F.linear(x, self.weight)
+
+
+class _SharedByRanks(torch.autograd.Function):
+    """Identity; backward: the sum over the group. The engine's own leaves a non-contiguous gradient as it was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _normed(norm: torch.nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

@@ -1,0 +1,88 @@
+"""Rotary positions of latent attention, plain or stretched with yarn (arXiv 2104.09864, 2309.00071).
+
+DeepSeek's convention: neighbouring elements form a pair. The tables are fp32 and no module state, so that no cast can
+reach them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.errors import ConfigError
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Yarn's growth of the attention logits for a context `factor` times as long; 1 for factor <= 1."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def softmax_scale(config: Any) -> float:
+    """Scale of q k^T in latent attention: 1/sqrt(key width), times yarn's magnitude squared where it is asked for."""
+    scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
+    if config.rope_type == "yarn" and config.mscale_all_dim:
+        scale *= yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+    return scale
+
+
+class Rotary:
+    """Rotates the pairs of a head's positional part by position x frequency.
+
+    Args:
+        config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
+            rotary_scaling_factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim.
+
+    Raises:
+        ConfigError: only a part of the positional width is to be rotated; latent attention has a width for it.
+    """
+
+    def __init__(self, config: Any) -> None:
+        width = config.qk_pos_emb_head_dim
+        if config.rotary_percent != 1.0:
+            raise ConfigError(
+                f"--rotary-percent {config.rotary_percent}: latent attention rotates the whole of "
+                f"--qk-pos-emb-head-dim {width}; leave --rotary-percent at 1.0"
+            )
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+        self.frequencies = config.rotary_base**-exponents
+        self.amplitude = 1.0
+        if config.rope_type == "yarn":
+            factor = config.rotary_scaling_factor
+            self.frequencies = _interpolated(self.frequencies, config)
+            self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
+        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[S, B, heads, width] -> the same, row s rotated for position s; computed in fp32, returned in x's dtype."""
+        cos, sin = self.tables(x.shape[0], x.device)
+        pairs = x.float().unflatten(-1, (-1, 2))
+        first, second = pairs.unbind(-1)
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.flatten(-2).to(x.dtype)
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [length, 1, 1, width / 2], amplitude included; kept for the next call."""
+        key = (length, device)
+        if key not in self._tables:
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies)[:, None, None, :]
+            self._tables[key] = tuple((self.amplitude * f(angles)).to(device) for f in (torch.cos, torch.sin))
+        return self._tables[key]
+
+
+def _interpolated(frequencies: Tensor, config: Any) -> Tensor:
+    """Yarn: slow frequencies are divided by the extension factor, fast ones kept, those between blended linearly."""
+    width, base = config.qk_pos_emb_head_dim, config.rotary_base
+
+    def dimension(rotations: float) -> float:
+        """The (fractional) index whose frequency makes so many rotations over the original context."""
+        wavelength = config.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(config.beta_fast)), 0)
+    high = min(math.ceil(dimension(config.beta_slow)), width - 1)
+    span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
+    slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return frequencies / config.rotary_scaling_factor * slow + frequencies * (1 - slow)

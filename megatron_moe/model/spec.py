@@ -1,0 +1,141 @@
+"""Which classes a layer is built from, for each layer of a pipeline stage.
+
+Every norm, linear layer and attention has its own place and name, so the checkpoint's keys are the same for the
+engine's classes and for Transformer Engine's: nothing is fused into something that would rename it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.model.attention import SDPACoreAttention
+from megatron_moe.model.mla import LatentAttention, MLASubmodules
+from megatron_moe.model.norm import RMSNorm
+from megatron_moe.moe.layer import MoELayer, MoESubmodules
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that `--transformer-impl` chooses."""
+
+    column_linear: type
+    row_linear: type
+    norm: type
+    core_attention: type
+
+
+LOCAL = Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, SDPACoreAttention)
+
+
+def parts(transformer_impl: str) -> Parts:
+    """The classes of an implementation.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and cannot be used here.
+    """
+    if transformer_impl == "local":
+        return LOCAL
+    if not platform.have_transformer_engine():
+        raise ConfigError(
+            f"--transformer-impl {transformer_impl}: Transformer Engine is not installed or there is no CUDA device; "
+            "install it with `pip install transformer-engine[pytorch]` or use --transformer-impl local"
+        )
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    return Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention)
+
+
+@dataclass
+class MLPSpec:
+    """What the engine's layer builds its MLP from, with the process groups already in it.
+
+    The engine's layer hands process groups to the classes it knows only (0.16.1), or to all (0.19.2). This looks like a
+    ModuleSpec to the one and like a constructor to the other, and both build the same module.
+    """
+
+    module: type
+    submodules: Any
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *, config: Any, **_: Any) -> Any:
+        """Build the module, as 0.19.2 asks for it."""
+        return self.module(config=config, submodules=self.submodules, **self.params)
+
+
+def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage, or of one of its virtual stages.
+
+    Args:
+        config: from `engine_config.transformer_config`; its moe_layer_freq has one entry per layer of the model.
+        pg_collection: process groups; `pp` says which stage this is.
+        vp_stage: which chunk of the stage, with the interleaved schedule.
+    """
+    chosen = parts(config.transformer_impl)
+    pp_rank = pg_collection.pp.rank()
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    specs = [layer_spec(config, chosen, pg_collection, bool(moe)) for moe in config.moe_layer_freq[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
+
+
+def layer_spec(config: Any, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
+    """One transformer layer: attention, then the MoE layer or a dense MLP, each behind its norm."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=chosen.norm,
+            self_attention=_attention(config, chosen),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=chosen.norm,
+            mlp=_moe(chosen, pg_collection) if moe else _dense(config, chosen, pg_collection),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention(config: Any, chosen: Parts) -> ModuleSpec:
+    head_norm = chosen.norm if config.qk_layernorm else None
+    if config.multi_latent_attention:
+        module: type = LatentAttention
+        submodules: Any = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, chosen.core_attention)
+    else:
+        module = SelfAttention
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=chosen.column_linear,
+            core_attention=chosen.core_attention,
+            linear_proj=chosen.row_linear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _dense(config: Any, chosen: Parts, pg_collection: Any) -> MLPSpec:
+    linears = MLPSubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
+    return MLPSpec(MLP, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
+
+
+def _moe(chosen: Parts, pg_collection: Any) -> MLPSpec:
+    linears = MoESubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
+    return MLPSpec(MoELayer, linears, {"pg_collection": pg_collection})

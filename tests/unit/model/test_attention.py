@@ -1,0 +1,111 @@
+"""The core attention against a plain fp32 reference, and the shapes and settings it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.model.attention import SDPACoreAttention
+
+# (query heads, key/value heads, key width, value width)
+WIDTHS = {"multi-head": (4, 4, 16, 16), "grouped": (4, 2, 16, 16), "latent": (4, 4, 24, 16), "wide values": (4, 2, 8, 24)}
+
+
+def core_attention(scale=None, **config):
+    config = {"context_parallel_size": 1, "attention_dropout": 0.0, "sequence_parallel": False, **config}
+    return SDPACoreAttention(SimpleNamespace(**config), 1, AttnMaskType.causal, softmax_scale=scale)
+
+
+def inputs(widths, dtype, length=24, batch=2):
+    n, g, dk, dv = widths
+    torch.manual_seed(0)
+    shapes = ((length, batch, n, dk), (length, batch, g, dk), (length, batch, g, dv))
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def reference(query, key, value, scale):
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    times = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
+    scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
+
+
+def relative_error(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_output_and_gradients_agree_with_the_reference(widths, dtype, bound):
+    ours, theirs = inputs(widths, dtype), inputs(widths, dtype)
+    output, wanted = core_attention()(*ours), reference(*theirs, scale=widths[2] ** -0.5)
+    grad = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
+    output.backward(grad)
+    wanted.backward(grad.double())
+    assert output.dtype == dtype
+    assert output.shape == (24, 2, widths[0] * widths[3])
+    assert relative_error(output, wanted) < bound
+    for got, want in zip(ours, theirs):
+        assert relative_error(got.grad, want.grad) < bound
+
+
+def test_the_given_softmax_scale_is_used():
+    tensors = inputs(WIDTHS["latent"], torch.float32)
+    assert relative_error(core_attention(scale=0.7)(*tensors), reference(*tensors, scale=0.7)) < 1e-6
+
+
+def test_later_tokens_change_nothing():
+    query, key, value = (tensor.detach() for tensor in inputs(WIDTHS["latent"], torch.float32))
+    before = core_attention()(query, key, value)
+    key[10:], value[10:] = 100.0, 100.0
+    assert torch.equal(core_attention()(query, key, value)[:10], before[:10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names the CPU's kernels")
+def test_no_score_matrix_is_held(widths, dtype):
+    """The flash kernel is taken in both directions, and no single allocation is as large as a score matrix."""
+    length, batch = 512, 1
+    tensors = inputs(widths, dtype, length, batch)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        core_attention()(*tensors).sum().backward()
+    names = {event.key for event in trace.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names
+    assert "aten::bmm" not in names
+    assert max(event.cpu_memory_usage for event in trace.events()) < length * length * widths[0] * batch
+
+
+def test_dropout_acts_in_training_only(one_process):
+    from megatron_moe.config.schema import Run
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
+
+    groups.initialize(Run())
+    seed_everything(Run())
+    tensors = [tensor.detach() for tensor in inputs(WIDTHS["latent"], torch.float32)]
+    attention = core_attention(attention_dropout=0.5)
+    assert not torch.equal(attention(*tensors), attention(*tensors))
+    attention.eval()
+    assert relative_error(attention(*tensors), reference(*tensors, scale=24**-0.5)) < 1e-6
+
+
+def test_context_parallelism_is_refused():
+    with pytest.raises(ConfigError, match="--context-parallel-size 2.*use --context-parallel-size 1"):
+        core_attention(context_parallel_size=2)
+
+
+def test_masks_are_refused():
+    tensors = inputs(WIDTHS["multi-head"], torch.float32)
+    with pytest.raises(ValueError, match="attention_mask"):
+        core_attention()(*tensors, torch.zeros(1, 1, 24, 24, dtype=torch.bool))
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, sequence_parallel=False)
+    with pytest.raises(ValueError, match="causal only"):
+        SDPACoreAttention(config, 1, AttnMaskType.padding)
