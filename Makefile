@@ -1,0 +1,65 @@
+# Everything runs from here on a machine that has python3 (3.10 or later), make and a C compiler.
+#
+# The default python3 gets `.venv`; another interpreter gets a folder of its own beside it (`make test PYTHON=python3.12`
+# uses `.venv-3.12`), so that both engines can be tested from one clone. pip's own settings (mirrors, caches) apply.
+
+PYTHON ?= python3
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+DEFAULT_VERSION := $(shell python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV ?= $(if $(filter $(PYTHON_VERSION),$(DEFAULT_VERSION)),.venv,.venv-$(PYTHON_VERSION))
+
+# 3.10 and 3.11 stand on one engine release, 3.12 and later on another.
+CONSTRAINTS := constraints/constraints-$(if $(filter 3.10 3.11,$(PYTHON_VERSION)),py311,py312).txt
+STAMP := $(VENV)/.set-up-$(PYTHON_VERSION)
+RUN := $(VENV)/bin/python
+
+# Threads of one process do not fight those of another: the distributed tests start up to four.
+QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench lock clean
+
+help: ## this list
+	@echo "make TARGET [PYTHON=python3.12]; now: $(PYTHON) is Python $(PYTHON_VERSION), environment $(VENV)"
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(STAMP) ## make the environment and install everything, with pinned versions
+	@echo "ready: $(RUN)"
+
+demo: $(STAMP) ## prepare real text, train a small DeepSeek-V3 on 2 processes, evaluate, generate (FRESH=1: start over)
+	@$(RUN) tools/demo.py $(if $(filter-out 0,$(FRESH)),--fresh)
+
+test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it)
+	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 $(ARGS)
+
+check: $(STAMP) ## style, format, types, architecture
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/unit/test_architecture.py
+
+bench: $(STAMP) ## compare our MoE layer with the engine's and transformers' on this machine
+	@$(RUN) -m benchmarks.moe_layer $(ARGS)
+
+lock: $(STAMP) ## write the installed versions into the constraints file, after an upgrade
+	@$(RUN) constraints/lock.py > $(CONSTRAINTS).new && mv $(CONSTRAINTS).new $(CONSTRAINTS)
+	@touch $(STAMP)
+	@echo "wrote $(CONSTRAINTS)"
+
+clean: ## remove environments, caches and build output; runs/ is kept
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp, and not the folder, says that the set-up is complete: an interrupted one is done again. The environment is
+# started anew only where it belongs to another Python.
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "make: $(PYTHON) is Python $(PYTHON_VERSION); 3.10 or later is needed, give one with PYTHON=" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "make: $(PYTHON) cannot make environments; install its venv package (Debian: python3-venv)" >&2; exit 2; }
+	@echo "setting up $(VENV) with Python $(PYTHON_VERSION), versions from $(CONSTRAINTS)"
+	@test "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$(PYTHON_VERSION)" \
+	  || $(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --progress-bar on --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@

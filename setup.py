@@ -1,0 +1,58 @@
+"""Packaging of megatron_moe. The exact versions that are tested stand in `constraints/`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The package's version, read and not imported: importing the package would need its dependencies."""
+    found = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_moe" / "__init__.py").read_text(), re.MULTILINE)
+    assert found is not None
+    return found.group(1)
+
+
+def readme() -> str:
+    path = HERE / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+setup(
+    name="megatron_moe",
+    version=version(),
+    description="Mixture-of-experts pre-training on megatron-core",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_moe", "megatron_moe.*"]),
+    install_requires=[
+        # The public torch.nn.functional.grouped_mm; NVIDIA's image of the Dockerfile brings a 2.12 pre-release.
+        "torch>=2.11,<3",
+        # The newest engine for each Python. Both are adapted, and tested, version by version: no ranges.
+        "megatron-core==0.16.1; python_version < '3.12'",
+        "megatron-core==0.19.2; python_version >= '3.12'",
+        "numpy>=1.26",
+        "pyyaml>=6",
+        "sentencepiece>=0.2",
+        "tokenizers>=0.20",
+        "safetensors>=0.4",
+        "tensorboard>=2.15",
+        "matplotlib>=3.8",
+        "rich>=13",
+        # The engine's checkpoint writer imports it without declaring it, and waits for ever where it is missing.
+        "psutil>=5.9",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.4"],
+        "hf": ["transformers>=4.56"],
+        "dev": ["pytest>=8", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
