@@ -23,8 +23,7 @@ _GB = 10**9
 def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> list[str]:
     """Check the data flags and every file they name; change nothing.
 
-    Always: flags, index structure, sizes, sidecar against files and tokenizer, the sidecar's ids against the vocabulary,
-    a full sequence in every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all
+    Always: flags, index structure, sizes, the sidecar against files, tokenizer and vocabulary, a full sequence in every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all
     together are at most `--data-verify-gb`, and a scan of all ids of data without a sidecar.
 
     Args:

@@ -49,7 +49,8 @@ def write_corpus(
 ) -> Corpus:
     """Write `train.jsonl`, `valid.jsonl`, `test.jsonl` and the counts, `corpus.json`.
 
-    A line is {"text": ..., "path": ...}. All four are written aside and renamed when they are complete; `corpus.json` comes last and marks a whole corpus.
+    A line is {"text": ..., "path": ...}. All four are written aside and renamed when they are complete; `corpus.json`
+    comes last and marks a whole corpus.
 
     Args:
         folder: made where it does not exist.

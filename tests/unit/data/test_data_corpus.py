@@ -1,0 +1,108 @@
+"""The corpus: every file in one split only, the same each time, never half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data import corpus as corpus_module
+from megatron_moe.data.corpus import split_of, write_corpus
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    root = tmp_path / "library"
+    (root / "package" / "tests").mkdir(parents=True)
+    (root / "site-packages").mkdir()
+    for i in range(120):
+        (root / "package" / f"m{i}.py").write_text(f"value = {i}\n\tx\r\n", newline="")
+    for i in range(40):
+        (root / f"copy{i}.py").write_text("same = 1\n")
+    (root / "latin.py").write_bytes(b"# \xe9\n")
+    (root / "empty.py").write_text("")
+    (root / "notes.txt").write_text("no source")
+    (root / "package" / "tests" / "test_m.py").write_text("tested = 1\n")
+    (root / "site-packages" / "other.py").write_text("installed = 1\n")
+    (root / "link.py").symlink_to(root / "package" / "m0.py")
+    return root
+
+
+def read(folder: Path) -> dict[str, list[dict[str, str]]]:
+    return {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("train", "valid", "test")
+    }
+
+
+def test_no_path_and_no_content_is_in_two_splits(library: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "out", source=library, show_progress=False)
+    splits = read(tmp_path / "out")
+    paths = [record["path"] for records in splits.values() for record in records]
+    texts = [record["text"] for records in splits.values() for record in records]
+    assert len(paths) == 121  # 120 modules and one of 40 copies
+    assert len(set(paths)) == len(paths) and len(set(texts)) == len(texts)
+    assert all(records for records in splits.values())
+    assert len(splits["train"]) > 10 * len(splits["valid"])
+
+
+def test_text_is_exact_and_what_is_no_source_stays_out(library: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "out", source=library, show_progress=False)
+    records = {r["path"]: r["text"] for records in read(tmp_path / "out").values() for r in records}
+    assert records["package/m7.py"] == "value = 7\n\tx\r\n"
+    unwanted = {"latin.py", "empty.py", "notes.txt", "package/tests/test_m.py", "site-packages/other.py", "link.py"}
+    assert not unwanted & set(records)
+
+
+def test_a_file_stays_in_its_split_when_others_come_and_go(library: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", source=library, show_progress=False)
+    (library / "package" / "m0.py").unlink()
+    (library / "package" / "new.py").write_text("new = 1\n")
+    write_corpus(tmp_path / "b", source=library, show_progress=False)
+    before = {r["path"]: name for name, records in read(tmp_path / "a").items() for r in records}
+    after = {r["path"]: name for name, records in read(tmp_path / "b").items() for r in records}
+    assert {p: s for p, s in after.items() if p != "package/new.py"} == {p: s for p, s in before.items() if p != "package/m0.py"}
+
+
+def test_the_counts_are_those_of_the_files(library: Path, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "out", source=library, show_progress=False)
+    splits = read(tmp_path / "out")
+    assert corpus.documents == tuple(len(records) for records in splits.values())
+    assert corpus.text_bytes == tuple(sum(len(r["text"].encode()) for r in records) for records in splits.values())
+    facts = json.loads((tmp_path / "out" / "corpus.json").read_text())
+    assert list(facts["documents"].values()) == list(corpus.documents)
+
+
+def test_an_interrupted_write_leaves_the_old_corpus(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path / "out", source=library, show_progress=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    calls = iter(range(50))
+
+    def fail(path: str, shares: object) -> int:
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(corpus_module, "split_of", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "out", source=library, show_progress=False)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no Python source files"):
+        write_corpus(tmp_path / "out", source=tmp_path / "empty", show_progress=False)
+
+
+def test_shares_of_files_are_as_asked() -> None:
+    splits = [split_of(f"a/b{i}.py", (0.8, 0.1, 0.1)) for i in range(5000)]
+    assert [abs(splits.count(i) / 5000 - share) < 0.02 for i, share in enumerate((0.8, 0.1, 0.1))] == [True] * 3
+
+
+def test_this_interpreter_has_a_corpus_of_megabytes(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "out", show_progress=False)
+    assert corpus.text_bytes[0] > 4_000_000
+    assert min(corpus.text_bytes) > 50_000

@@ -1,0 +1,225 @@
+"""Tokenizers: ids in range, text that comes back, an identity, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import DataConfig
+from megatron_moe.data.corpus import source_files
+from megatron_moe.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    build_tokenizer,
+)
+from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
+
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+AWKWARD = [
+    "",
+    " ",
+    "\n",
+    "\n\n\n",
+    "  leading",
+    "trailing  \n",
+    "\tif x:\r\n\t\ty\r\n",
+    "a\u2581b \u2581 \u2581\u2581",
+    "\u2581",
+    "e\u2585x",
+    "\ufeffbom",
+    "日本語 𝒳 🙂",
+    "nul \x00 byte",
+    "<s></s><unk><0x41>",
+    "\u2028\u00a0\u3000",
+]
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
+    paths = source_files(LIBRARY)
+    assert len(paths) > 100
+    return [(LIBRARY / path).read_bytes().decode("utf-8", errors="replace") for path in paths[::9]]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def trained(request: pytest.FixtureRequest, sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tokenizer") / "m.model"
+    train_sentencepiece(sources, file, 600, model_type=request.param, limit_bytes=150_000)
+    return file
+
+
+@pytest.fixture(scope="module")
+def huggingface_file(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Path:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(sources[:10], trainer)
+    model.enable_truncation(5)
+    model.enable_padding(length=7)
+    file = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    model.save(str(file))
+    return file
+
+
+def test_source_text_comes_back_exactly_from_sentencepiece(trained: Path, sources: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(trained)
+    for text in sources + AWKWARD:
+        ids = tokenizer.tokenize(text)
+        assert tokenizer.detokenize(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.eod not in ids and tokenizer.bos not in ids
+
+
+def test_indentation_and_words_are_pieces(trained: Path) -> None:
+    tokenizer = SentencePieceTokenizer(trained)
+    assert len(tokenizer.tokenize("        return")) <= 4
+    assert len(tokenizer.tokenize("\n")) == 1
+
+
+def test_every_tokenizer_turns_any_ids_into_text(trained: Path, huggingface_file: Path) -> None:
+    rng = random.Random(0)
+    for tokenizer in (SentencePieceTokenizer(trained), HuggingFaceTokenizer(huggingface_file), ByteTokenizer(), NullTokenizer(50)):
+        for _ in range(50):
+            text = tokenizer.detokenize([rng.randrange(-2, tokenizer.vocab_size + 50) for _ in range(20)])
+            text.encode("utf-8")
+        assert tokenizer.detokenize([tokenizer.vocab_size, -1]).replace(" ", "") == "\ufffd\ufffd"
+        assert tokenizer.detokenize([tokenizer.eod]) == ""
+        assert tokenizer.detokenize([]) == ""
+
+
+def test_awkward_text_comes_back_from_bytes_and_from_byte_level_bpe(huggingface_file: Path, sources: list[str]) -> None:
+    for tokenizer in (ByteTokenizer(), HuggingFaceTokenizer(huggingface_file)):
+        for text in AWKWARD + sources[:20]:
+            assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(huggingface_file)
+    assert len(tokenizer.tokenize("x y z " * 50)) > 7
+    assert len(tokenizer.tokenize("x")) == 1
+
+
+def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(huggingface_file))
+    model.add_special_tokens(["<end>", "<begin>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}, "bos_token": "<begin>"}))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert (tokenizer.eod, tokenizer.bos) == (model.token_to_id("<end>"), model.token_to_id("<begin>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
+    with pytest.raises(ConfigError, match="<nowhere>"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_ids_with_holes_still_lie_below_the_vocabulary_size(tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41, "</s>": 7}, unk_token="a"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.tokenize("b")) == (42, 7, [41])
+
+
+def test_sha256_is_of_the_content_not_the_path(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.model"
+    copy.write_bytes(trained.read_bytes())
+    assert SentencePieceTokenizer(copy).sha256 == SentencePieceTokenizer(trained).sha256
+    assert len({ByteTokenizer().sha256, NullTokenizer(5).sha256, NullTokenizer(6).sha256}) == 3
+
+
+def test_training_is_deterministic_and_blind_to_the_order_of_the_texts(sources: list[str], tmp_path: Path) -> None:
+    for number, texts in enumerate((sources, sources, sources[::-1])):
+        train_sentencepiece(texts, tmp_path / str(number), 500, limit_bytes=100_000)
+    contents = {(tmp_path / str(number)).read_bytes() for number in range(3)}
+    assert len(contents) == 1
+
+
+def test_the_sample_keeps_its_limit_and_drops_repeats(sources: list[str]) -> None:
+    sample = sample_texts(sources * 2, 200_000)
+    assert 0 < sum(len(text.encode()) for text in sample) <= 200_000
+    assert len(set(sample)) == len(sample)
+    assert sample_texts(["x" * 100], 10) == ["x" * 10]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_sample_does_not_depend_on_order_where_large_texts_do_not_fit(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = [f"{i} " * rng.randrange(1, 60) for i in range(30)]
+    expected = sample_texts(texts, 300)
+    rng.shuffle(texts)
+    assert sample_texts(texts, 300) == expected
+
+
+def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer-vocab-size 5000 .* at most \d+"):
+        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 5000)
+    with pytest.raises(ConfigError, match=r"--tokenizer-vocab-size 262 .* at least \d+"):
+        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 262)
+    with pytest.raises(ConfigError, match="--tokenizer-vocab-size 100 "):
+        train_sentencepiece(["def f(x): return x"], tmp_path / "m", 100)
+    with pytest.raises(ConfigError, match="no text"):
+        train_sentencepiece([], tmp_path / "m", 500)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_does_not_replace_a_model_unasked(sources: list[str], tmp_path: Path) -> None:
+    (tmp_path / "m").write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        train_sentencepiece(sources[:3], tmp_path / "m", 400)
+    assert (tmp_path / "m").read_text() == "mine"
+    train_sentencepiece(sources, tmp_path / "m", 400, limit_bytes=50_000, overwrite=True)
+    assert SentencePieceTokenizer(tmp_path / "m").vocab_size == 400
+
+
+@pytest.mark.parametrize(
+    "data, vocab_size, words",
+    [
+        (DataConfig(), None, "--tokenizer-type"),
+        (DataConfig(tokenizer_type="FooTokenizer"), None, "FooTokenizer"),
+        (DataConfig(tokenizer_type="SentencePieceTokenizer"), None, "--tokenizer-model"),
+        (DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/nowhere/m"), None, "/nowhere/m"),
+        (DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/"), None, "tokenizer.json"),
+        (DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/"), None, "folder"),
+        (DataConfig(tokenizer_type="NullTokenizer"), None, "--vocab-size"),
+        (DataConfig(tokenizer_type="NullTokenizer"), 1, "--vocab-size 1"),
+        (DataConfig(mock_data=True), None, "--vocab-size"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(data: DataConfig, vocab_size: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_tokenizer(data, vocab_size)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x00" * 1000])
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_a_file_that_is_no_model_is_refused_by_name(kind: str, content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "broken"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="broken"):
+        build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=str(file)))
+
+
+def test_mock_data_needs_a_vocabulary_only() -> None:
+    tokenizer = build_tokenizer(DataConfig(mock_data=True), 64)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 64, 63)
+
+
+def test_null_tokenizer_reads_ids_and_refuses_others() -> None:
+    tokenizer = NullTokenizer(10)
+    assert tokenizer.tokenize(" 0 8\n3 ") == [0, 8, 3]
+    assert tokenizer.detokenize([0, 8, 3, 9]) == "0 8 3"
+    for word in ("9", "-1", "x", "1.0", "²"):
+        with pytest.raises(ConfigError, match="0 to 8"):
+            tokenizer.tokenize(word)
