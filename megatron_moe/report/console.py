@@ -64,13 +64,13 @@ class Interval:
         return " | ".join(parts)
 
 
-def status(record: StepRecord) -> str:
-    """The figures of one step, short enough to stand beside a progress bar."""
+def status(record: StepRecord, expert_load: float | None) -> str:
+    """The figures of one step, short enough to stand beside a progress bar; `expert_load` is the last one known."""
     parts = [f"loss {record.loss:.3f}", f"{record.tokens_per_second:,.0f} tok/s"]
     if record.grad_norm is not None:
         parts.append(f"gnorm {record.grad_norm:.2f}")
-    if record.expert_load is not None:
-        parts.append(f"load {record.expert_load:.2f}")
+    if expert_load is not None:
+        parts.append(f"load {expert_load:.2f}")
     parts.append("SKIPPED" if record.skipped else f"left {duration(record.seconds_left)}")
     return " ".join(parts)
 
@@ -148,13 +148,16 @@ class LiveConsoleSink(ConsoleSink):
         )
         self._task = self._progress.add_task("train", total=train_iters, completed=start_iteration, status="")
         self._drawn = -math.inf
+        self._expert_load: float | None = None
         self._live = False
 
     def step(self, record: StepRecord) -> None:
         if not self._live:
             self._progress.start()
             self._live = True
-        self._progress.update(self._task, completed=record.iteration, status=status(record))
+        if record.expert_load is not None:
+            self._expert_load = record.expert_load
+        self._progress.update(self._task, completed=record.iteration, status=status(record, self._expert_load))
         super().step(record)
         now = time.monotonic()
         if now - self._drawn >= self._MIN_SECONDS or record.iteration == self._train_iters:

@@ -62,7 +62,7 @@ class JsonlSink(Sink):
                 _cut(part, keep)
                 self.cut_lines += total - keep
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._steps: IO[str] = open(path, "a", encoding="utf-8")
+        self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self._evaluations: IO[str] | None = None
 
     def step(self, record: StepRecord) -> None:
@@ -71,7 +71,8 @@ class JsonlSink(Sink):
     def evaluation(self, record: EvalRecord) -> None:
         if self._evaluations is None:
             assert self.artifact is not None
-            self._evaluations = open(evaluations_path(self.artifact), "a", encoding="utf-8")
+            path = evaluations_path(self.artifact)
+            self._evaluations = open(path, "a", encoding="utf-8")  # noqa: SIM115
         _append(self._evaluations, record)
 
     def close(self, summary: dict[str, Any] | None) -> None:

@@ -45,10 +45,15 @@ _TRAIN, _SPLITS, _ENTROPY = "#2563a8", {"valid": "#d1495b", "test": "#3b8746"}, 
 
 @dataclass
 class History:
-    """What the picture needs of a run. Rows of `loads[layer]` are steps, columns experts: tokens / mean tokens."""
+    """What the picture needs of a run.
+
+    Rows of `loads[layer]` are the steps whose experts were counted, `counted`; columns are experts; values are tokens
+    over the layer's mean.
+    """
 
     iterations: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
     loads: dict[int, list[np.ndarray]] = field(default_factory=dict)
     evaluations: list[EvalRecord] = field(default_factory=list)
     tokens: int = 0
@@ -63,6 +68,8 @@ class History:
             history.losses.append(math.nan if record.skipped else record.loss)
             history.tokens += record.tokens
             history.seconds += record.seconds
+            if record.tokens_per_expert:
+                history.counted.append(record.iteration)
             for layer, counts in record.tokens_per_expert.items():
                 row = np.asarray(counts, dtype=np.float32)
                 history.loads.setdefault(layer, []).append(row / max(float(row.mean()), 1e-9))
@@ -189,7 +196,7 @@ def _draw_balance(panel: Axes, history: History) -> None:
     for layer, colour in zip(layers, colours, strict=True):
         worst = np.stack(history.loads[layer]).max(axis=1)
         label = f"layer {layer}" if len(layers) <= 8 else None
-        panel.plot(_steps_of(history, layer), worst, color=colour, lw=1.0, alpha=0.9, label=label)
+        panel.plot(history.counted, worst, color=colour, lw=1.0, alpha=0.9, label=label)
     panel.axhline(1.0, color=_ENTROPY, ls=(0, (5, 3)), lw=1.0)
     panel.set_ylim(bottom=0.9)
     panel.set_title("Load of the fullest expert, max / mean tokens")
@@ -204,9 +211,8 @@ def _draw_load(panel: Axes, history: History) -> None:
     by_expert = sum(part.shape[1] for part in rows) <= MAX_ROWS
     if not by_expert:
         rows = [part.max(axis=1, keepdims=True) for part in rows]
-    steps = min(len(part) for part in rows)
-    image = spans(np.concatenate([part[-steps:] for part in rows], axis=1), MAX_COLUMNS).T
-    first, last = _steps_of(history, layers[0])[-steps], history.iterations[-1]
+    image = spans(np.concatenate(rows, axis=1), MAX_COLUMNS).T
+    first, last = history.counted[0], history.counted[-1]
     mesh = panel.imshow(
         image,
         aspect="auto",
@@ -225,8 +231,3 @@ def _draw_load(panel: Axes, history: History) -> None:
     what = "Tokens of each expert / mean of its layer" if by_expert else "Load of each layer's fullest expert"
     panel.set_title(what)
     panel.figure.colorbar(mesh, ax=panel, pad=0.01, fraction=0.03, extend="max")
-
-
-def _steps_of(history: History, layer: int) -> list[int]:
-    """The iterations at which a layer was counted: all, or the later ones where older lines had no counts."""
-    return history.iterations[-len(history.loads[layer]) :]

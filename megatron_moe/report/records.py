@@ -19,7 +19,8 @@ class StepRecord:
     batch. grad_norm is the norm before clipping; none where it was not computed. seconds is the time of the step on
     the slowest rank; tokens_per_second is that of the whole job, model_tflops (10^12 model FLOPs a second, no
     recomputation counted) and mfu (a share, 0 to 1) are per device. tokens_per_expert holds, per MoE layer of the
-    whole model, the E counts of the step over all ranks. expert_load is max / mean of those counts in the worst layer,
+    whole model, the E counts of the step over all ranks; it may be empty, and with it expert_load none, at a step whose
+    counts were not gathered. expert_load is max / mean of those counts in the worst layer,
     empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank.
     """
 

@@ -5,6 +5,7 @@ import io
 import os
 
 import pytest
+
 from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink, duration
 from megatron_moe.report.records import EvalRecord, StepRecord
 
@@ -51,7 +52,7 @@ class Terminal:
 
     def __init__(self):
         self._reader, writer = os.openpty()
-        self.stream = open(writer, "w", encoding="utf-8")
+        self.stream = open(writer, "w", encoding="utf-8")  # noqa: SIM115
 
     def output(self):
         self.stream.flush()
@@ -150,6 +151,14 @@ def test_a_terminal_gets_whole_lines_and_a_progress_line_that_is_taken_away(term
         assert "\x1b" not in after.split("\r\n", 1)[0]
     assert output.rstrip("\r\n").endswith("\x1b[2K")  # the progress line is cleared
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # and the cursor is back
+
+
+def test_the_progress_line_keeps_the_last_known_load_between_counted_steps(terminal):
+    sink = console_sink(terminal.stream, train_iters=3, log_interval=100, start_iteration=0)
+    steps(sink, 1, 2)
+    sink.step(dataclasses.replace(STEP, iteration=3, expert_load=None))
+    last_drawn = terminal.output().rsplit("3/3", 1)[1]
+    assert "load 1.25" in last_drawn
 
 
 def test_a_character_that_the_stream_lacks_is_written_as_its_escape():

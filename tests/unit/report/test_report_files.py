@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report import files
 from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
@@ -96,7 +97,7 @@ def test_a_fresh_run_keeps_the_file_of_the_run_before_it(tmp_path):
 def test_a_file_that_holds_no_metrics_is_refused_and_left_as_it_was(tmp_path, content, start):
     path = tmp_path / "README.md"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="README.md: line 1"):
+    with pytest.raises(ConfigError, match=r"README\.md: line 1"):
         JsonlSink(path, start)
     assert path.read_text() == content
     assert os.listdir(tmp_path) == ["README.md"]

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report import plot
@@ -128,13 +129,13 @@ def test_the_end_is_told_once(tmp_path):
 
 
 def test_a_picture_without_metrics_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--plot-file .* add --metrics-file"):
+    with pytest.raises(ConfigError, match=r"--plot-file .* add --metrics-file"):
         Reporter(run_with(tmp_path, "plot_file"), is_writer=True, start_iteration=0)
 
 
 def test_a_path_that_cannot_be_written_is_named_with_its_flag(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="--metrics-file .*metrics.jsonl cannot be written"):
+    with pytest.raises(ConfigError, match=r"--metrics-file .*metrics\.jsonl cannot be written"):
         Reporter(run_with(tmp_path, "metrics_file"), is_writer=True, start_iteration=0)
 
 
@@ -172,6 +173,20 @@ def test_a_picture_of_many_experts_and_steps_has_a_row_per_layer_and_bounded_col
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     image = figures[0].axes[2].images[0].get_array()
     assert image.tolist() == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, monkeypatch):
+    figures = []
+    run = run_with(tmp_path, "metrics_file")
+    with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+        for iteration in range(1, 7):
+            counts = STEP.tokens_per_expert if iteration % 2 == 0 else {}
+            reporter.step(dataclasses.replace(STEP, iteration=iteration, tokens_per_expert=counts))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
+    plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
+    _, balance, load = figures[0].axes[:3]
+    assert list(balance.lines[0].get_xdata()) == [2, 4, 6]
+    assert load.images[0].get_array().shape == (8, 3)
 
 
 def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):

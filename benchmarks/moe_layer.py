@@ -1,0 +1,229 @@
+"""`make bench`: one MoE layer, forward and backward, ours beside the engine's and transformers'.
+
+All contestants get the same weights, input, output gradient and routing. Each has to match an fp32 oracle in its
+output and all its gradients before it is timed. Rounds are interleaved, so that a busy neighbour slows everybody, and
+the order turns from round to round. The yardstick is the bound: the layer's six matrix products as dense ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform as host
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Before torch: a thread that waits must not spin on a core that another one could use.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
+from benchmarks.contestants import Bound, Contestant, Skipped, ours, transformers_layer
+from benchmarks.engine_layer import engine_grouped, engine_sequential
+from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
+from megatron_moe import platform
+from megatron_moe.config import schema
+from megatron_moe.parallel import groups
+from megatron_moe.report.files import write_json
+from megatron_moe.report.summary import versions
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}
+"""Largest relative error against the oracle; bf16 itself rounds to 2^-9 = 0.002, several times along the way."""
+BOUND = "bound"
+
+
+def contestants(pg_collection: Any) -> dict[str, tuple[str, Callable[[Problem], Contestant]]]:
+    """Name -> (what it is, how to build it)."""
+    sequential = partial(partial, engine_sequential, pg_collection=pg_collection)
+    return {
+        BOUND: ("six dense torch.mm of equal FLOPs", Bound),
+        "ours": ("megatron_moe MoELayer, grouped_mm", partial(ours, backend="grouped_mm")),
+        "ours_loop": ("megatron_moe MoELayer, loop", partial(ours, backend="loop")),
+        "engine_alltoall": ("megatron-core SequentialMLP, alltoall", sequential(dispatcher="alltoall", fused=False)),
+        "engine_fused": ("the same, fused SwiGLU", sequential(dispatcher="alltoall", fused=True)),
+        "engine_allgather": ("megatron-core SequentialMLP, allgather", sequential(dispatcher="allgather", fused=False)),
+        "engine_grouped": (
+            "its GroupedMLP on grouped_mm (not stock)",
+            partial(engine_grouped, pg_collection=pg_collection),
+        ),
+        "hf_grouped_mm": (
+            "transformers DeepseekV3MoE, grouped_mm",
+            partial(transformers_layer, implementation="grouped_mm"),
+        ),
+        "hf_eager": ("transformers DeepseekV3MoE, eager", partial(transformers_layer, implementation="eager")),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; exit status 1 if a contestant gives a wrong answer."""
+    args = _parse(argv)
+    torch.set_num_threads(args.threads)
+    shape = Shape(args.tokens, args.hidden, args.experts, args.topk, args.ffn, args.shared)
+    device = platform.device()
+    problem = make_problem(shape, DTYPES[args.dtype], device, args.seed)
+    pg_collection = groups.initialize(schema.Run())
+    try:
+        entries = contestants(pg_collection)
+        unknown = sorted(set(args.contestants or ()) - set(entries))
+        if unknown:
+            print(f"--contestants {' '.join(unknown)}: not one of {', '.join(entries)}", file=sys.stderr)
+            return 2
+        names = [name for name in entries if name == BOUND or not args.contestants or name in args.contestants]
+        facts = _facts(args, shape, device)
+        for key, value in facts.items():
+            print(f"{key:<9} {value}")
+        ready, errors, skipped = _admit(problem, {name: entries[name] for name in names}, TOLERANCE[args.dtype])
+        times = _race(ready, args.rounds, args.warmup)
+        rows = _rows(times, {name: entries[name][0] for name in ready}, shape)
+        _print_table(rows)
+        wrong = [name for name in names if name in skipped and skipped[name].startswith("WRONG")]
+        if args.json:
+            write_json(args.json, {**facts, "results": rows, "errors": errors, "skipped": skipped, "seconds": times})
+            print(f"wrote {args.json}")
+        return 1 if wrong else 0
+    finally:
+        groups.destroy()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    default = Shape()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each contestant")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before those")
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, beside the bound (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in ("tokens", "hidden", "experts", "topk", "ffn", "shared"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    return parser.parse_args(argv)
+
+
+def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict[str, Any]:
+    model, flags = _processor()
+    facts = {
+        "shape": str(shape),
+        "dtype": args.dtype,
+        "device": f"{device}: "
+        + (torch.cuda.get_device_name() if platform.has_cuda() else f"{os.cpu_count()} x {model}"),
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _transformers()).items()),
+    }
+    if args.dtype == "bf16" and not platform.has_cuda() and not flags & {"avx512_bf16", "amx_bf16"}:
+        facts["note"] = (
+            "this processor has no bf16 instructions: its products, and with them the bound, are so slow that "
+            "everything else hardly shows; --dtype fp32 tells more here"
+        )
+    return facts
+
+
+def _processor() -> tuple[str, set[str]]:
+    """(name, features) of the processor, as Linux knows them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return host.machine(), set()
+    fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    found = {key.strip(): value.strip() for key, value in fields.items()}
+    return found.get("model name", host.machine()), set(found.get("flags", found.get("Features", "")).split())
+
+
+def _transformers() -> dict[str, str]:
+    from importlib import metadata
+
+    try:
+        return {"transformers": metadata.version("transformers")}
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def _admit(
+    problem: Problem, entries: dict[str, tuple[str, Callable[[Problem], Contestant]]], tolerance: float
+) -> tuple[dict[str, Contestant], dict[str, dict[str, float]], dict[str, str]]:
+    """Build everybody and let those race who match the oracle: (contestants, errors by name, reasons by name)."""
+    truth = oracle(problem)
+    ready: dict[str, Contestant] = {}
+    errors: dict[str, dict[str, float]] = {}
+    skipped: dict[str, str] = {}
+    print(f"\nrelative error against the fp32 oracle (at most {tolerance:g})")
+    for name, (_, build) in entries.items():
+        try:
+            contestant = build(problem)
+        except Skipped as reason:
+            skipped[name] = str(reason)
+            print(f"  {name:<17} skipped: {reason}")
+            continue
+        contestant.step()
+        results = contestant.results()
+        errors[name] = {key: relative_error(results[key], truth[key]) for key in truth if results}
+        contestant.clear()
+        if results:
+            print(f"  {name:<17} " + "  ".join(f"{key} {error:.1e}" for key, error in errors[name].items()))
+        wrong = [key for key, error in errors[name].items() if not error <= tolerance]
+        if wrong:
+            skipped[name] = f"WRONG: {', '.join(wrong)} beyond {tolerance:g}"
+            print(f"  {name:<17} {skipped[name]}; it does not race")
+        else:
+            ready[name] = contestant
+    return ready, errors, skipped
+
+
+def _race(ready: dict[str, Contestant], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of each timed step, by contestant; one step of everybody per round, each round starting with another."""
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    names = list(ready)
+    for number in range(warmup + rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            platform.synchronize()
+            start = time.perf_counter()
+            ready[name].step()
+            platform.synchronize()
+            elapsed = time.perf_counter() - start
+            ready[name].clear()
+            if number >= warmup:
+                times[name].append(elapsed)
+    return times
+
+
+def _rows(times: dict[str, list[float]], titles: dict[str, str], shape: Shape) -> list[dict[str, Any]]:
+    bound_median, bound_min = statistics.median(times[BOUND]), min(times[BOUND])
+    rows = []
+    for name, seconds in times.items():
+        median, best = statistics.median(seconds), min(seconds)
+        rows.append(
+            {
+                "name": name,
+                "what": titles[name],
+                "median_ms": 1e3 * median,
+                "min_ms": 1e3 * best,
+                "tokens_per_second": shape.tokens / median,
+                "gflops": shape.flops / median / 1e9,
+                "x_bound_median": median / bound_median,
+                "x_bound_min": best / bound_min,
+            }
+        )
+    return sorted(rows, key=lambda row: row["x_bound_min"])
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'':<42}{'median ms':>10}{'min ms':>9}{'tok/s':>9}{'GFLOP/s':>9}{'x bound':>9}{'(min)':>7}")
+    for row in rows:
+        print(
+            f"{row['what']:<42}{row['median_ms']:>10.1f}{row['min_ms']:>9.1f}{row['tokens_per_second']:>9,.0f}"
+            f"{row['gflops']:>9.0f}{row['x_bound_median']:>9.2f}{row['x_bound_min']:>7.2f}"
+        )
+    print("x bound: median step / median step of the bound; (min): the same of the fastest steps")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
