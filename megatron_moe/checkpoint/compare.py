@@ -1,0 +1,70 @@
+"""Does a checkpoint's configuration fit the run that loads it? No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, flatten
+
+_FREE = {
+    # may differ between the runs that share a checkpoint: they change neither a weight's shape nor its meaning
+    "seq_length",
+    "max_position_embeddings",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "attention_softmax_in_fp32",
+    "make_vocab_size_divisible_by",
+    "transformer_impl",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_token_dispatcher_type",
+    "moe_expert_backend",
+}
+_TRAINING_STATE = ("bf16", "fp16", "use_distributed_optimizer")
+"""Settings that the optimizer's state depends on; free where only weights are loaded."""
+
+_NOT_TOLD = {"load", "save", "ckpt_step", "metrics_file", "plot_file", "summary_file", "tensorboard_dir", "dry_run"}
+
+
+def architecture_keys() -> list[str]:
+    """The configuration keys that a checkpoint and the run that loads it must agree on."""
+    names = [field.name for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
+    return [name for name in names if name not in _FREE]
+
+
+def check_matches(run: Run, saved: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint of another model, or of another kind of optimizer state.
+
+    Keys that the checkpoint does not have, because it is older than they are, are not compared.
+
+    Raises:
+        ConfigError: with every key that differs.
+    """
+    current = flatten(run)
+    keys = architecture_keys()
+    if not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+        keys = [*keys, *_TRAINING_STATE]
+    differing = [name for name in keys if name in saved and saved[name] != current[name]]
+    if not differing:
+        return
+    lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
+    hint = "use the checkpoint's values, or another folder"
+    if all(name in _TRAINING_STATE for name in differing):
+        hint = "use the checkpoint's values, or load the weights alone with --finetune or --no-load-optim"
+    raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
+
+
+def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
+    """What else differs and is allowed to, as `name: old -> new`; worth telling on a resume."""
+    current = flatten(run)
+    return [
+        f"{name}: {saved[name]} -> {current[name]}"
+        for name in sorted(saved.keys() & current.keys() - _NOT_TOLD)
+        if saved[name] != current[name]
+    ]

@@ -1,0 +1,177 @@
+"""The only door to the engine's dist_checkpointing: write and read one step's tensors.
+
+Two things differ from the engine's defaults. Writing stays in this process: the engine forks writers and starts a
+manager process even for a synchronous save, which costs seconds and waits for ever when a writer is killed. And what
+is read is checked first: torch's checkpoint format holds pickles, which the engine loads without restriction.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from megatron_moe.config.errors import ConfigError
+
+
+def save_tensors(state: dict[str, Any], folder: Path) -> None:
+    """Write a sharded state dict (tensors and small plain values) into an empty folder. Collective over all ranks."""
+    dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
+
+
+def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a step into the requested sharded state dict. Collective over all ranks.
+
+    Every tensor asked for has to be in the step with the same dtype, and every tensor of the step has to be asked for
+    by some rank, unless its key begins with one of `allow_unread`.
+
+    Raises:
+        ConfigError: keys or dtypes do not match; all of them are listed. The same on every rank.
+    """
+    check_trusted(folder)
+    saved = _strategy().load_tensors_metadata(str(folder))
+    casts = _agreed({
+        f"{tensor.key}: saved as {saved[tensor.key].dtype}, wanted as {tensor.dtype}"
+        for tensor in sharded_tensors(state)
+        if tensor.key in saved and saved[tensor.key].dtype != tensor.dtype
+    })
+    if casts:
+        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", casts))
+    loaded, unread, absent = dist_checkpointing.load(
+        state, str(folder), sharded_strategy=_strategy(), strict=StrictHandling.RETURN_ALL
+    )
+    absent = _agreed(set(absent))
+    unread = _agreed({key for key in unread if not key.startswith(allow_unread)})
+    if absent or unread:
+        lines = [f"not in the checkpoint: {key}" for key in absent]
+        lines += [f"in the checkpoint, but not in the model: {key}" for key in unread]
+        raise ConfigError(_listing(f"{folder}: does not hold the tensors of this model:", lines))
+    return loaded
+
+
+def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+    """All sharded tensors of a nested state dict that are not built by a factory."""
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from sharded_tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from sharded_tensors(value)
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """The engine's torch_dist format, written by torch's own writer in this process, one file per rank, flushed."""
+
+    def __init__(self) -> None:
+        super().__init__(backend="torch_dist", version=1, thread_count=1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(
+                checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1
+            ),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+def _strategy() -> TorchDistLoadShardedStrategy:
+    return TorchDistLoadShardedStrategy()
+
+
+def _agreed(found: set[str]) -> list[str]:
+    """The union over ranks, sorted, so that all of them raise or none."""
+    gathered: list[set[str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, found)
+    return sorted(set().union(*(part for part in gathered if part)))
+
+
+def _listing(head: str, lines: list[str], limit: int = 40) -> str:
+    rest = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n".join([head, *(f"  {line}" for line in lines[:limit]), *rest])
+
+
+# ---- pickles
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes that torch's checkpoint metadata consists of, and refuses to import anything else."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = {
+        ("pathlib", "PosixPath"),  # where the writer was told to write
+        ("pathlib._local", "PosixPath"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+    }
+    _CLASSES = {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self._NAMES or (module in self._MODULES and name in self._CLASSES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+def check_trusted(folder: Path) -> None:
+    """Refuse a step whose pickles could run code, before the engine opens them.
+
+    The engine reads `.metadata` and non-tensor values with plain pickle. Here they are read first with an allow-list.
+
+    Raises:
+        ConfigError: naming the file and what it wanted to import.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        for name, path, offset, length in _pickled_values(metadata):
+            with open(folder / _inside(path), "rb") as file:
+                file.seek(offset)
+                try:
+                    torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+                except pickle.UnpicklingError as error:
+                    raise pickle.UnpicklingError(f"value {name} in {path}: {str(error).splitlines()[0]}") from None
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise ConfigError(f"{folder}: refused, it may be damaged or harmful ({error})") from error
+
+
+def _pickled_values(metadata: Metadata) -> Iterator[tuple[str, str, int, int]]:
+    for key, kind in metadata.state_dict_metadata.items():
+        if isinstance(kind, BytesStorageMetadata):
+            info = metadata.storage_data[MetadataIndex(key)]
+            yield key, info.relative_path, info.offset, info.length
+
+
+def _inside(path: str) -> str:
+    if os.path.basename(path) != path:
+        raise ValueError(f"the data file {path!r} lies outside the folder")
+    return path
+
+
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)

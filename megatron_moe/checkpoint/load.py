@@ -1,0 +1,58 @@
+"""Read a step into a model, an optimizer and a schedule that are built already."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.checkpoint import dist, optimizer_state, random_state
+from megatron_moe.checkpoint.plan import Source
+from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state, put_model_state
+from megatron_moe.config.schema import Run
+from megatron_moe.parallel.groups import rank_facts
+
+
+def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str]]:
+    """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
+
+    Returns:
+        Where to start, and what to tell about it.
+
+    Raises:
+        ConfigError: tensors are missing, left over or of another dtype, or the files hold code.
+    """
+    options = run.checkpoint
+    with_optimizer = not (options.finetune or options.no_load_optim)
+    request = model_state(trained)
+    chunks = list(request)
+    if with_optimizer:
+        settings = metadata(trained.pg_collection)
+        request["optimizer"] = optimizer_state.sharded_state(trained.optimizer, request, settings, loading=True)
+    loaded = dist.load_tensors(request, source.step, allow_unread=() if with_optimizer else ("optimizer.",))
+    put_model_state(trained, {name: loaded[name] for name in chunks})
+    if with_optimizer:
+        optimizer_state.load(trained.optimizer, loaded["optimizer"], run)
+    else:
+        # fp32 main weights are copies of the model's; those they were made from are gone.
+        trained.optimizer.reload_model_params()
+    if options.finetune:
+        return Progress(), [f"weights from {source.step}; iteration, optimizer and schedule start fresh"]
+    trained.scheduler.load_state_dict(source.state["scheduler"])
+    progress = Progress(source.state["iteration"], source.state["consumed_samples"])
+    return progress, [f"continuing from {source.step}", *_load_random_state(run, source)]
+
+
+def _load_random_state(run: Run, source: Source) -> list[str]:
+    """Restore this rank's random states, or leave the fresh seeds and say so; the same decision on every rank."""
+    if run.checkpoint.no_load_rng:
+        return []
+    facts = rank_facts()
+    same_layout = source.state["layout"] == layout(facts)
+    path = random_state.path_of(source.step, facts.rank)
+    there = torch.tensor(int(same_layout and path.is_file()), device=platform.device())
+    torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MIN)
+    if there.item():
+        random_state.load(path)
+        return []
+    why = "was saved without them" if same_layout else f"was saved on another layout {source.state['layout']}"
+    return [f"random states start from --seed {run.training.seed}: the checkpoint {why}"]

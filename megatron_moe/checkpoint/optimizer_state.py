@@ -1,0 +1,81 @@
+"""The optimizer's part of a checkpoint, in a form that any layout can read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_moe.config.schema import Run
+
+FORMAT: dict[str, Any] = {
+    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
+    """The optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
+    with _compact_buckets(optimizer):
+        return optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+
+
+@torch.no_grad()
+def load(optimizer: Any, state: Any, run: Run) -> None:
+    """Put a loaded state into the optimizer: main weights, moments, step count, loss scale.
+
+    Learning rate, betas and epsilon are settings, not state: those of the present run stay in force.
+    """
+    settings = {
+        "max_lr": run.optimizer.lr,
+        "min_lr": run.optimizer.min_lr,
+        "betas": (run.optimizer.adam_beta1, run.optimizer.adam_beta2),
+        "eps": run.optimizer.adam_eps,
+    }
+    for group in _param_groups(state):
+        group.update({key: value for key, value in settings.items() if key in group})
+    optimizer.load_state_dict(state)
+
+
+def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """Every parameter group in a nested optimizer state, whichever optimizers it is of."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key == "param_groups":
+                yield from value
+            elif key == "optimizer" or isinstance(key, int):
+                yield from _param_groups(value)
+
+
+@contextlib.contextmanager
+def _compact_buckets(optimizer: Any) -> Iterator[None]:
+    """Make the engine slice its gathered buffers where the parameters really lie.
+
+    A distributed optimizer joins its gradient buckets without their padding and then looks each parameter up by its
+    position with the padding (NVIDIA/Megatron-LM PR #5077). With more than one padded bucket every parameter behind
+    the first would be saved shifted. The positions are corrected while the state dict is built.
+    """
+    changed: list[tuple[Any, dict[Any, Any]]] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for buffer in getattr(part, "buffers", None) or []:
+            changed.append((buffer, buffer.param_index_map))
+            buffer.param_index_map = _positions_without_padding(buffer)
+    try:
+        yield
+    finally:
+        for buffer, positions in changed:
+            buffer.param_index_map = positions
+
+
+def _positions_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    removed, before = [], 0
+    for bucket in buffer.buckets:
+        removed.append(before)
+        before += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (start - removed[bucket], end - removed[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }

@@ -1,0 +1,46 @@
+"""Random states: one file per rank, valid for the layout that wrote it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_moe import platform
+
+
+def path_of(step: Path, rank: int) -> Path:
+    """The file of one rank."""
+    return step / "rng" / f"rank_{rank:05d}.pt"
+
+
+def save(path: Path) -> None:
+    """Write the states of Python, numpy, torch and the engine's model-parallel tracker."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": list(random.getstate()[1]),
+        "python_gauss": random.getstate()[2],
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy_rest": [str(name), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+    }
+    if platform.has_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    torch.save(state, path)
+
+
+def load(path: Path) -> None:
+    """Restore what `save` wrote on the same rank of the same layout."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    random.setstate((3, tuple(state["python"]), state["python_gauss"]))
+    name, position, has_gauss, cached = state["numpy_rest"]
+    np.random.set_state((name, state["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if platform.has_cuda():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,89 @@
+"""How many sequences a step takes: constant, or growing over the first samples (`--rampup-batch-size`).
+
+megatron-core has a calculator for this, but 0.19 dropped the ramp-up from it (the argument is accepted and ignored).
+A ramp that depends on the version would make runs incomparable, so it is computed here, without state: the batch size
+is a function of the samples consumed, which is what a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Sequences per optimizer step as a function of the sequences consumed so far.
+
+    `final` is the global batch size after the ramp. With `ramp` = (start, increment, samples) it begins at `start` and
+    grows by `increment` in equal shares of the first `samples` sequences (Megatron-LM's rule).
+    """
+
+    micro_batch_size: int
+    data_parallel_size: int
+    final: int
+    ramp: tuple[int, int, int] | None = None
+
+    def global_batch_size(self, consumed_samples: int) -> int:
+        """Sequences of the next step, over all ranks."""
+        if self.ramp is None:
+            return self.final
+        start, increment, samples = self.ramp
+        increments = (self.final - start) // increment
+        if increments == 0 or consumed_samples >= samples:
+            return self.final
+        return min(self.final, start + consumed_samples * increments // samples * increment)
+
+    def num_micro_batches(self, consumed_samples: int) -> int:
+        """Micro-batches of the next step, per rank."""
+        return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
+
+    def samples_after(self, iterations: int) -> int:
+        """Sequences that `iterations` steps from the start of the run consume."""
+        consumed = 0
+        for done in range(iterations):
+            size = self.global_batch_size(consumed)
+            if size == self.final:
+                return consumed + (iterations - done) * self.final
+            consumed += size
+        return consumed
+
+
+def batch_schedule(run: Run, world_size: int) -> BatchSchedule:
+    """The schedule of a run.
+
+    Raises:
+        ConfigError: a ramp that is not START INCREMENT SAMPLES, does not end at the global batch size, or passes a
+            size that micro-batch-size x DP does not divide.
+    """
+    training = run.training
+    dp = derived.data_parallel_size(run, world_size)
+    final = derived.global_batch_size(run, world_size)
+    ramp = training.rampup_batch_size
+    if ramp is not None:
+        _check_ramp(ramp, final, training.micro_batch_size * dp)
+        return BatchSchedule(training.micro_batch_size, dp, final, (ramp[0], ramp[1], ramp[2]))
+    return BatchSchedule(training.micro_batch_size, dp, final)
+
+
+def _check_ramp(ramp: tuple[int, ...], final: int, step: int) -> None:
+    shown = " ".join(map(str, ramp))
+    if len(ramp) != 3 or min(ramp) < 1:
+        raise ConfigError(
+            f"--rampup-batch-size {shown}: give START INCREMENT SAMPLES, three positive numbers, "
+            f"for example {step} {step} {10 * final}"
+        )
+    start, increment, _ = ramp
+    if start > final or (final - start) % increment:
+        raise ConfigError(
+            f"--rampup-batch-size {shown}: steps of {increment} from {start} do not reach --global-batch-size {final}; "
+            f"the difference {final - start} must be a multiple of the increment"
+        )
+    if start % step or increment % step:
+        raise ConfigError(
+            f"--rampup-batch-size {shown}: every size on the way must be a multiple of micro-batch-size x DP = {step}; "
+            f"for example {step} {step} {ramp[2]}"
+        )

@@ -1,0 +1,84 @@
+"""A run in progress: what it was built from, how far it has come, and how it saves and evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint.save import save
+from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.config.schema import Run
+from megatron_moe.data.batches import BatchIterator, batch_iterators
+from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.reporter import Reporter
+from megatron_moe.report.summary import versions
+from megatron_moe.training.batch_size import BatchSchedule
+from megatron_moe.training.evaluate import evaluate, gathered_parameters
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The engine's datasets; None where a split is not used."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+@dataclass
+class Job:
+    """Everything the loop works on. `progress` moves; the rest is built once."""
+
+    run: Run
+    place: RankFacts
+    trained: Trained
+    schedule: BatchSchedule
+    splits: Splits
+    padded_vocab_size: int
+    progress: Progress
+    reporter: Reporter
+    saved: Path | None = None
+    """The step that holds the present weights, once there is one."""
+    unigram_entropy: float | None = None
+    """Entropy of the validation's tokens, nats; known to rank 0."""
+
+    def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
+        """One iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
+        return batch_iterators(
+            dataset,
+            self.run,
+            consumed_samples=consumed_samples,
+            pg_collection=self.trained.pg_collection,
+            num_chunks=len(self.trained.model),
+        )
+
+    def evaluate(self, split: str) -> EvalRecord:
+        """Mean loss over the first `--eval-iters` global batches of a split: the same sequences every time."""
+        record = evaluate(
+            self.trained.model,
+            self.batches(getattr(self.splits, split), 0),
+            split=split,
+            iteration=self.progress.iteration,
+            num_micro_batches=self.run.training.eval_iters * self.final_micro_batches,
+            micro_batch_size=self.run.training.micro_batch_size,
+            seq_length=self.run.model.seq_length,
+            pg_collection=self.trained.pg_collection,
+        )
+        self.reporter.evaluation(record)
+        return record
+
+    @property
+    def final_micro_batches(self) -> int:
+        """Micro-batches per rank of a global batch after any ramp-up."""
+        return self.schedule.final // (self.schedule.micro_batch_size * self.schedule.data_parallel_size)
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state, unless it is written already or `--save` was not given."""
+        if self.run.checkpoint.save is None or self.saved is not None:
+            return
+        facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions()}
+        with gathered_parameters(self.trained.model):
+            self.saved = save(self.run, self.trained, self.progress, facts=facts)
+        self.reporter.message(f"saved {self.saved}")

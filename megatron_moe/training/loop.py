@@ -1,0 +1,107 @@
+"""The loop: step, tell, evaluate, save, and know when to stop."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.state import Progress
+from megatron_moe.training.job import Job
+from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
+from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.step import StepResult, connect, train_step
+
+SKIPS_IN_A_ROW = 50
+"""A run whose steps are all skipped learns nothing. fp16 starts with a scale that takes up to some forty to come down."""
+
+
+def train(job: Job, stop: StopSignals) -> str:
+    """Train until `--train-iters` or an exit condition; the last state is saved.
+
+    Returns:
+        Why it ended, in words.
+
+    Raises:
+        FloatingPointError: too many steps in a row had a loss or gradients that were not finite.
+    """
+    run, trained = job.run, job.trained
+    connect(trained.model, trained.optimizer)
+    batches = job.batches(job.splits.train, job.progress.consumed_samples)
+    meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
+    started, skips = time.monotonic(), 0
+    while job.progress.iteration < (run.training.train_iters or 0):
+        begin = time.perf_counter()
+        result = train_step(
+            trained.model,
+            trained.optimizer,
+            trained.scheduler,
+            batches,
+            num_micro_batches=job.schedule.num_micro_batches(job.progress.consumed_samples),
+            micro_batch_size=run.training.micro_batch_size,
+            seq_length=run.model.seq_length,
+            pg_collection=trained.pg_collection,
+        )
+        _advance(job, result, meter, begin)
+        skips = 0 if result.committed else skips + 1
+        if skips == SKIPS_IN_A_ROW:
+            raise FloatingPointError(
+                f"{skips} steps in a row up to iteration {job.progress.iteration} had a loss or gradients that were not "
+                "finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
+            )
+        reason = exit_reason(job, stop, started)
+        if reason is None and _due(job, run.training.eval_interval) and run.training.eval_iters:
+            job.evaluate("valid")
+        if reason is not None or _due(job, run.checkpoint.save_interval):
+            job.save()
+        if reason is not None:
+            return reason
+    job.save()
+    return f"done: {job.progress.iteration} iterations"
+
+
+def _advance(job: Job, result: StepResult, meter: Meter, begin: float) -> None:
+    """Count the step, skipped or not: its sequences are consumed. Then tell about it."""
+    size = job.schedule.global_batch_size(job.progress.consumed_samples)
+    job.progress = Progress(job.progress.iteration + 1, job.progress.consumed_samples + size)
+    job.saved = None
+    told = job.progress.iteration % job.run.logging.log_interval == 0
+    load = expert_load(result.router_update, job.trained.pg_collection) if told else NO_EXPERT_LOAD
+    record = meter.record(
+        result,
+        load,
+        iteration=job.progress.iteration,
+        consumed_samples=job.progress.consumed_samples,
+        global_batch_size=size,
+        seconds=time.perf_counter() - begin,
+    )
+    job.reporter.step(record)
+
+
+def _due(job: Job, interval: int | None) -> bool:
+    """Whether this iteration ends an interval; the end of the run has its own evaluation and checkpoint."""
+    done = job.progress.iteration
+    return bool(interval) and done % interval == 0 and done < (job.run.training.train_iters or 0)
+
+
+def exit_reason(job: Job, stop: StopSignals, started: float) -> str | None:
+    """Why to stop before `--train-iters`, agreed by all ranks; None to go on.
+
+    Ranks get a signal, and see the clock pass, at different iterations; the first one decides for all.
+    """
+    options, done = job.run.training, job.progress.iteration
+    if done >= (options.train_iters or 0):
+        return None
+    if options.exit_interval and done % options.exit_interval == 0:
+        return f"stopped at iteration {done} (--exit-interval {options.exit_interval})"
+    if not (options.exit_signal_handler or options.exit_duration_in_mins):
+        return None
+    minutes = (time.monotonic() - started) / 60
+    limit = options.exit_duration_in_mins
+    wishes = torch.tensor([int(stop.stop_requested), int(limit is not None and minutes >= limit)], device=platform.device())
+    torch.distributed.all_reduce(wishes, op=torch.distributed.ReduceOp.MAX)
+    terminated, out_of_time = wishes.tolist()
+    if terminated:
+        return f"stopped at iteration {done} by SIGTERM"
+    return f"stopped at iteration {done} (--exit-duration-in-mins {limit:g})" if out_of_time else None

@@ -1,0 +1,139 @@
+"""The engine's optimizer and learning-rate schedule, made to fit a transactional step.
+
+The engine builds one optimizer for the dense parameters and one for the experts and chains them. This file adds what
+its `step` leaves open: whether gradients are usable is asked of all ranks before any weight changes, and both
+optimizers share one fp16 loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+from megatron_moe.model.engine_config import optimizer_config
+
+
+def build_optimizer(
+    run: Run, model: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """The optimizer of the wrapped model chunks, its moments allocated as zeros (fp32).
+
+    Moments exist from the start, so a checkpoint can be written before the first step was committed.
+    """
+    optimizer = get_megatron_optimizer(
+        optimizer_config(run), list(model), use_gloo_process_groups=False, pg_collection=pg_collection
+    )
+    scale = None
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        # An fp32 optimizer has no loss scale at all, a bf16 one has None.
+        if getattr(part, "grad_scaler", None) is not None:
+            scale = SharedLossScale(part.grad_scaler) if scale is None else scale
+            part.grad_scaler = scale
+    return optimizer
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The engine's optimizers in a chain, or the one optimizer there is."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+class SharedLossScale:
+    """One fp16 loss scale for all chained optimizers, updated once a step by what all ranks agreed on.
+
+    The engine gives each chained optimizer a scale of its own and updates it by that optimizer's gradients alone, while
+    the loss is multiplied by the first one's. An overflow in the dense parameters only would leave the experts' scale
+    behind, and from then on their gradients would be unscaled by the wrong number. Here `update`, which the engine calls
+    within `prepare_grads`, does nothing; the step calls `commit`.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The current loss scale, fp32 [1]."""
+        return self._scaler.scale
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        """Its reciprocal, fp32 [1]."""
+        return self._scaler.inv_scale
+
+    def update(self, found_inf: bool) -> None:
+        """Called by each engine optimizer, too early and with too little knowledge: ignored."""
+
+    def commit(self, found_inf: bool) -> None:
+        """Count the step: halve the scale after overflows, double it after a window without."""
+        self._scaler.update(found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state of the scale."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the engine's state of the scale."""
+        self._scaler.load_state_dict(state_dict)
+
+
+def shared_loss_scale(optimizer: MegatronOptimizer) -> SharedLossScale | None:
+    """The fp16 loss scale, or None where there is none."""
+    scales = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
+    return next((scale for scale in scales if isinstance(scale, SharedLossScale)), None)
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
+    for part in parts(optimizer):
+        params = [] if part.is_stub_optimizer else part.get_parameters()
+        if params and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(params, part.config.clip_grad, grad_norm)
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The learning rate that the next update uses."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning-rate schedule, counted in committed iterations.
+
+    The flags of the present run decide; a checkpoint gives the position only, so a run can be prolonged or its rate
+    changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
+    """
+    options = run.optimizer
+    decay = max(derived.lr_decay_iters(run) or 0, 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=options.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=min(derived.lr_warmup_iters(run), decay - 1),  # the engine wants warm-up < decay
+        lr_decay_steps=decay,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=options.lr_wsd_decay_iters or _default_wsd_decay(decay),
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
+    )
+
+
+def _default_wsd_decay(decay_iters: int) -> int:
+    """A tenth of the run, the share that WSD was proposed with (MiniCPM, arXiv 2404.06395)."""
+    return max(decay_iters // 10, 1)

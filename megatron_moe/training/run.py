@@ -1,0 +1,165 @@
+"""A whole run in the order in which it happens: check, build, load, train, evaluate, show, tell."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.folder import claim_root
+from megatron_moe.checkpoint.load import load
+from megatron_moe.checkpoint.plan import Plan, plan
+from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.config import derived, rules
+from megatron_moe.config.schema import Run
+from megatron_moe.data.checks import check_data
+from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.entropy import label_entropy
+from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.report.reporter import Reporter
+from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
+from megatron_moe.training.job import Job, Splits
+from megatron_moe.training.loop import train
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.sample import sample_text
+from megatron_moe.training.signals import StopSignals
+
+
+def pretrain(run: Run) -> dict[str, Any]:
+    """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
+
+    Raises:
+        ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rules.check(run, world_size)
+    platform.backend(run.parallel.distributed_backend)
+    schedule = batch_schedule(run, world_size)
+    start_from = plan(run)
+    tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+    verified = check_data(run, tokenizer)
+    if run.logging.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join([*start_from.notes, *verified, "dry run: the configuration is sound"]), flush=True)
+        return {}
+    _quiet_engine()
+    clean = False
+    with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop:
+        try:
+            job = _build(run, tokenizer, schedule, start_from, verified)
+            with job.reporter:
+                summary = _train_and_tell(job, tokenizer, stop)
+            clean = True
+            return summary
+        finally:
+            groups.destroy(abort=not clean)
+
+
+def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: Plan, verified: list[str]) -> Job:
+    """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them."""
+    pg_collection = groups.initialize(run)
+    place = groups.rank_facts()
+    seed_everything(run)
+    padded_vocab_size = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
+    model = build_model(run, pg_collection, padded_vocab_size)
+    optimizer = build_optimizer(run, model, pg_collection)
+    trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
+    progress, loaded = Progress(), []
+    if start_from.source is not None:
+        progress, loaded = load(run, start_from.source, trained)
+    evaluated = run.training.eval_iters * schedule.final
+    train_samples = schedule.samples_after(run.training.train_iters or 0)
+    splits = build_datasets(
+        run, tokenizer, train_samples, evaluated, evaluated if _has_test(run) else 0, pg_collection=pg_collection
+    )
+    reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=progress.iteration)
+    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, progress, reporter)
+    job.unigram_entropy = _unigram_entropy(job)
+    if run.checkpoint.save is not None and start_from.continues:
+        job.saved = start_from.source.step
+    if run.checkpoint.save is not None and place.rank == 0:
+        claim_root(Path(run.checkpoint.save))
+    reporter.start(_facts(job))
+    for note in (*verified, *start_from.notes, *loaded):
+        reporter.message(note)
+    return job
+
+
+def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
+    run = job.run
+    if job.progress.iteration >= (run.training.train_iters or 0):
+        job.reporter.message(
+            f"nothing to train: the checkpoint is at iteration {job.progress.iteration} of --train-iters "
+            f"{run.training.train_iters}"
+        )
+    job.reporter.message(train(job, stop))
+    summary: dict[str, Any] = {"iterations": job.progress.iteration, "unigram_entropy": job.unigram_entropy}
+    # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.
+    if not stop.stop_requested:
+        for split in ("valid", "test"):
+            if run.training.eval_iters and (split == "valid" or _has_test(run)):
+                summary[f"{split}_loss"] = job.evaluate(split).loss
+        if run.logging.sample_prompt is not None:
+            summary["sample"] = sample_text(job, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
+            job.reporter.message(f"sample: {summary['sample']}")
+    summary["checkpoint"] = str(job.saved) if job.saved is not None else None
+    job.reporter.close(summary)
+    return summary
+
+
+def _unigram_entropy(job: Job) -> float | None:
+    """Entropy in nats per token of the very tokens that the validation predicts, under their own frequencies.
+
+    Computed where rank 0 reads; None where there is no validation, and on the other ranks.
+    """
+    if job.place.rank != 0 or not job.run.training.eval_iters or job.splits.valid is None:
+        return None
+    return label_entropy(job.splits.valid, job.run.training.eval_iters * job.schedule.final)
+
+
+def _has_test(run: Run) -> bool:
+    """Whether the run evaluates a test split: it was named, or `--split` gives it a share."""
+    if run.training.eval_iters == 0 or run.data.mock_data:
+        return False
+    shares = [float(share) for share in (run.data.split or "").split(",") if share]
+    return run.data.test_data_path is not None or (len(shares) > 2 and shares[2] > 0)
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What is worth knowing at the start, in the order to show."""
+    run, place = job.run, job.place
+    parameters = derived.parameter_count(run, job.padded_vocab_size)
+    facts: dict[str, Any] = {
+        "device": str(platform.device()),
+        "ranks": place.world_size,
+        "layout": f"TP {place.tp_size}, PP {place.pp_size}, DP {place.dp_size}, EP {place.ep_size}, ETP {place.etp_size}",
+        "dtype": derived.params_dtype_name(run),
+        "parameters": parameters,
+        "active_parameters": derived.active_parameter_count(run, job.padded_vocab_size),
+        "vocabulary": job.padded_vocab_size,
+        "global_batch_size": job.schedule.final,
+        "tokens_per_step": job.schedule.final * run.model.seq_length,
+        "start_iteration": job.progress.iteration,
+        "train_iters": run.training.train_iters,
+    }
+    if job.unigram_entropy is not None:
+        facts["unigram_entropy"] = job.unigram_entropy
+    return facts
+
+
+def _quiet_engine() -> None:
+    """Only rank 0 speaks, and the engine's remarks on what is not installed are no news: it is what `doctor` tells."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r".*[Tt]ransformer[ -]?[Ee]ngine.*")
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        torch._logging.set_logs(all=logging.ERROR)

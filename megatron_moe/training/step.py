@@ -1,0 +1,146 @@
+"""One optimizer step as a transaction: gradients, agreement of all ranks, then either everything changes or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.data.batches import Batch
+from megatron_moe.model.loss import loss_func
+from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
+from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
+
+Model = Sequence[torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage.
+
+    loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
+    before clipping. learning_rate and loss_scale are those the step used. committed is False where a loss or a gradient
+    was not finite: weights, moments, expert_bias and the learning-rate schedule are then as they were.
+    """
+
+    committed: bool
+    loss: float
+    tokens: int
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    router_update: RouterUpdate
+
+
+def connect(model: Model, optimizer: MegatronOptimizer) -> None:
+    """Tell the engine's schedules how to scale the loss and when to hold back gradient reduction. Once per run."""
+    overlap = model[0].ddp_config.overlap_grad_reduce
+    for chunk in model:
+        config = get_model_config(chunk)
+        config.grad_scale_func = optimizer.scale_loss
+        if overlap:
+            no_sync = [part.no_sync for part in model]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def train_step(
+    model: Model,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    batches: Sequence[Iterator[Batch]],
+    *,
+    num_micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    pg_collection: ProcessGroupCollection,
+) -> StepResult:
+    """Run one global batch through forward, backward, reduction and update.
+
+    Args:
+        model: wrapped model chunks, one per virtual pipeline stage.
+        batches: one iterator of micro-batches per chunk, all at the same position.
+        num_micro_batches: micro-batches of this rank.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    snapshot = RouterSnapshot.capture(model)
+    updates: list[RouterUpdate] = []
+
+    def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+        updates.append(finalize_model_grads(chunks, num_tokens, **options))
+
+    # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
+    # calls `finalize`, which reduces the gradients over ranks and moves the expert bias.
+    for chunk in model:
+        get_model_config(chunk).finalize_model_grads_func = finalize
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(batches) if len(batches) > 1 else batches[0],
+        model=list(model),
+        num_microbatches=num_micro_batches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+        pg_collection=pg_collection,
+    )
+
+    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
+    overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
+    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
+    loss_sum, tokens, bad_ranks = sum_over_job(
+        *local_loss(losses, pg_collection), 0.0 if math.isfinite(grad_norm) else 1.0
+    )
+    committed = bad_ranks == 0 and math.isfinite(loss_sum)
+    if committed:
+        clip_gradients(optimizer, grad_norm)
+        optimizer.step_with_ready_grads()
+        scheduler.step(increment=1)
+    else:
+        snapshot.restore()
+    if (scale := shared_loss_scale(optimizer)) is not None:
+        scale.commit(found_inf=not committed)
+    loss = loss_sum / tokens if tokens else math.nan
+    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, updates[0])
+
+
+def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    """The schedule's callback: one micro-batch through one model chunk; the loss function it applies on the last stage.
+
+    tokens, labels and loss_mask are [B, S]; a stage that holds neither end of the pipeline ignores them.
+    """
+    batch = next(batches)
+    # No attention mask: attention is causal by construction.
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
+    """Loss sum and token count of this rank's micro-batches, counted by one TP rank of the last stage and no other.
+
+    Args:
+        losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
+    """
+    if not losses or pg_collection.tp.rank() != 0:
+        return 0.0, 0.0
+    total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
+    return float(total[0]), float(total[1])
+
+
+def sum_over_job(*values: float) -> list[float]:
+    """Sums over all ranks, in fp64; a NaN of any rank is everyone's."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
+    torch.distributed.all_reduce(tensor)
+    return tensor.tolist()

@@ -1,0 +1,45 @@
+"""The door for torchrun: read the command line, refuse what cannot work, train.
+
+    torchrun --nproc-per-node 2 pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20
+
+Exit status: 0 done, or stopped and saved on request; 2 a mistake in the flags or files, told once; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron_moe.config import cli, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
+
+USER_ERROR = 2
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; every rank of a job calls this with the same arguments. Returns the exit status."""
+    die_with_launcher()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        run = cli.parse(argv)
+        rules.check(run, world_size)
+        # Not before the flags are right: loading torch and the engine takes seconds.
+        from megatron_moe.training.run import pretrain
+
+        pretrain(run)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("pretrain_moe.py: interrupted", file=sys.stderr, flush=True)
+        # Leaving in good order would wait for ranks that are gone.
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""Which step is loaded, which folder is refused, and that nothing visible is ever half written. No torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.checkpoint import folder
+from megatron_moe.config.errors import ConfigError
+
+
+def write_step(root: Path, iteration: int, content: str = "weights") -> Path:
+    hidden = folder.open_hidden(root, iteration)
+    (hidden / "__0_0.distcp").write_text(content)
+    (hidden / "rng" / "rank_00000.pt").write_text("states")
+    folder.write_json(hidden / folder.STATE, {"iteration": iteration})
+    return folder.publish(root, iteration)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_newest_complete_step_is_found(tmp_path):
+    for iteration in (50, 100, 9):
+        write_step(tmp_path, iteration)
+    step, notes = folder.find_step(tmp_path, None)
+    assert step == tmp_path / "iter_0000100"
+    assert notes == [f"{tmp_path / folder.LATEST} names step 9; the newest complete step is 100"]
+
+
+def test_a_step_is_invisible_until_it_is_complete(tmp_path):
+    write_step(tmp_path, 50)
+    hidden = folder.open_hidden(tmp_path, 100)
+    (hidden / "__0_0.distcp").write_text("half")
+    assert folder.steps(tmp_path) == [50]
+    assert (tmp_path / folder.LATEST).read_text() == "50\n"
+
+
+def test_what_a_dead_writer_left_is_not_mixed_into_the_next_step(tmp_path):
+    (folder.open_hidden(tmp_path, 50) / "__1_0.distcp").write_text("stale")
+    step = write_step(tmp_path, 50)
+    assert not (step / "__1_0.distcp").exists()
+    assert not folder.hidden_folder(tmp_path, 50).exists()
+
+
+@pytest.mark.parametrize("damage", ["marker", "file", "size"])
+def test_a_damaged_step_is_passed_over_and_named(tmp_path, damage):
+    write_step(tmp_path, 50)
+    step = write_step(tmp_path, 100)
+    if damage == "marker":
+        (step / folder.MANIFEST).unlink()
+    elif damage == "file":
+        (step / "rng" / "rank_00000.pt").unlink()
+    else:
+        (step / "__0_0.distcp").write_text("weight")
+    found, notes = folder.find_step(tmp_path, None)
+    assert found == tmp_path / "iter_0000050"
+    assert "iter_0000100" in notes[0]
+    with pytest.raises(ConfigError, match=r"--ckpt-step 100: .*complete steps: 50"):
+        folder.find_step(tmp_path, 100)
+
+
+def test_a_wanted_step_that_is_not_there_names_those_that_are(tmp_path):
+    write_step(tmp_path, 50)
+    write_step(tmp_path, 60)
+    with pytest.raises(ConfigError, match=r"--ckpt-step 55: there is no such step .*complete steps: 50, 60"):
+        folder.find_step(tmp_path, 55)
+
+
+def test_a_missing_or_empty_folder_holds_nothing_yet(tmp_path):
+    assert folder.find_step(tmp_path / "missing", None) == (None, [])
+    assert folder.find_step(tmp_path, None) == (None, [])
+
+
+def test_a_folder_of_ours_without_a_step_is_no_mistake(tmp_path):
+    folder.claim_root(tmp_path)
+    (tmp_path / "tensorboard").mkdir()
+    assert folder.find_step(tmp_path, None) == (None, [])
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "model.safetensors").write_text("x")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a checkpoint folder: it holds model.safetensors, and neither iter_"):
+        folder.find_step(tmp_path, None)
+    assert tree(tmp_path) == before
+
+
+def test_a_file_and_a_single_step_are_refused_with_the_right_flags(tmp_path):
+    step = write_step(tmp_path, 50)
+    with pytest.raises(ConfigError, match=f"--load {tmp_path} --ckpt-step 50"):
+        folder.find_step(step, None)
+    with pytest.raises(ConfigError, match="is a file"):
+        folder.find_step(tmp_path / folder.LATEST, None)
+
+
+def test_a_complete_step_is_never_overwritten(tmp_path):
+    step = write_step(tmp_path, 50, "first")
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        folder.open_hidden(tmp_path, 50)
+    assert (step / "__0_0.distcp").read_text() == "first"
+
+
+def test_an_incomplete_step_in_the_way_is_put_aside_not_deleted(tmp_path):
+    (write_step(tmp_path, 50, "first") / folder.MANIFEST).unlink()
+    step = write_step(tmp_path, 50, "second")
+    assert (step / "__0_0.distcp").read_text() == "second"
+    assert (tmp_path / "iter_0000050.incomplete" / "__0_0.distcp").read_text() == "first"
+
+
+def test_saving_into_another_runs_folder_is_refused(tmp_path):
+    write_step(tmp_path, 50)
+    with pytest.raises(ConfigError, match=f"continue it with --load {tmp_path}"):
+        folder.check_save_root(tmp_path, loaded_from=None, start_iteration=0)
+    with pytest.raises(ConfigError, match="of an earlier run"):
+        folder.check_save_root(tmp_path, loaded_from=tmp_path / "elsewhere", start_iteration=0)
+    folder.check_save_root(tmp_path, loaded_from=tmp_path, start_iteration=50)
+
+
+def test_going_back_to_an_older_step_may_not_meet_the_later_ones(tmp_path):
+    write_step(tmp_path, 50)
+    write_step(tmp_path, 60)
+    with pytest.raises(ConfigError, match="holds step 60, later than step 50"):
+        folder.check_save_root(tmp_path, loaded_from=tmp_path, start_iteration=50)
+
+
+def test_a_save_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        folder.check_save_root(tmp_path / "file", loaded_from=None, start_iteration=0)
+    assert not (tmp_path / "new").exists()
+    folder.check_save_root(tmp_path / "new" / "deep", loaded_from=None, start_iteration=0)
+    assert not (tmp_path / "new").exists()
+
+
+def test_looking_for_a_checkpoint_loads_no_torch():
+    code = "import sys; import megatron_moe.checkpoint.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

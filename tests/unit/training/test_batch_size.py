@@ -1,0 +1,47 @@
+"""The batch size is a function of the samples consumed, so a resumed ramp goes on where it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
+
+
+def test_a_ramp_grows_in_equal_shares_of_its_samples():
+    schedule = BatchSchedule(micro_batch_size=2, data_parallel_size=2, final=16, ramp=(4, 4, 300))
+    # three increments over 300 samples: one every 100
+    assert [schedule.global_batch_size(n) for n in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [4, 4, 8, 8, 12, 12, 16, 16]
+    assert [schedule.num_micro_batches(n) for n in (0, 100, 300)] == [1, 2, 4]
+
+
+def test_samples_of_a_ramped_run_are_the_sum_of_its_steps():
+    schedule = BatchSchedule(1, 1, 12, (2, 2, 57))
+    consumed = 0
+    for iterations in range(1, 40):
+        consumed += schedule.global_batch_size(consumed)
+        assert schedule.samples_after(iterations) == consumed
+
+
+def test_a_constant_batch_needs_no_ramp():
+    run = replace(Run(), micro_batch_size=2, global_batch_size=8, train_iters=7)
+    schedule = batch_schedule(run, world_size=2)
+    assert (schedule.num_micro_batches(0), schedule.samples_after(7)) == (2, 56)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "words"),
+    [
+        ((4, 4), "START INCREMENT SAMPLES"),
+        ((4, 0, 100), "three positive numbers"),
+        ((4, 5, 100), "do not reach"),
+        ((32, 4, 100), "do not reach"),
+        ((4, 2, 100), "multiple of micro-batch-size x DP = 4"),
+    ],
+)
+def test_a_ramp_that_cannot_be_run_is_refused_with_its_rule(ramp, words):
+    run = replace(Run(), micro_batch_size=2, global_batch_size=16, rampup_batch_size=ramp)
+    with pytest.raises(ConfigError, match="--rampup-batch-size") as error:
+        batch_schedule(run, world_size=2)
+    assert words in str(error.value)

@@ -1,0 +1,64 @@
+"""The learning rate follows its flags, counted in committed iterations."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.training.optimizer import build_scheduler
+
+
+def rates(iterations: int, **flags: object) -> list[float]:
+    """The rate that each of the first steps uses."""
+    run = replace(Run(), **{"lr": 1.0, "min_lr": 0.1, "train_iters": 20, "weight_decay": 0.5, **flags})
+    group = {"wd_mult": 1.0, "max_lr": run.optimizer.lr, "min_lr": run.optimizer.min_lr}
+    scheduler = build_scheduler(run, SimpleNamespace(param_groups=[group]))
+    used = []
+    for _ in range(iterations):
+        used.append(group["lr"])
+        assert group["weight_decay"] == 0.5
+        scheduler.step(increment=1)
+    return used
+
+
+def test_warm_up_is_linear_from_its_initial_rate():
+    assert rates(5, lr_warmup_iters=4, lr_warmup_init=0.2, lr_decay_style="constant") == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 1.0]
+    )
+
+
+def test_warm_up_as_a_share_of_the_decay():
+    assert rates(3, lr_warmup_fraction=0.1, lr_decay_style="constant") == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_constant_keeps_the_peak():
+    assert set(rates(30, lr_decay_style="constant")) == {1.0}
+
+
+def test_linear_falls_evenly_to_the_minimum_and_stays():
+    used = rates(25, lr_decay_style="linear")
+    assert used[:21] == pytest.approx([1.0 - 0.9 * n / 20 for n in range(21)])
+    assert used[21:] == [0.1] * 4
+
+
+def test_cosine_falls_along_half_a_wave():
+    used = rates(21, lr_decay_style="cosine")
+    assert used == pytest.approx([0.1 + 0.45 * (1 + math.cos(math.pi * n / 20)) for n in range(21)])
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"), [("linear", 0.55), ("cosine", 0.55), ("exponential", 0.1 + 0.9 * (math.sqrt(2.0) - 1.0))]
+)
+def test_wsd_is_stable_and_then_decays(style, middle):
+    used = rates(21, lr_decay_style="WSD", lr_wsd_decay_iters=8, lr_wsd_decay_style=style)
+    assert used[:13] == [1.0] * 13
+    assert used[16] == pytest.approx(middle)
+    assert used[20] == pytest.approx(0.1)
+
+
+def test_wsd_decays_over_the_last_tenth_unless_told_otherwise():
+    used = rates(21, lr_decay_style="WSD", lr_wsd_decay_style="linear")
+    assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
