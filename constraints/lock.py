@@ -39,22 +39,20 @@ def line(name: str, distribution: importlib.metadata.Distribution) -> str:
     return pinned
 
 
+HEADER_OLD = """\
+# Versions tested together on Python 3.11, with megatron-core 0.16.1; written by `make lock`. Python 3.10 uses this file
+# too: a line with a marker is a version that 3.10 does not have, where pip takes one that it has.
+# torch's CUDA libraries are left out: torch pins them exactly."""
+
+HEADER_NEW = """\
+# Versions tested together on Python 3.12, with megatron-core 0.19.2; written by `make lock`. Later Pythons use it too.
+# torch's CUDA libraries are left out: torch pins them exactly."""
+
+
 def main() -> None:
     found: dict[str, importlib.metadata.Distribution] = {}
     dependencies(PROJECT, EXTRAS, found)
-    if sys.version_info < (3, 12):
-        print(
-            "# Versions tested together on Python 3.11, with megatron-core 0.16.1; written by `make lock`. Python 3.10 uses"
-        )
-        print(
-            "# this file too: a line with a marker is a version that 3.10 does not have, where pip takes one that it has."
-        )
-    else:
-        print(
-            "# Versions tested together on Python 3.12, with megatron-core 0.19.2; written by `make lock`. Later Pythons"
-        )
-        print("# use this file too.")
-    print("# torch's CUDA libraries are left out: torch pins them exactly.")
+    print(HEADER_OLD if sys.version_info < (3, 12) else HEADER_NEW)
     for name, distribution in sorted(found.items()):
         print(line(name, distribution))
 
