@@ -23,8 +23,9 @@ _GB = 10**9
 def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> list[str]:
     """Check the data flags and every file they name; change nothing.
 
-    Always: flags, index structure, sizes, the sidecar against files, tokenizer and vocabulary, a full sequence in every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all
-    together are at most `--data-verify-gb`, and a scan of all ids of data without a sidecar.
+    Always: flags, index structure, sizes, the sidecar against files, tokenizer and vocabulary, and a full sequence in
+    every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all together are at
+    most `--data-verify-gb`, and a scan of all ids of data without a sidecar.
 
     Args:
         deep: default: only in the process whose environment says RANK 0 (or nothing), so that the ranks of a run do not

@@ -17,7 +17,9 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
     def write(texts: list[str], name: str = "input.jsonl") -> str:
         path = tmp_path / name
-        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8"
+        )
         return str(path)
 
     return write

@@ -122,7 +122,11 @@ def test_without_a_sidecar_every_id_is_read_and_the_first_bad_one_is_located(wri
     lines = check_data(make_run(prefix), NullTokenizer(VOCABULARY), deep=True)
     assert "no sidecar" in lines[0] and "ids 0 to 950" in lines[0]
     run = make_run(prefix)
-    refuse(run, "token id 950 at byte offset 314 (document 31, token 2) is outside the vocabulary of 940", NullTokenizer(940))
+    refuse(
+        run,
+        "token id 950 at byte offset 314 (document 31, token 2) is outside the vocabulary of 940",
+        NullTokenizer(940),
+    )
     check_data(run, NullTokenizer(951), deep=True)
     refuse(run, "token id 950", NullTokenizer(950))
     check_data(run, NullTokenizer(940), deep=False)  # the other ranks leave the reading to rank 0
@@ -150,7 +154,9 @@ def test_a_split_below_one_sequence_is_refused(prefix: str) -> None:
 
 def test_every_part_of_a_blend_is_checked(prefix: str, write_ids: Callable[..., str]) -> None:
     small = write_ids([[1, 2, 3]], name="small", vocab_size=VOCABULARY)
-    refuse(make_run(prefix, data_path=["1", prefix, "1", small], eval_iters=0), "small_text_document.bin: the train split")
+    refuse(
+        make_run(prefix, data_path=["1", prefix, "1", small], eval_iters=0), "small_text_document.bin: the train split"
+    )
     refuse(make_run(prefix, data_path=["1", prefix, "1", "/nowhere/x"]), "/nowhere/x.idx")
 
 

@@ -63,7 +63,9 @@ def test_a_file_stays_in_its_split_when_others_come_and_go(library: Path, tmp_pa
     write_corpus(tmp_path / "b", source=library, show_progress=False)
     before = {r["path"]: name for name, records in read(tmp_path / "a").items() for r in records}
     after = {r["path"]: name for name, records in read(tmp_path / "b").items() for r in records}
-    assert {p: s for p, s in after.items() if p != "package/new.py"} == {p: s for p, s in before.items() if p != "package/m0.py"}
+    assert {p: s for p, s in after.items() if p != "package/new.py"} == {
+        p: s for p, s in before.items() if p != "package/m0.py"
+    }
 
 
 def test_the_counts_are_those_of_the_files(library: Path, tmp_path: Path) -> None:
@@ -75,7 +77,9 @@ def test_the_counts_are_those_of_the_files(library: Path, tmp_path: Path) -> Non
     assert list(facts["documents"].values()) == list(corpus.documents)
 
 
-def test_an_interrupted_write_leaves_the_old_corpus(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_old_corpus(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_corpus(tmp_path / "out", source=library, show_progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     calls = iter(range(50))

@@ -94,10 +94,10 @@ def test_each_json_key_becomes_a_dataset(tmp_path: Path) -> None:
     assert [bytes(d) for d in documents(str(tmp_path / "out_a_document"))] == [b"bb", b"d"]
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(300, "uint16"), (65_499, "uint16"), (65_500, "int32"), (200_000, "int32")])
-def test_the_vocabulary_chooses_the_dtype(
-    write_ids: Callable[..., str], vocab_size: int, dtype: str
-) -> None:
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(300, "uint16"), (65_499, "uint16"), (65_500, "int32"), (200_000, "int32")]
+)
+def test_the_vocabulary_chooses_the_dtype(write_ids: Callable[..., str], vocab_size: int, dtype: str) -> None:
     ids = [[0, 1, vocab_size - 2], [5]]
     prefix = write_ids(ids, vocab_size=vocab_size)
     assert open_index(prefix).dtype == numpy.dtype(dtype)

@@ -92,7 +92,12 @@ def test_indentation_and_words_are_pieces(trained: Path) -> None:
 
 def test_every_tokenizer_turns_any_ids_into_text(trained: Path, huggingface_file: Path) -> None:
     rng = random.Random(0)
-    for tokenizer in (SentencePieceTokenizer(trained), HuggingFaceTokenizer(huggingface_file), ByteTokenizer(), NullTokenizer(50)):
+    for tokenizer in (
+        SentencePieceTokenizer(trained),
+        HuggingFaceTokenizer(huggingface_file),
+        ByteTokenizer(),
+        NullTokenizer(50),
+    ):
         for _ in range(50):
             text = tokenizer.detokenize([rng.randrange(-2, tokenizer.vocab_size + 50) for _ in range(20)])
             text.encode("utf-8")
@@ -117,7 +122,9 @@ def test_a_folder_of_tokenizer_files_names_the_end_of_document(huggingface_file:
     model = tokenizers.Tokenizer.from_file(str(huggingface_file))
     model.add_special_tokens(["<end>", "<begin>"])
     model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}, "bos_token": "<begin>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<end>"}, "bos_token": "<begin>"})
+    )
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert (tokenizer.eod, tokenizer.bos) == (model.token_to_id("<end>"), model.token_to_id("<begin>"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
@@ -197,7 +204,9 @@ def test_training_does_not_replace_a_model_unasked(sources: list[str], tmp_path:
         (DataConfig(mock_data=True), None, "--vocab-size"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(data: DataConfig, vocab_size: int | None, words: str) -> None:
+def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(
+    data: DataConfig, vocab_size: int | None, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         build_tokenizer(data, vocab_size)
 

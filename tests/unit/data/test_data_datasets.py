@@ -1,0 +1,197 @@
+"""The engine's datasets as this project builds them: samples, splits, blends, caches."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, build
+from megatron_moe.data.datasets import build_datasets, drop_unreadable_caches
+from megatron_moe.data.tokenizers import NullTokenizer
+from megatron_moe.parallel import groups
+
+VOCABULARY = 1000
+S = 8
+
+
+@pytest.fixture(autouse=True)
+def process_group(one_process: None) -> Iterator[None]:
+    groups.initialize(build({}))
+    yield
+
+
+def make_run(**changes: object) -> Run:
+    return build({"seq_length": S, "seed": 5, **changes})
+
+
+def rows(dataset: object, count: int | None = None) -> list[list[int]]:
+    """tokens plus the last label of each sample: the S + 1 ids it was made of."""
+    number = len(dataset) if count is None else count  # type: ignore[arg-type]
+    samples = [dataset[i] for i in range(number)]  # type: ignore[index]
+    return [[*s["tokens"].tolist(), int(s["labels"][-1])] for s in samples]
+
+
+@pytest.fixture
+def counting(write_ids: Callable[..., str]) -> str:
+    """60 documents of 10 ids: the token at position p of the whole has id p."""
+    return write_ids([list(range(10 * i, 10 * i + 10)) for i in range(60)], vocab_size=VOCABULARY)
+
+
+def test_a_sample_has_labels_one_token_on_and_counts_every_token(counting: str) -> None:
+    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 20, 0, 0)
+    sample = train[0]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in sample.items() if key != "dataset_id"} == {
+        "tokens": (torch.int64, (S,)),
+        "labels": (torch.int64, (S,)),
+        "loss_mask": (torch.float32, (S,)),
+        "position_ids": (torch.int64, (S,)),
+    }
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+    assert sample["loss_mask"].tolist() == [1.0] * S
+    assert sample["position_ids"].tolist() == list(range(S))
+
+
+def test_one_epoch_holds_every_token_once_as_a_label(counting: str) -> None:
+    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 74, 0, 0)
+    inputs = [i for row in rows(train, 74) for i in row[:-1]]
+    assert len(inputs) == 74 * S and len(set(inputs)) == len(inputs)
+
+
+def test_splits_of_one_dataset_share_no_token(counting: str) -> None:
+    run = make_run(data_path=[counting], split="80,10,10")
+    datasets = build_datasets(run, NullTokenizer(VOCABULARY), 50, 7, 7)
+    seen = [{i for row in rows(dataset) for i in row} for dataset in datasets]
+    assert seen[0] <= set(range(480)) and seen[1] <= set(range(480, 540)) and seen[2] <= set(range(540, 600))
+
+
+def test_a_split_of_no_samples_is_none_and_an_empty_one_does_not_hang(write_ids: Callable[..., str]) -> None:
+    prefix = write_ids([[1] * 20] * 20, vocab_size=VOCABULARY)  # 969,30,1 leaves valid 1 and test 0 documents
+    run = make_run(data_path=[prefix])
+    train, valid, test = build_datasets(run, NullTokenizer(VOCABULARY), 10, 2, 0)
+    assert len(train) >= 10 and len(valid) >= 2 and test is None
+    with pytest.raises(ConfigError, match="test split has 0 tokens"):
+        build_datasets(run, NullTokenizer(VOCABULARY), 10, 2, 1)
+    assert build_datasets(run, NullTokenizer(VOCABULARY), 10, 0, 0)[1:] == (None, None)
+
+
+def test_more_samples_than_the_data_has_repeat_it(counting: str) -> None:
+    train, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 300, 0, 0)
+    assert len(train) >= 300
+    counts = numpy.bincount([i for row in rows(train, 300) for i in row[:-1]], minlength=600)
+    assert counts.min() >= 2 and counts.max() <= 5
+
+
+def test_the_order_is_that_of_the_seed(counting: str) -> None:
+    def order(seed: int) -> list[list[int]]:
+        run = make_run(data_path=[counting], split="1,0,0", seed=seed)
+        return rows(build_datasets(run, NullTokenizer(VOCABULARY), 40, 0, 0)[0], 40)
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_paths_per_split_feed_their_own_split(write_ids: Callable[..., str]) -> None:
+    paths = {
+        name: write_ids([[i] * 30] * 10, name=name, vocab_size=VOCABULARY) for i, name in enumerate(("a", "b", "c"))
+    }
+    run = make_run(train_data_path=[paths["a"]], valid_data_path=[paths["b"]], test_data_path=["1", paths["c"]])
+    for i, dataset in enumerate(build_datasets(run, NullTokenizer(VOCABULARY), 20, 10, 10)):
+        assert {token for row in rows(dataset, 10) for token in row} == {i}
+    run = make_run(train_data_path=[paths["a"]])
+    assert build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[1:] == (None, None)
+    with pytest.raises(ConfigError, match="no valid data"):
+        build_datasets(run, NullTokenizer(VOCABULARY), 20, 10, 0)
+
+
+@pytest.mark.parametrize("per_split", [False, True])
+def test_a_blend_draws_in_proportion_to_its_weights(write_ids: Callable[..., str], per_split: bool) -> None:
+    words = []
+    for i, weight in enumerate(("5", "3", "2")):
+        words += [weight, write_ids([[i] * 30] * 20, name=f"d{i}", vocab_size=VOCABULARY)]
+    flags = {"train_data_path": words} if per_split else {"data_path": words, "split": "100,0,0"}
+    train, _, _ = build_datasets(make_run(**flags), NullTokenizer(VOCABULARY), 100, 0, 0)
+    drawn = [row[0] for row in rows(train, 100)]
+    assert [drawn.count(i) for i in range(3)] == [50, 30, 20]
+    assert drawn[:10].count(0) == 5  # in proportion all along, not one after the other
+
+
+def test_prefixes_without_weights_are_drawn_by_their_size(write_ids: Callable[..., str]) -> None:
+    words = [write_ids([[i] * 33] * (10 * (i + 1)), name=f"d{i}", vocab_size=VOCABULARY) for i in range(2)]
+    train, _, _ = build_datasets(make_run(data_path=words, split="1,0,0"), NullTokenizer(VOCABULARY), 120, 0, 0)
+    drawn = [row[0] for row in rows(train)]
+    assert 1.8 < drawn.count(1) / drawn.count(0) < 2.2
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_reading_with_and_without_mapping_gives_the_same_samples(counting: str, mmap: bool) -> None:
+    run = make_run(data_path=[counting], split="1,0,0", no_mmap_bin_files=not mmap)
+    train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 40, 0, 0)
+    reference, _, _ = build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 40, 0, 0)
+    assert rows(train, 40) == rows(reference, 40)
+
+
+def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) -> None:
+    prefix = write_ids([[4, 4, 4, 4]] * 30, vocab_size=5)
+    eod = type("Four", (NullTokenizer,), {})(6)
+    eod.eod = 4
+    run = make_run(data_path=[prefix], split="1,0,0", reset_position_ids=True, eod_mask_loss=True)
+    sample = build_datasets(run, eod, 4, 0, 0)[0][0]
+    assert sample["loss_mask"].tolist() == [0.0] * S
+    assert sample["position_ids"].tolist() == [0] * S
+
+
+def test_new_data_under_an_old_path_never_meets_the_old_index_cache(write_ids: Callable[..., str]) -> None:
+    prefix = write_ids([[1] * 10] * 40, vocab_size=VOCABULARY)
+    run = make_run(data_path=[prefix], split="1,0,0")
+    assert {i for row in rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) for i in row} == {1}
+    write_ids([[2] * 3] * 30, vocab_size=VOCABULARY)  # fewer and shorter documents: the old index points beyond them
+    assert {i for row in rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) for i in row} == {2}
+
+
+def test_the_index_cache_lies_where_it_was_asked_to(counting: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    run = make_run(data_path=[counting], split="1,0,0", data_cache_path=str(cache))
+    build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)
+    assert list(cache.rglob("*.npy"))
+    assert not (Path(counting).parent / "index_cache").exists()
+    build_datasets(make_run(data_path=[counting], split="1,0,0"), NullTokenizer(VOCABULARY), 20, 0, 0)
+    assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
+
+
+def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Path) -> None:
+    run = make_run(data_path=[counting], split="1,0,0", data_cache_path=str(tmp_path / "cache"))
+    expected = rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20)
+    files = sorted((tmp_path / "cache").rglob("*.npy"))
+    assert len(files) == 3
+    sentinel = tmp_path / "executed"
+
+    class Payload:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(sentinel),)
+
+    for path in files:
+        content = path.read_bytes()
+        for damaged in (content[:-1], content[:20], b"", pickle.dumps(Payload())):
+            path.write_bytes(damaged)
+            assert rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) == expected
+            assert path.read_bytes() == content
+    assert not sentinel.exists()
+    drop_unreadable_caches(str(tmp_path / "nowhere"))
+
+
+def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(mock_data=True)
+    first, second = (build_datasets(run, NullTokenizer(50), 30, 5, 0) for _ in range(2))
+    assert rows(first[0], 30) == rows(second[0], 30)
+    assert rows(first[1], 5) == rows(second[1], 5)
+    assert first[2] is None
+    ids = {i for row in rows(first[0], 30) for i in row}
+    assert min(ids) >= 0 and max(ids) < 50
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
