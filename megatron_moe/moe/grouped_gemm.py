@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,33 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     return torch.cat(outputs)
 
 
+class _GroupedMM(torch.autograd.Function):
+    """Three calls of torch's kernel. Its own backward fails on gradients with strides of zero (those of a sum)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, offsets)
+        if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
+            return rows.new_zeros((0, weights.shape[1]))
+        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, offsets = ctx.saved_tensors
+        if rows.shape[0] == 0:
+            return torch.zeros_like(rows), torch.zeros_like(weights), None
+        grad = grad.contiguous()
+        grad_rows = F.grouped_mm(grad, weights, offs=offsets) if ctx.needs_input_grad[0] else None
+        grad_weights = F.grouped_mm(grad.t(), rows, offs=offsets) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weights, None
+
+
 def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """torch's grouped product (`torch.nn.functional.grouped_mm`). Same arguments as `grouped_linear`."""
-    return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
+    """torch's grouped product (`torch.nn.functional.grouped_mm`). Same arguments as `grouped_linear`.
+
+    The kernel wants rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
+    """
+    return _GroupedMM.apply(rows, weights, offsets)
 
 
 _BACKENDS: dict[str, GroupedLinear] = {"grouped_mm": grouped_linear_torch, "loop": grouped_linear_loop}

@@ -1,0 +1,119 @@
+"""The pieces between router and output: permutation, activation, grouped products. Gradients against numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_moe.moe.activation import weighted_swiglu
+from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher
+from megatron_moe.moe.grouped_gemm import grouped_linear
+from megatron_moe.moe.groups import moe_groups
+from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
+from megatron_moe.moe.routing import RoutingDecision
+
+
+def tables(tokens: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
+    order = torch.randperm(tokens * copies, generator=torch.Generator().manual_seed(0))
+    return order // copies, inverse_permutation(order).view(tokens, copies)
+
+
+def test_copies_and_sums_are_each_others_backward() -> None:
+    source, slots = tables(5, 3)
+    rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    many = torch.randn(15, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: copy_rows(x, source, slots), rows)
+    assert torch.autograd.gradcheck(lambda x: sum_copies(x, source, slots), many)
+    assert torch.equal(copy_rows(rows, source, slots), rows[source])
+    torch.testing.assert_close(sum_copies(many, source, slots), many[slots].sum(1))
+
+
+def test_slots_that_are_nowhere_add_nothing() -> None:
+    source, slots = tables(5, 3)
+    kept = 9
+    source, slots = source[:kept], slots.clamp(max=kept)
+    rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    many = torch.randn(kept, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: copy_rows(x, source, slots, partial=True), rows)
+    assert torch.autograd.gradcheck(lambda x: sum_copies(x, source, slots, partial=True), many)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    source, slots = tables(64, 8)
+    rows = torch.randn(512, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = rows.double()[slots].sum(1)
+    rounded_once = exact.to(dtype)
+    summed = sum_copies(rows, source, slots)
+    assert summed.dtype == dtype
+    # As near as a number of this dtype can be; the kernel may break a tie the other way, no more.
+    assert ((summed.double() - exact).abs() <= (rounded_once.double() - exact).abs() * 1.0001 + 1e-6).all()
+
+
+def test_the_activation_has_the_right_gradients() -> None:
+    gate_up = torch.randn(7, 10, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(weighted_swiglu, (gate_up, probs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_activation_rounds_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    gate_up = torch.randn(256, 64, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(256, generator=generator, requires_grad=True)
+    out = weighted_swiglu(gate_up, probs)
+    gate, up = gate_up.detach().double().chunk(2, -1)
+    exact = F.silu(gate) * up * probs.detach().double().unsqueeze(1)
+    assert out.dtype == dtype
+    # Half a unit in the last place, and a little for the fp32 arithmetic.
+    assert ((out.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-7).all()
+    out.sum().backward()
+    assert gate_up.grad.dtype == dtype and probs.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_without_tokens_work(backend: str, dtype: torch.dtype) -> None:
+    counts = [0, 5, 0, 3, 0]
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows = torch.randn(8, 16).to(dtype).requires_grad_()
+    weights = torch.randn(5, 24, 16).to(dtype).requires_grad_()
+    out = grouped_linear(backend)(rows, weights, offsets)
+    assert out.dtype == dtype and out.shape == (8, 24)
+    torch.testing.assert_close(out[:5], F.linear(rows[:5], weights[1]))
+    torch.testing.assert_close(out[5:], F.linear(rows[5:], weights[3]))
+    out.sum().backward()
+    assert weights.grad.shape == weights.shape
+    assert all((weights.grad[e] == 0).all() == (counts[e] == 0) for e in range(5))
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_no_tokens_at_all_work(backend: str) -> None:
+    weights = torch.randn(3, 24, 16, requires_grad=True)
+    rows = torch.randn(0, 16, requires_grad=True)
+    out = grouped_linear(backend)(rows, weights, torch.zeros(3, dtype=torch.int32))
+    out.sum().backward()
+    assert out.shape == (0, 24) and (weights.grad == 0).all()
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ValueError, match="--moe-expert-backend cutlass"):
+        grouped_linear("cutlass")
+
+
+def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
+    ids = torch.tensor([[2, 0], [1, 2], [2, 3]])
+    probs = torch.arange(6.0).view(3, 2)
+    hidden = torch.tensor([[1.0], [10.0], [100.0]])
+    dispatcher = LocalDispatcher(4, moe_groups())
+    expert_input, plan = dispatcher.dispatch(hidden, RoutingDecision(ids, probs))
+    assert expert_input.rows.flatten().tolist() == [1, 10, 1, 10, 100, 100]
+    assert expert_input.probs.tolist() == [1, 2, 0, 3, 4, 5]
+    assert expert_input.offsets.tolist() == [1, 2, 5, 6]
+    assert dispatcher.combine(expert_input.rows, plan).flatten().tolist() == [2, 20, 200]
+
+
+def test_dispatchers_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type flex"):
+        build_dispatcher("flex", 4, moe_groups())
