@@ -202,7 +202,10 @@ def _layout(run: Run) -> dict[str, Any]:
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "variable_seq_lengths": False,
-        "deallocate_pipeline_outputs": layout.pipeline_model_parallel_size > 1,
+        # Frees an activation once it is handed to the send. gloo may still read it then, where nobody waits for sends:
+        # the next stage silently gets other numbers. On CUDA the memory is not reused before the send has run.
+        "deallocate_pipeline_outputs": layout.pipeline_model_parallel_size > 1
+        and (virtual is None or platform.has_cuda()),
     }
 
 
@@ -220,9 +223,13 @@ def _precision(run: Run) -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Fusions: those that are torch.compile'd on CUDA only, those that need an extension never."""
+    """Fusions: those that are torch.compile'd on CUDA only, those that need an extension never. No CUDA graphs: the
+    engine's default for what they hold makes it warn about that default."""
     cuda = platform.has_cuda()
+    fields = TransformerConfig.__dataclass_fields__
+    graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
     return {
+        graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,

@@ -49,7 +49,6 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
             micro_batch_size=batch,
             forward_only=True,
             collect_non_loss_data=True,
-            pg_collection=groups,
         )
     if outputs:
         logits = _gather_vocabulary(outputs[0].float(), groups.tp)

@@ -83,7 +83,9 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
     output_std = std / (2 * config.num_layers) ** 0.5
     for prefix, experts in _experts(chunk):
         parent = global_name(chunk, prefix + ".")
-        experts.reset_parameters(lambda name, shape, s, parent=parent: normal(seed, parent + name, shape, s), std, output_std)
+        experts.reset_parameters(
+            lambda name, shape, s, parent=parent: normal(seed, parent + name, shape, s), std, output_std
+        )
     parameters = dict(chunk.named_parameters())
     for name, (full_name, split) in placement(chunk).items():
         parameter = parameters[name]
@@ -151,4 +153,3 @@ def _full_shape(parameter: Tensor, split: Split, ranks: int) -> tuple[int, ...]:
     if split.axis is not None:
         shape[split.axis] *= ranks
     return tuple(shape)
-

@@ -73,9 +73,7 @@ class LatentAttention(MegatronModule):
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
         self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-        self.recompute_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
+        self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self._build_projections(config, submodules)
         self.core_attention = submodules.core_attention(
             config=config,

@@ -95,7 +95,9 @@ def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> 
     pp_rank = pg_collection.pp.rank()
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    specs = [layer_spec(config, chosen, pg_collection, bool(moe)) for moe in config.moe_layer_freq[first : first + count]]
+    specs = [
+        layer_spec(config, chosen, pg_collection, bool(moe)) for moe in config.moe_layer_freq[first : first + count]
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
 
 

@@ -13,7 +13,12 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.model.attention import SDPACoreAttention
 
 # (query heads, key/value heads, key width, value width)
-WIDTHS = {"multi-head": (4, 4, 16, 16), "grouped": (4, 2, 16, 16), "latent": (4, 4, 24, 16), "wide values": (4, 2, 8, 24)}
+WIDTHS = {
+    "multi-head": (4, 4, 16, 16),
+    "grouped": (4, 2, 16, 16),
+    "latent": (4, 4, 24, 16),
+    "wide values": (4, 2, 8, 24),
+}
 
 
 def core_attention(scale=None, **config):

@@ -1,0 +1,143 @@
+"""One rank is the oracle: any layout starts from its weights and has its loss, gradients, gradient norm and logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, replace
+
+
+def _load(name):
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("model_cases")
+
+SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
+MODELS = {
+    "dense mla": {
+        **PRESETS["tiny"],
+        **SMALL,
+        "num_experts": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_ffn_hidden_size": None,
+        "init_method_std": 0.2,
+    },
+    "dense mla, no query latent, tied": {
+        **PRESETS["tiny"],
+        **SMALL,
+        "num_experts": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_ffn_hidden_size": None,
+        "q_lora_rank": None,
+        "untie_embeddings_and_output_weights": False,
+        "init_method_std": 0.2,
+    },
+    "grouped, biased": {
+        **SMALL,
+        "moe_ffn_hidden_size": None,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "add_bias_linear": True,
+        "init_method_std": 0.2,
+    },
+    "experts": {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1},
+}
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
+EP2 = {"expert_model_parallel_size": 2}
+LAYOUTS = [
+    ("dense mla", 2, TP2),
+    ("dense mla", 2, SP2),
+    ("dense mla", 2, PP2),
+    ("dense mla", 2, VPP2),
+    ("dense mla", 2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ("dense mla", 4, {**SP2, **PP2}),
+    ("dense mla, no query latent, tied", 2, TP2),
+    ("dense mla, no query latent, tied", 2, SP2),
+    ("dense mla, no query latent, tied", 2, PP2),
+    ("dense mla, no query latent, tied", 2, VPP2),
+    ("grouped, biased", 2, TP2),
+    ("grouped, biased", 2, SP2),
+    ("grouped, biased", 4, {**TP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
+    ("experts", 2, EP2),
+    ("experts", 2, SP2),
+    ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    ("experts", 2, VPP2),
+    ("experts", 4, {**EP2, **PP2}),
+]
+
+
+def cut(full, recipe):
+    for axis, index, parts, stride in recipe:
+        full = torch.cat([block.chunk(parts, axis)[index] for block in full.chunk(stride, axis)], axis)
+    return full
+
+
+def relative_error(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12)).item()
+
+
+@pytest.fixture(scope="module")
+def oracle(gloo):
+    known = {}
+
+    def of(model):
+        if model not in known:
+            known[model] = gloo.run(1, cases.one_step, run=replace(Run(), **MODELS[model]))[0]
+        return known[model]
+
+    return of
+
+
+@pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS])
+def test_a_layout_agrees_with_one_rank(gloo, oracle, model, ranks, layout):
+    wanted = oracle(model)
+    results = gloo.run(ranks, cases.one_step, run=replace(Run(), **{**MODELS[model], **layout}))
+    seen = set()
+    for rank, result in enumerate(results):
+        assert result["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert result["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+        assert relative_error(result["logits"], wanted["logits"]) < 1e-5
+        for name, (recipe, weight, grad) in result["tensors"].items():
+            _, full_weight, full_grad = wanted["tensors"][name]
+            assert torch.equal(weight, cut(full_weight, recipe)), f"rank {rank}: weight of {name}"
+            if not layout.get("use_distributed_optimizer"):  # there a rank has the whole sum of its own shard only
+                error = (grad - cut(full_grad, recipe)).norm() / full_grad.norm().clamp_min(1e-12)
+                assert error < 2e-5, f"rank {rank}: gradient of {name} is {error:.1e} off"
+        seen |= set(result["tensors"])
+    assert seen == set(wanted["tensors"])
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["dense mla", "grouped, biased", "experts"])
+def test_a_model_learns_its_batch(gloo, model, precision):
+    run = replace(Run(), **{**MODELS[model], **precision, "lr": 5e-3, "init_method_std": 0.02})
+    losses = gloo.run(1, cases.train, run=run, steps=4)[0]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generation_does_not_depend_on_the_layout(gloo, temperature):
+    run = replace(Run(), **{**MODELS["experts"], "init_method_std": 0.2})
+    wanted = gloo.run(1, cases.continuation, run=run, temperature=temperature)[0]
+    assert len(wanted) == 5
+    assert max(wanted) < 200
+    for layout in (EP2, SP2, VPP2):
+        results = gloo.run(2, cases.continuation, run=replace(run, **layout), temperature=temperature)
+        assert results == [wanted, wanted], layout

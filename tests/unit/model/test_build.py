@@ -1,0 +1,165 @@
+"""The built model: its checkpoint keys, its wrapping, what it refuses, and its loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.attention import SDPACoreAttention
+from megatron_moe.model.build import build_model
+from megatron_moe.model.loss import loss_func
+from megatron_moe.model.norm import RMSNorm
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
+
+LATENT = [
+    "linear_q_down_proj",
+    "q_layernorm",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "kv_layernorm",
+    "linear_kv_up_proj",
+    "linear_proj",
+]
+GROUPED = ["linear_qkv", "q_layernorm", "k_layernorm", "linear_proj"]
+DENSE = ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+MOE = [
+    "mlp.router.weight",
+    "mlp.router.expert_bias",
+    "mlp.experts.weight1",
+    "mlp.experts.weight2",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
+]
+
+
+def keys(attention, mlps):
+    layers = [
+        [
+            "input_layernorm.weight",
+            *(f"self_attention.{module}.weight" for module in attention),
+            "pre_mlp_layernorm.weight",
+            *mlp,
+        ]
+        for mlp in mlps
+    ]
+    return {
+        "embedding.word_embeddings.weight",
+        *(f"decoder.layers.{index}.{name}" for index, layer in enumerate(layers) for name in layer),
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    }
+
+
+def build(wrap=False, **changes):
+    run = replace(Run(), **changes)
+    return build_model(run, groups.initialize(run), padded_vocab_size=256, wrap=wrap)
+
+
+MODELS = {
+    "latent, experts": ({**PRESETS["tiny"], "num_layers": 2, "moe_layer_freq": "[0,1]"}, keys(LATENT, [DENSE, MOE])),
+    "grouped, dense": (
+        {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "qk_layernorm": True,
+            "untie_embeddings_and_output_weights": True,
+        },
+        keys(GROUPED, [DENSE, DENSE]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "wanted"), MODELS.values(), ids=MODELS)
+def test_checkpoint_keys_are_the_canonical_ones(changes, wanted, one_process):
+    """One key per layer and tensor under its natural name, nothing else; not renamed, not stacked over layers."""
+    (chunk,) = build(**changes)
+    sharded = chunk.sharded_state_dict()
+    assert set(sharded) == wanted
+    assert {tensor.key for tensor in sharded.values()} == wanted
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_state_dict_loads_into_another_model(precision, one_process):
+    (source,) = build(wrap=True, **MODELS["latent, experts"][0], **precision)
+    groups.destroy()
+    (other,) = build(wrap=True, **MODELS["latent, experts"][0], **precision, seed=5)
+    name = "module.decoder.layers.1.mlp.router.weight"
+    saved = source.module.state_dict_for_save_checkpoint()
+    assert not any(key.endswith("_extra_state") for key in saved)
+    find = {key: parameter for key, parameter in other.named_parameters() if key.endswith(name.split("module.")[1])}
+    (before,) = [parameter.clone() for parameter in find.values()]
+    other.module.load_state_dict(saved, strict=True)
+    assert not torch.equal(before, next(iter(find.values())))
+    pairs = zip(source.named_parameters(), other.named_parameters())
+    assert all(key == key2 and torch.equal(a, b) for (key, a), (key2, b) in pairs)
+
+
+def test_the_pattern_decides_which_layers_are_moe(one_process):
+    (chunk,) = build(**{**PRESETS["tiny"], "moe_layer_freq": "[0,1,0,1]"})
+    assert [isinstance(layer.mlp, MoELayer) for layer in chunk.decoder.layers] == [False, True, False, True]
+    assert [layer.mlp.layer_number for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)] == [2, 4]
+
+
+def test_norms_and_attention_are_ours(one_process):
+    (chunk,) = build(**PRESETS["tiny"])
+    layer = chunk.decoder.layers[0]
+    assert isinstance(layer.self_attention.core_attention, SDPACoreAttention)
+    norms = (layer.input_layernorm, layer.pre_mlp_layernorm, chunk.decoder.final_layernorm)
+    assert all(isinstance(norm, RMSNorm) and norm.eps == 1e-6 for norm in norms)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformer Engine may be there")
+def test_transformer_engine_is_refused_where_it_is_missing(one_process):
+    with pytest.raises(ConfigError, match="--transformer-impl transformer_engine.*use --transformer-impl local"):
+        build(transformer_impl="transformer_engine")
+
+
+def test_context_parallelism_is_refused(one_process):
+    run = Run()
+    pg_collection = groups.initialize(run)
+    with pytest.raises(ConfigError, match="--context-parallel-size 2"):
+        build_model(replace(run, context_parallel_size=2), pg_collection, 256)
+
+
+def test_building_is_silent():
+    """No warning of the engine's on the user's screen, neither of a deprecation nor of a class it does not know."""
+    code = (
+        "import megatron_moe\n"
+        "from megatron_moe.config.presets import PRESETS\n"
+        "from megatron_moe.config.schema import Run, replace\n"
+        "from megatron_moe.model.build import build_model\n"
+        "from megatron_moe.parallel import groups\n"
+        "run = replace(Run(), **PRESETS['tiny'])\n"
+        "build_model(run, groups.initialize(run), 256)\n"
+        "groups.destroy()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def test_the_loss_counts_masked_tokens_only():
+    losses = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], requires_grad=True)
+    total, tokens, logged = loss_func(torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), losses)
+    assert total.item() == 21.0
+    assert tokens.item() == 3
+    assert tokens.dtype == torch.int
+    assert logged["lm loss"].tolist() == [21.0, 3.0]
+    total.backward()
+    assert losses.grad.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+
+
+def test_the_logged_loss_does_not_follow_the_schedules_division():
+    total, _, logged = loss_func(torch.ones(1, 2), torch.ones(1, 2, requires_grad=True))
+    total /= 2
+    assert logged["lm loss"][0].item() == 2.0
+    assert not logged["lm loss"].requires_grad
