@@ -160,7 +160,8 @@ def _nouns(field: Field) -> str:
 
 
 def _type_name(value: Any) -> str:
-    return {list: "a list", dict: "a mapping"}.get(type(value)) or _NOUN.get(type(value), type(value).__name__)
+    nouns: dict[type, str] = {list: "a list", dict: "a mapping", **_NOUN}
+    return nouns.get(type(value), type(value).__name__)
 
 
 def _example(field: Field) -> str:

@@ -144,8 +144,8 @@ def expert_bias_needs_sigmoid(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "the bias is added to scores of a fixed scale, and softmax scores, which sum to one over all experts,"
-            " have none; use --moe-router-score-function sigmoid, or balance by --moe-router-load-balancing-type aux_loss",
+            "the bias is added to scores of a fixed scale, and softmax scores, which sum to one over all experts, are"
+            " of none; use --moe-router-score-function sigmoid, or --moe-router-load-balancing-type aux_loss instead",
         )
 
 

@@ -1,0 +1,328 @@
+"""The rules of the house, held by reading the sources: import order, doors to the engine, devices, sizes, flags."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config import cli
+from megatron_moe.config.fields import all_fields
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_moe"
+
+# A room may import from the rooms before it.
+ROOMS = (
+    "config",
+    "platform",
+    "parallel",
+    "precision",
+    "data",
+    "moe",
+    "model",
+    "checkpoint",
+    "report",
+    "training",
+)
+
+# Engine module (`megatron.core.` left out) -> the files that may import from it, or from below it. The longest entry
+# that fits decides.
+DOORS: dict[str, set[str]] = {
+    # whole subsystems behind one file
+    "datasets": {"data/datasets.py"},
+    "dist_checkpointing": {"checkpoint/dist.py"},
+    "extensions.transformer_engine": {"model/spec.py"},
+    "fusions": {"model/spec.py"},
+    "models.gpt": {"model/build.py"},
+    "optimizer": {"training/optimizer.py"},
+    # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
+    "parallel_state": {"parallel/groups.py", "moe/groups.py"},
+    "transformer": {"model/spec.py"},
+    "transformer.transformer_config": {"model/engine_config.py"},
+    "transformer.moe": {"moe/router.py"},
+    # the engine's own configurations, all made in one place
+    "distributed.DistributedDataParallelConfig": {"model/engine_config.py"},
+    "optimizer.OptimizerConfig": {"model/engine_config.py"},
+    # the two wrappers of a model, and where their state is told from its weights
+    "distributed.DistributedDataParallel": {"model/build.py", "checkpoint/state.py"},
+    "transformer.module.Float16Module": {"model/float16_module.py"},
+    # one schedule for training, evaluation and generation
+    "pipeline_parallel.get_forward_backward_func": {
+        "training/step.py",
+        "training/evaluate.py",
+        "model/generate.py",
+    },
+    "distributed.finalize_model_grads": {"training/finalize_model_grads.py"},
+    # bricks: what our own modules are built of, or put into the engine's
+    "tensor_parallel": {"model/mla.py", "moe/layer.py"},
+    "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py"},
+    "tensor_parallel.random": {"checkpoint/random_state.py"},
+    "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
+    "tensor_parallel.layers": {"model/spec.py", "moe/layer.py", "model/initialize.py"},
+    "transformer.module.MegatronModule": {
+        "model/mla.py",
+        "moe/experts.py",
+        "moe/layer.py",
+        "moe/router.py",
+        "moe/te_experts.py",
+    },
+    "transformer.mlp": {"model/spec.py", "moe/layer.py", "moe/shared_experts.py"},
+    "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
+    "dist_checkpointing.ShardedTensor": {"moe/experts.py", "moe/te_experts.py"},
+    # types that are passed through, and small questions
+    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py"},
+    "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},
+    "process_groups_config.ProcessGroupCollection": {
+        "parallel/groups.py",
+        "data/batches.py",
+        "data/datasets.py",
+        "checkpoint/state.py",
+        "training/evaluate.py",
+        "training/metrics.py",
+        "training/optimizer.py",
+        "training/step.py",
+    },
+    "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
+    "utils.get_model_config": {"training/step.py", "training/finalize_model_grads.py"},
+    "utils.get_attr_wrapped_model": {"model/generate.py"},
+}
+
+# torch.cuda outside platform/, each with its reason.
+CUDA_OUTSIDE_PLATFORM = {
+    "parallel/groups.py": "NCCL binds a process group to the current device, which is chosen beside the group",
+    "checkpoint/random_state.py": "the device's random state is saved and restored beside the CPU's",
+}
+
+# Files that may read pickled bytes, each with its reason.
+UNPICKLING = {
+    "checkpoint/dist.py": "reads metadata with an allow-list before the engine reads it without one",
+}
+
+LONGEST_FILE = 450
+LONGEST_DOOR = 80
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> str:
+    """A file as the tables write it: relative to the package, or to the repository where it is outside."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Absolute name and line of everything a file imports, also in functions, for typing only, or by import_module."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value, node.lineno
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+# ---- rooms
+
+
+def test_every_folder_of_the_package_is_a_room():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ROOMS)
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+
+
+def test_a_room_imports_only_rooms_before_it():
+    wrong = []
+    for path in sources("megatron_moe"):
+        if path.parent == PACKAGE:
+            continue
+        room = path.relative_to(PACKAGE).parts[0]
+        allowed = ROOMS[: ROOMS.index(room) + 1]
+        for name, line in imported(path):
+            parts = name.split(".")
+            if parts[0] == "megatron_moe" and len(parts) > 1 and parts[1] in ROOMS and parts[1] not in allowed:
+                wrong.append(f"{name_of(path)}:{line}: {room} imports {name}")
+    assert wrong == []
+
+
+def test_nothing_in_the_package_imports_scripts_or_tests():
+    outside = {"tools", "tests", "benchmarks", "pretrain_moe", "examples"}
+    wrong = [
+        f"{name_of(path)}:{line}: imports {name}"
+        for path in sources("megatron_moe")
+        for name, line in imported(path)
+        if name.split(".")[0] in outside
+    ]
+    assert wrong == []
+
+
+def test_imports_of_our_own_modules_name_something_that_exists():
+    wrong = [
+        f"{name_of(path)}:{line}: {name}"
+        for path in [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
+        for name, line in imported(path)
+        if name.startswith("megatron_moe.") and not (is_module(name) or is_module(name.rpartition(".")[0]))
+    ]
+    assert wrong == []
+
+
+def test_there_is_no_utils():
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [path for path in PACKAGE.rglob("*") if path.stem in vague] == []
+
+
+# ---- the engine's doors
+
+
+def engine_imports() -> Iterator[tuple[str, str, int]]:
+    """(file, engine module without `megatron.core.`, line) for every import from the engine in the package."""
+    for path in [*sources("megatron_moe"), ROOT / "pretrain_moe.py"]:
+        for name, line in imported(path):
+            if name == "megatron" or name.startswith("megatron."):
+                yield name_of(path), name.removeprefix("megatron.").removeprefix("core."), line
+
+
+def door_of(module: str) -> str | None:
+    """The longest entry of the table that holds an engine module."""
+    fitting = [door for door in DOORS if module == door or module.startswith(door + ".")]
+    return max(fitting, key=len, default=None)
+
+
+def test_the_engine_is_imported_through_its_doors_only():
+    wrong = []
+    for file, module, line in engine_imports():
+        door = door_of(module)
+        if door is None:
+            wrong.append(f"{file}:{line}: {module} has no door")
+        elif file not in DOORS[door]:
+            wrong.append(f"{file}:{line}: {module} is entered by {', '.join(sorted(DOORS[door]))}")
+    assert wrong == []
+
+
+def test_no_door_stands_open_unused():
+    used = {(door_of(module), file) for file, module, _ in engine_imports()}
+    assert {(door, file) for door, files in DOORS.items() for file in files} - used == set()
+
+
+def test_only_the_platform_room_changes_the_engine():
+    """Nothing else assigns to an attribute of a module or class that it imported from the engine or torch."""
+    wrong = []
+    for path in sources("megatron_moe", "tools"):
+        if name_of(path).startswith("platform/"):
+            continue
+        foreign = set()
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = getattr(node, "module", None) or ""
+                for alias in node.names:
+                    if (module or alias.name).split(".")[0] in ("megatron", "torch", "transformer_engine"):
+                        foreign.add((alias.asname or alias.name).split(".")[0])
+        for node in ast.walk(tree(path)):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                base = target
+                while isinstance(base, ast.Attribute):
+                    base = base.value
+                if isinstance(target, ast.Attribute) and isinstance(base, ast.Name) and base.id in foreign:
+                    wrong.append(f"{name_of(path)}:{node.lineno}: assigns {ast.unparse(target)}")
+    assert wrong == []
+
+
+# ---- devices, pickles
+
+
+def cuda_mentions(path: Path) -> list[int]:
+    """Lines that name torch.cuda, call `.cuda()`, or name the device "cuda"."""
+    lines = []
+    for node in ast.walk(tree(path)):
+        named = isinstance(node, ast.Attribute) and node.attr == "cuda"
+        device = (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value)
+        )
+        if named or device:
+            lines.append(node.lineno)
+    return sorted(set(lines) | {line for name, line in imported(path) if name.startswith("torch.cuda")})
+
+
+def test_only_the_platform_room_names_cuda():
+    outside = {
+        name_of(path): cuda_mentions(path)
+        for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
+        if not name_of(path).startswith("platform/") and cuda_mentions(path)
+    }
+    assert set(outside) - set(CUDA_OUTSIDE_PLATFORM) == set(), outside
+    assert set(CUDA_OUTSIDE_PLATFORM) - set(outside) == set(), "the list names files that no longer need it"
+
+
+def test_pickled_bytes_are_read_only_where_it_is_guarded():
+    reading = {
+        name_of(path)
+        for path in sources("megatron_moe", "tools")
+        if any(name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib") for name, _ in imported(path))
+    }
+    assert reading == set(UNPICKLING)
+    unsafe = re.compile(r"weights_only\s*=\s*False|trust_remote_code\s*=\s*True|allow_pickle\s*=\s*True")
+    assert [name_of(path) for path in sources("megatron_moe", "tools") if unsafe.search(path.read_text())] == []
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("folder", ["megatron_moe", "tools", "tests", "benchmarks"])
+def test_no_file_is_too_long_to_read(folder):
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(folder)}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_the_entry_script_is_a_door():
+    path = ROOT / "pretrain_moe.py"
+    assert len(path.read_text().splitlines()) < LONGEST_DOOR
+    assert [name for name, _ in imported(path) if name.split(".")[0] in ("torch", "megatron", "numpy")] == []
+
+
+# ---- flags and start-up
+
+
+def test_one_field_is_one_flag():
+    parser = cli._build_parser()
+    options: dict[str, str] = {}
+    for action in parser._actions:
+        for option in action.option_strings:
+            assert option not in options
+            options[option] = action.dest
+    fields = all_fields()
+    for name, field in fields.items():
+        owned = {option for option, dest in options.items() if dest == name}
+        spellings = {flag for flag, (owner, _) in cli.SPELLINGS.items() if owner == name}
+        assert owned == {field.flag} | ({field.negative_flag} if field.is_bool else set()) | spellings
+    assert set(options.values()) - set(fields) == {"help", "preset", "config"}
+
+
+def test_reading_and_checking_a_command_line_loads_neither_torch_nor_the_engine():
+    program = (
+        "import sys\n"
+        "from megatron_moe.config import cli, rules\n"
+        "rules.check(cli.parse('--preset tiny --mock-data --vocab-size 99'.split()), 1)\n"
+        "print([name for name in ('torch', 'numpy', 'megatron.core', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
