@@ -23,7 +23,7 @@ MAX_ROWS = 512
 MAX_COLUMNS = 800
 """Columns of the heat map: longer runs are averaged into this many spans of iterations."""
 
-_INK = {
+_INK: dict[Any, Any] = {
     "axes.edgecolor": "#444444",
     "axes.grid": True,
     "axes.labelcolor": "#333333",
