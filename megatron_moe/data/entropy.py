@@ -52,7 +52,7 @@ def label_entropy(dataset: Any, num_samples: int) -> float:
 
 def _count(arrays: Iterable[numpy.ndarray]) -> numpy.ndarray:
     """Occurrences of each id, int64 [largest id + 1]."""
-    counts = numpy.zeros(0, dtype=numpy.int64)
+    counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
     for array in arrays:
         new = numpy.bincount(array)
         if len(new) > len(counts):

@@ -63,7 +63,7 @@ class Index:
 
     def chunks(self) -> Iterator[tuple[int, numpy.ndarray]]:
         """(number of the first token, tokens) for consecutive parts of `.bin`, at most 2^24 tokens each."""
-        tokens = numpy.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
+        tokens: numpy.ndarray = numpy.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             yield start, tokens[start : start + _CHUNK_TOKENS]
 

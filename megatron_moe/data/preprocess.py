@@ -16,12 +16,15 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 from rich.console import Console
@@ -34,6 +37,9 @@ from megatron_moe.data.index_file import token_dtype
 from megatron_moe.data.sidecar import FORMAT, Sidecar, sha256_of_file, sidecar_path
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
+
+if TYPE_CHECKING:
+    from megatron_moe.data.datasets import IndexedDatasetBuilder
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,12 @@ class DatasetWriter:
     max_id: int = -1
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def builder(self) -> IndexedDatasetBuilder:
+        """Made for the first unit: importing the engine takes seconds, and by then the workers are busy."""
         from megatron_moe.data.datasets import dataset_builder
 
-        self.builder = dataset_builder(f"{self.aside}.bin", self.dtype)
+        return dataset_builder(f"{self.aside}.bin", self.dtype)
 
     def add(self, content: bytes, lengths: numpy.ndarray) -> None:
         ids = numpy.frombuffer(content, dtype=self.dtype)
@@ -157,9 +165,9 @@ def preprocess(options: Options, *, show_progress: bool = True) -> dict[str, Sid
     started = time.monotonic()
     try:
         dtype = token_dtype(tokenizer.vocab_size)
-        encoded = encode_units(options, units)
         writers = [DatasetWriter(prefix, os.path.join(aside, str(i)), dtype) for i, prefix in enumerate(prefixes)]
-        _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
+        with closing(encode_units(options, units)) as encoded:
+            _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
         sidecars = {writer.prefix: writer.finish(tokenizer, options.append_eod) for writer in writers}
         for writer in writers:
             writer.publish()
@@ -258,7 +266,7 @@ def _encode_in_worker(unit: Unit) -> EncodedUnit:
     return _encoder.encode(unit)
 
 
-def encode_units(options: Options, units: list[Unit]) -> Iterator[EncodedUnit]:
+def encode_units(options: Options, units: list[Unit]) -> Generator[EncodedUnit, None, None]:
     """The units encoded, in their order, by `workers` processes that start at once (by this one, where 1 is enough)."""
     available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     workers = min(available, len(units))
@@ -278,7 +286,7 @@ def encode_units(options: Options, units: list[Unit]) -> Iterator[EncodedUnit]:
 
 def _in_order(
     executor: ProcessPoolExecutor, window: deque[Future[EncodedUnit]], waiting: Iterator[Unit]
-) -> Iterator[EncodedUnit]:
+) -> Generator[EncodedUnit, None, None]:
     try:
         while window:
             encoded = window.popleft().result()

@@ -17,9 +17,8 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
     def write(texts: list[str], name: str = "input.jsonl") -> str:
         path = tmp_path / name
-        path.write_text(
-            "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8"
-        )
+        lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+        path.write_text("".join(lines), encoding="utf-8")
         return str(path)
 
     return write
@@ -27,7 +26,7 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def write_ids(write_jsonl: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
-    """`write_ids(documents, name, vocab_size)`: a dataset of these ids, without end-of-document ids; returns its prefix."""
+    """`write_ids(documents, name, vocab_size)`: a dataset of these ids, no end-of-document ids; returns its prefix."""
 
     def write(documents: list[list[int]], name: str = "data", vocab_size: int = 1000) -> str:
         source = write_jsonl([" ".join(map(str, document)) for document in documents], f"{name}.jsonl")

@@ -1,4 +1,4 @@
-"""Micro-batches: one global order whatever the layout, resumable by one number, the same on every rank that needs it."""
+"""Micro-batches: one global order whatever the layout, resumable by one number, the same on all ranks that need it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 
 S = 8
+MOCK_S = 128  # mock data is 68 million tokens, whose index grows with 1 / S
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -99,7 +100,7 @@ def test_reading_ahead_in_processes_changes_nothing() -> None:
         one, other = next(plain), next(ahead)
         assert all(torch.equal(one[key], other[key]) for key in KEYS)
     for iterator in (plain, ahead):
-        with pytest.raises(IndexError, match="after number 64 .* dataset of 64"):
+        with pytest.raises(IndexError, match=r"after number 64 .* dataset of 64"):
             next(iterator)
 
 
@@ -137,7 +138,7 @@ def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size: int) 
 
 def read_on_a_rank(changes: dict[str, Any], num_chunks: int, steps: int) -> dict[str, Any]:
     """What one rank of a layout gets from mock data, beginning after 4 samples."""
-    run = make_run(mock_data=True, **changes)
+    run = make_run(mock_data=True, **{"seq_length": MOCK_S, **changes})
     collection = groups.initialize(run)
     train, valid, test = build_datasets(run, NullTokenizer(1000), 64, 16, 0, pg_collection=collection)
     assert test is None and (train is not None) == (valid is not None) == reads_data(collection)
@@ -157,7 +158,7 @@ def read_on_a_rank(changes: dict[str, Any], num_chunks: int, steps: int) -> dict
 
 def oracle(first: int, count: int) -> dict[str, list]:
     """`count` mock samples from number `first`, read without any group."""
-    run = make_run(mock_data=True)
+    run = make_run(mock_data=True, seq_length=MOCK_S)
     train, _, _ = build_datasets(run, NullTokenizer(1000), 64, 16, 0)
     samples = [train[i] for i in range(first, first + count)]
     return {key: [sample[key].tolist() for sample in samples] for key in KEYS}
@@ -204,7 +205,7 @@ def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo: A
     expected = oracle(4, 2)
     for result in results:
         rank = result["facts"]["cp"]
-        positions = [2 * rank, 2 * rank + 1, 6 - 2 * rank, 7 - 2 * rank]
+        positions = [*range(32 * rank, 32 * rank + 32), *range(96 - 32 * rank, 128 - 32 * rank)]
         for key in KEYS:
             assert result["batches"][0][0][key] == [[row[p] for p in positions] for row in expected[key]]
 

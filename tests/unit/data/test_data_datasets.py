@@ -138,13 +138,14 @@ def test_reading_with_and_without_mapping_gives_the_same_samples(counting: str, 
 
 
 def test_end_of_document_flags_reach_the_samples(write_ids: Callable[..., str]) -> None:
-    prefix = write_ids([[4, 4, 4, 4]] * 30, vocab_size=5)
-    eod = type("Four", (NullTokenizer,), {})(6)
-    eod.eod = 4
+    prefix = write_ids([[1, 2, 4]] * 30, vocab_size=6)
+    tokenizer = NullTokenizer(6)
+    tokenizer.eod = 4
     run = make_run(data_path=[prefix], split="1,0,0", reset_position_ids=True, eod_mask_loss=True)
-    sample = build_datasets(run, eod, 4, 0, 0)[0][0]
-    assert sample["loss_mask"].tolist() == [0.0] * S
-    assert sample["position_ids"].tolist() == [0] * S
+    sample = build_datasets(run, tokenizer, 4, 0, 0)[0][0]
+    assert sample["loss_mask"].tolist() == [float(i != 4) for i in sample["tokens"].tolist()]
+    first_eod = sample["tokens"].tolist().index(4)
+    assert sample["position_ids"].tolist()[first_eod + 1 : first_eod + 4] == [0, 1, 2]
 
 
 def test_new_data_under_an_old_path_never_meets_the_old_index_cache(write_ids: Callable[..., str]) -> None:
@@ -187,7 +188,7 @@ def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Pa
 
 
 def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
-    run = make_run(mock_data=True)
+    run = make_run(mock_data=True, seq_length=128)
     first, second = (build_datasets(run, NullTokenizer(50), 30, 5, 0) for _ in range(2))
     assert rows(first[0], 30) == rows(second[0], 30)
     assert rows(first[1], 5) == rows(second[1], 5)
