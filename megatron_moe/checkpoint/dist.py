@@ -7,17 +7,19 @@ is read is checked first: torch's checkpoint format holds pickles, which the eng
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
@@ -25,7 +27,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -34,7 +35,8 @@ from megatron_moe.config.errors import ConfigError
 
 def save_tensors(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict (tensors and small plain values) into an empty folder. Collective over all ranks."""
-    dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
+    with _quiet():
+        dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
 
 
 def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -48,29 +50,29 @@ def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str
     """
     check_trusted(folder)
     saved = _strategy().load_tensors_metadata(str(folder))
-    casts = _agreed({
-        f"{tensor.key}: saved as {saved[tensor.key].dtype}, wanted as {tensor.dtype}"
-        for tensor in sharded_tensors(state)
-        if tensor.key in saved and saved[tensor.key].dtype != tensor.dtype
-    })
-    if casts:
-        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", casts))
-    loaded, unread, absent = dist_checkpointing.load(
-        state, str(folder), sharded_strategy=_strategy(), strict=StrictHandling.RETURN_ALL
-    )
-    absent = _agreed(set(absent))
-    unread = _agreed({key for key in unread if not key.startswith(allow_unread)})
+    wanted = {tensor.key: tensor.dtype for tensor in sharded_tensors(state)}
+    requested = set(_agreed(set(wanted)))
+    absent = sorted(requested - saved.keys())
+    unread = sorted(key for key in saved.keys() - requested if not key.startswith(allow_unread))
     if absent or unread:
         lines = [f"not in the checkpoint: {key}" for key in absent]
         lines += [f"in the checkpoint, but not in the model: {key}" for key in unread]
         raise ConfigError(_listing(f"{folder}: does not hold the tensors of this model:", lines))
-    return loaded
+    casts = {
+        f"{key}: saved as {saved[key].dtype}, wanted as {dtype}" for key, dtype in wanted.items() if saved[key].dtype != dtype
+    }
+    if refused := _agreed(casts):
+        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", refused))
+    with _quiet():
+        return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
-    """All sharded tensors of a nested state dict that are not built by a factory."""
+    """All sharded tensors of a nested state dict, those that a factory makes included."""
     if isinstance(state, ShardedTensor):
         yield state
+    elif isinstance(state, ShardedTensorFactory):
+        yield from sharded_tensors(state.build())
     elif isinstance(state, dict):
         for value in state.values():
             yield from sharded_tensors(value)
@@ -94,6 +96,14 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
             ),
             planner=MCoreSavePlanner(flatten_state_dict=False),
         )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks on how the engine calls it: single-process reads, keyword order, deprecated classes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
+        yield
 
 
 def _strategy() -> TorchDistLoadShardedStrategy:

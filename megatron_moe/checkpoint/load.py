@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, optimizer_state, random_state
 from megatron_moe.checkpoint.plan import Source
 from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state, put_model_state
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.groups import rank_facts
+
+_REFUSED, _ABSENT, _READ = 0, 1, 2
 
 
 def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str]]:
@@ -49,10 +54,20 @@ def _load_random_state(run: Run, source: Source) -> list[str]:
     facts = rank_facts()
     same_layout = source.state["layout"] == layout(facts)
     path = random_state.path_of(source.step, facts.rank)
-    there = torch.tensor(int(same_layout and path.is_file()), device=platform.device())
-    torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MIN)
-    if there.item():
-        random_state.load(path)
+    state, verdict = None, _ABSENT
+    if same_layout and path.is_file():
+        try:
+            state, verdict = random_state.read(path), _READ
+        except pickle.UnpicklingError:
+            verdict = _REFUSED
+    worst = torch.tensor(verdict, device=platform.device())
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
+    if worst.item() == _REFUSED:
+        raise ConfigError(
+            f"{path.parent}: refused, random states may be damaged or harmful; --no-load-rng does without them"
+        )
+    if worst.item() == _READ and state is not None:
+        random_state.restore(state)
         return []
     why = "was saved without them" if same_layout else f"was saved on another layout {source.state['layout']}"
     return [f"random states start from --seed {run.training.seed}: the checkpoint {why}"]

@@ -34,9 +34,17 @@ def save(path: Path) -> None:
     torch.save(state, path)
 
 
-def load(path: Path) -> None:
-    """Restore what `save` wrote on the same rank of the same layout."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+def read(path: Path) -> dict[str, Any]:
+    """What `save` wrote; changes nothing.
+
+    Raises:
+        pickle.UnpicklingError: the file holds anything but tensors and plain values.
+    """
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put the states of the same rank of the same layout back."""
     random.setstate((3, tuple(state["python"]), state["python_gauss"]))
     name, position, has_gauss, cached = state["numpy_rest"]
     np.random.set_state((name, state["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))

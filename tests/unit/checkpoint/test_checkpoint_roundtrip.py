@@ -1,0 +1,165 @@
+"""What is saved is what was trained, bit for bit, in every layout that reads it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+
+TINY = {
+    **PRESETS["tiny"],
+    "mock_data": True,
+    "tokenizer_type": "ByteTokenizer",
+    "make_vocab_size_divisible_by": 64,
+    "train_iters": 3,
+    "eval_iters": 0,
+}
+
+
+def trained(flags: dict[str, Any]) -> dict[str, Any]:
+    """A whole run on this case's ranks; returns its summary."""
+    from megatron_moe.training.run import pretrain
+
+    return pretrain(build({**TINY, **flags}))
+
+
+def refusal(flags: dict[str, Any]) -> str:
+    """The message of the ConfigError that a run ends with."""
+    from megatron_moe.config.errors import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        trained(flags)
+    return str(error.value)
+
+
+def tensors(step: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a step, whole, by its key: read with torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    saved = FileSystemReader(step).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for key, kind in saved.items()
+        if isinstance(kind, TensorStorageMetadata)
+    }
+    load(state, storage_reader=FileSystemReader(step), no_dist=True)
+    return state
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
+    first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))
+    return sorted(
+        key
+        for key in first.keys() | second.keys()
+        if key not in first or key not in second or first[key].dtype != second[key].dtype
+        or not torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8))
+    )  # fmt: skip
+
+
+def _unpadded(key: str, value: torch.Tensor) -> torch.Tensor:
+    table = key.endswith(("word_embeddings.weight", "output_layer.weight"))
+    return (value[:257] if table else value).contiguous()
+
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "EP2": (2, {"expert_model_parallel_size": 2}),
+}
+OPTIMIZERS = {
+    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256.0},
+    "fp32": {},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_travels_through_all_layouts_and_comes_back_equal(gloo, tmp_path, optimizer):
+    flags = OPTIMIZERS[optimizer]
+    first = gloo.run(2, trained, flags={**flags, **LAYOUTS["EP2"][1], "save": str(tmp_path / "0")})[0]["checkpoint"]
+    original = tensors(first)
+    assert {value.dtype for key, value in original.items() if "expert_bias" in key} == {torch.float32}
+    assert any(value.any() for key, value in original.items() if "expert_bias" in key)
+    for number, layout in enumerate(("one rank", "TP2", "PP2", "EP2"), start=1):
+        world_size, sizes = LAYOUTS[layout]
+        # nothing is left to train: the run loads, and saves what it has loaded
+        source, target = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
+        gloo.run(world_size, trained, flags={**flags, **sizes, "load": source, "save": target})
+        assert differing(original, tensors(f"{target}/iter_0000003")) == [], layout
+
+
+def test_buckets_do_not_shift_what_a_distributed_optimizer_saves(gloo, tmp_path):
+    # Small buckets end with padding in the middle of the buffer, where the engine forgets it.
+    flags = {
+        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
+        "save": str(tmp_path),
+    }  # fmt: skip
+    step = gloo.run(2, trained, flags=flags)[0]["checkpoint"]
+    state = tensors(step)
+    weights = {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
+    assert len(weights) > 40
+    for key, weight in weights.items():
+        main = state[f"optimizer.state.param.{key}"]
+        assert main.dtype == torch.float32 and torch.equal(main.to(torch.bfloat16), weight), key
+
+
+def test_weights_alone_start_a_new_run(gloo, tmp_path):
+    flags = {"bf16": True, "use_distributed_optimizer": True}
+    saved = gloo.run(1, trained, flags={**flags, "save": str(tmp_path / "0")})[0]["checkpoint"]
+    # another optimizer, a learning rate that moves nothing: the weights that come out are those that went in
+    for name, change in {"finetune": {"finetune": True}, "no_load_optim": {"no_load_optim": True}}.items():
+        target = str(tmp_path / name)
+        new = {**flags, "use_distributed_optimizer": False, "lr": 1e-30, "train_iters": 4, **change}
+        step = gloo.run(1, trained, flags={**new, "load": str(tmp_path / "0"), "save": target})[0]["checkpoint"]
+        unequal = [key for key in differing(tensors(saved), tensors(step)) if not key.startswith("optimizer.")]
+        assert unequal and all(key.endswith("expert_bias") for key in unequal), name
+
+
+def test_a_step_that_lacks_a_tensor_or_has_one_too_many_is_refused_with_its_names(gloo, tmp_path):
+    gloo.run(1, trained, flags={"save": str(tmp_path)})
+    config = tmp_path / "iter_0000003" / "config.json"
+    config.write_text(config.read_text().replace('"num_layers": 4', '"num_layers": 3').replace("[0]+[1]*3", "[0]+[1]*2"))
+    # the configuration was falsified, so only the tensors can tell; both ranks do
+    manifest = tmp_path / "iter_0000003" / "manifest.json"
+    manifest.write_text('{"files": {}}')
+    flags = {"load": str(tmp_path), "num_layers": 3, "moe_layer_freq": "[0]+[1]*2", "train_iters": 4}
+    for message in gloo.run(2, refusal, flags={**flags, "expert_model_parallel_size": 2}):
+        assert "in the checkpoint, but not in the model: decoder.layers.3.mlp.experts" in message
+    config.write_text(config.read_text().replace('"num_layers": 3', '"num_layers": 5').replace("[0]+[1]*2", "[0]+[1]*4"))
+    for message in gloo.run(1, refusal, flags={**flags, "num_layers": 5, "moe_layer_freq": "[0]+[1]*4"}):
+        assert "not in the checkpoint: decoder.layers.4.mlp.router.expert_bias" in message
+
+
+def test_weights_of_another_dtype_are_not_cast_silently(gloo, tmp_path):
+    gloo.run(1, trained, flags={"bf16": True, "save": str(tmp_path)})
+    for message in gloo.run(1, refusal, flags={"load": str(tmp_path), "finetune": True}):
+        assert "saved as torch.bfloat16, wanted as torch.float32" in message
+        assert "expert_bias" not in message
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('the payload ran')",))
+
+
+@pytest.mark.parametrize("where", ["metadata", "rng"])
+def test_a_checkpoint_that_carries_code_is_refused_and_not_run(gloo, tmp_path, where):
+    gloo.run(1, trained, flags={"save": str(tmp_path)})
+    step = tmp_path / "iter_0000003"
+    name = ".metadata" if where == "metadata" else "rng/rank_00000.pt"
+    (step / name).write_bytes(pickle.dumps(Payload()))
+    (step / "manifest.json").write_text('{"files": {}}')
+    (message,) = gloo.run(1, refusal, flags={"load": str(tmp_path), "train_iters": 4})
+    assert "refused" in message and str(step) in message

@@ -1,0 +1,188 @@
+"""A step is applied on all ranks or on none, and one that is not leaves every bit as it was."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+
+TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "clip_grad": 1.0, "lr_decay_style": "cosine"}
+EP2 = {"expert_model_parallel_size": 2}
+
+
+def digest(tensors: Any) -> str:
+    """Bits of any nest of tensors and plain values."""
+    if isinstance(tensors, torch.Tensor):
+        return hashlib.sha256(tensors.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(tensors, dict):
+        return digest([[key, tensors[key]] for key in sorted(tensors, key=str)])
+    if isinstance(tensors, (list, tuple)):
+        return hashlib.sha256("".join(digest(value) for value in tensors).encode()).hexdigest()
+    return repr(tensors)
+
+
+class Trainer:
+    """A tiny model with its optimizer, stepped by hand."""
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        from megatron_moe.config import derived
+        from megatron_moe.data.batches import batch_iterators
+        from megatron_moe.data.datasets import build_datasets
+        from megatron_moe.data.tokenizers import build_tokenizer
+        from megatron_moe.model.build import build_model
+        from megatron_moe.parallel import groups
+        from megatron_moe.parallel.seeds import seed_everything
+        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+        from megatron_moe.training.step import connect
+
+        self.run = run = build({**TINY, **flags})
+        self.groups = groups.initialize(run)
+        seed_everything(run)
+        self.model = build_model(run, self.groups, derived.padded_vocab_size(100, run))
+        self.optimizer = build_optimizer(run, self.model, self.groups)
+        self.scheduler = build_scheduler(run, self.optimizer)
+        connect(self.model, self.optimizer)
+        tokenizer = build_tokenizer(run.data, 100)
+        self.dataset, *_ = build_datasets(run, tokenizer, 80, 0, 0, pg_collection=self.groups)
+        self.batches = batch_iterators(self.dataset, run, pg_collection=self.groups)
+
+    def step(self) -> Any:
+        from megatron_moe.training.step import train_step
+
+        size = self.run.training.micro_batch_size
+        return train_step(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.batches,
+            num_micro_batches=8 // (size * self.groups.dp.size()),
+            micro_batch_size=size,
+            seq_length=self.run.model.seq_length,
+            pg_collection=self.groups,
+        )
+
+    def state(self) -> dict[str, str]:
+        """Digest of everything that a step may change."""
+        from megatron_moe.moe.state import routers
+        from megatron_moe.training.optimizer import parts
+
+        found = list(routers(self.model))
+        return {
+            "weights": digest([list(chunk.state_dict().items()) for chunk in self.model]),
+            "main weights": digest([list(part.get_parameters()) for part in parts(self.optimizer)]),
+            "moments": digest([list(part.optimizer.state.values()) for part in parts(self.optimizer)]),
+            "steps": digest([group.get("step") for group in self.optimizer.param_groups]),
+            "schedule": digest([self.scheduler.num_steps, [group["lr"] for group in self.optimizer.param_groups]]),
+            "bias": digest([router.expert_bias for router in found]),
+            "counts": digest([[router.local_tokens_per_expert, router.counted_tokens] for router in found]),
+        }
+
+
+def poisoned_steps(flags: dict[str, Any]) -> dict[str, Any]:
+    """At each site: a step, one that the last rank alone spoils, and what has changed."""
+    trainer = Trainer(flags)
+    spoils = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    seen = {}
+    for site in ("loss", "mlp.experts", "final_layernorm"):
+        good = trainer.step()
+        before = trainer.state()
+        hooks = []
+        if spoils and site == "loss":
+            hooks = [trainer.model[0].register_forward_hook(lambda _module, _inputs, losses: losses * float("nan"))]
+        elif spoils:
+            param = next(p for name, p in trainer.model[0].named_parameters() if site in name)
+            hooks = [param.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))]
+        bad = trainer.step()
+        after = trainer.state()
+        for hook in hooks:
+            hook.remove()
+        seen[site] = [good.committed, bad.committed, [name for name in before if before[name] != after[name]]]
+    trainer.step()
+    seen["moved by a good step"] = {name for name in after if after[name] != trainer.state()[name]}
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_a_step_that_one_rank_spoils_changes_nothing_on_any_rank(gloo, precision, distributed_optimizer):
+    flags = {**EP2, "use_distributed_optimizer": distributed_optimizer, "initial_loss_scale": 1024.0}
+    if precision != "fp32":
+        flags[precision] = True
+    for seen in gloo.run(2, poisoned_steps, flags=flags):
+        # The state that is compared is all that moves, or the comparison would show nothing.
+        assert seen.pop("moved by a good step") == {"weights", "main weights", "moments", "steps", "schedule", "bias"}
+        assert seen == {site: [True, False, []] for site in ("loss", "mlp.experts", "final_layernorm")}
+
+
+def overflows() -> dict[str, Any]:
+    """fp16 with gradients of the dense weights alone overflowing, three times."""
+    from megatron_moe.training.optimizer import parts
+
+    trainer = Trainer({**EP2, "fp16": True, "initial_loss_scale": 1024.0, "hysteresis": 2})
+    param = next(p for name, p in trainer.model[0].named_parameters() if "final_layernorm" in name)
+    hook = param.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    seen = []
+    for _ in range(3):
+        assert not trainer.step().committed
+        seen.append([part.get_loss_scale().item() for part in parts(trainer.optimizer)])
+    hook.remove()
+    assert trainer.step().committed
+    return {"scales": seen}
+
+
+def test_dense_and_expert_optimizers_keep_one_loss_scale(gloo):
+    for rank in gloo.run(2, overflows):
+        # hysteresis 2: the first overflow is forgiven
+        assert rank["scales"] == [[1024.0, 1024.0], [512.0, 512.0], [256.0, 256.0]]
+
+
+def evaluated() -> dict[str, Any]:
+    """A split whose ranks keep different numbers of tokens, and what evaluation leaves behind."""
+    from megatron_moe.training.evaluate import evaluate
+
+    trainer = Trainer({**EP2, "hidden_dropout": 0.1})
+    trainer.step()
+    rank = torch.distributed.get_rank()
+    seen = []
+
+    def masked() -> Any:
+        for number, batch in enumerate(trainer.batches[0]):
+            mask = torch.zeros_like(batch["loss_mask"])
+            mask[:, : 5 + 20 * rank + number] = 1.0
+            seen.append({**batch, "loss_mask": mask})
+            yield seen[-1]
+
+    before, generator = trainer.state(), digest(torch.get_rng_state())
+    record = evaluate(
+        trainer.model, [masked()], split="valid", iteration=1, num_micro_batches=2, micro_batch_size=2, seq_length=64,
+        pg_collection=trainer.groups,
+    )  # fmt: skip
+    unchanged = before == trainer.state() and generator == digest(torch.get_rng_state())
+    training = all(module.training for module in trainer.model[0].modules())
+    trainer.model[0].eval()
+    with torch.no_grad():
+        losses = [trainer.model[0](b["tokens"], b["position_ids"], None, labels=b["labels"]) for b in seen[:2]]
+    sums = [float((loss.double() * b["loss_mask"].double()).sum()) for loss, b in zip(losses, seen)]
+    return {
+        "loss": record.loss,
+        "tokens": record.tokens,
+        "sum": sum(sums),
+        "kept": int(sum(b["loss_mask"].sum() for b in seen[:2])),
+        "unchanged": unchanged,
+        "training": training,
+    }
+
+
+def test_evaluation_weighs_every_token_alike_and_leaves_no_trace(gloo):
+    ranks = gloo.run(2, evaluated)
+    total, tokens = sum(rank["sum"] for rank in ranks), sum(rank["kept"] for rank in ranks)
+    assert tokens == 2 * (5 + 6 + 25 + 26)
+    for rank in ranks:
+        assert rank["tokens"] == tokens
+        assert rank["loss"] == pytest.approx(total / tokens, rel=1e-6)
+        assert rank["unchanged"] and rank["training"]
