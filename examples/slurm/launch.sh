@@ -1,0 +1,36 @@
+# Sourced by the .sbatch files beside it, which say how many nodes and which flags; this says how they start and stop.
+#
+#   launch PROCESSES_PER_NODE FLAGS...   one torchrun per node, PROCESSES_PER_NODE ranks each
+#
+# Before the time limit Slurm sends USR1 to the batch script (#SBATCH --signal=B:USR1@SECONDS). It passes SIGTERM on to
+# the ranks, which save at the end of their step (--exit-signal-handler), and puts the job back into the queue, where it
+# goes on from that checkpoint (--load). At a preemption Slurm sends SIGTERM itself and requeues itself.
+
+launch() {
+  local processes=$1
+  shift
+  cd "$SLURM_SUBMIT_DIR"
+  local head port time_is_up='' status=0 srun_pid
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  # Two jobs whose first node is the same need different ports.
+  port=$((20000 + SLURM_JOB_ID % 20000))
+
+  trap 'time_is_up=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+  srun --ntasks-per-node 1 --kill-on-bad-exit 0 \
+    torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$processes" \
+    --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    --shutdown-timeout "${SAVE_SECONDS:-300}" \
+    pretrain_moe.py "$@" &
+  srun_pid=$!
+
+  # A trapped signal ends `wait` early, with the job still running.
+  while kill -0 "$srun_pid" 2>/dev/null; do
+    status=0
+    wait "$srun_pid" || status=$?
+  done
+  if [[ $time_is_up ]]; then
+    echo "time is up: requeueing job $SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  return "$status"
+}

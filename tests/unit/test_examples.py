@@ -1,0 +1,164 @@
+"""Every command in examples/ and in the README is one that the programs accept."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config import cli, rules
+from megatron_moe.data import preprocess_cli
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*REPO.glob("examples/*.sh"), *REPO.glob("examples/**/*.sbatch")])
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
+SLURM_NODES = {"cpu.sbatch": 2, "qwen3_30b_a3b.sbatch": 4, "deepseek_v3.sbatch": 128}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A training command: the flags after pretrain_moe.py and the world that its launcher starts."""
+
+    flags: list[str]
+    world_size: int
+
+
+def training_command(words):
+    """The command in the words of a command line, or None; raises where the launcher's options are not torchrun's."""
+    if "pretrain_moe.py" not in words:
+        return None
+    at = words.index("pretrain_moe.py")
+    flags = [word for word in words[at + 1 :] if word not in ("$@", "...")]
+    if "torchrun" not in words[:at]:
+        return Command(flags, 1)
+    launcher = words[words.index("torchrun") + 1 : at]
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args([*launcher, "pretrain_moe.py"])
+    return Command(flags, int(options.nnodes.split(":")[0]) * int(options.nproc_per_node))
+
+
+def check(command, folder, monkeypatch):
+    """Parse and check a training command where it would run: a repository with the configs and nothing else."""
+    (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
+    monkeypatch.chdir(folder)
+    rules.check(cli.parse([*command.flags, "--dry-run"]), command.world_size)
+
+
+def recorded(script, folder):
+    """Run a script in a copy of the repository's outline with stand-ins that write down their arguments."""
+    stand_ins, record = folder / "bin", folder / "record"
+    stand_ins.mkdir()
+    for name in ("torchrun", "srun", "scancel", "python"):
+        program = stand_ins / name
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"open({str(record)!r}, 'a').write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + '\\n')\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    (stand_ins / "scontrol").write_text("#!/bin/sh\necho node1\necho node2\n")
+    (stand_ins / "scontrol").chmod(0o755)
+    checkout = folder / "checkout"
+    (checkout / "examples").parent.mkdir()
+    subprocess.run(["cp", "-r", str(REPO / "examples"), str(checkout / "examples")], check=True)
+    environment = {
+        "PATH": f"{stand_ins}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "SLURM_SUBMIT_DIR": str(checkout),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": str(SLURM_NODES.get(script.name, 1)),
+    }
+    copy = checkout / script.relative_to(REPO)
+    done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def page_commands(page):
+    """The words of every command line in the fenced blocks of a page, continuation lines joined."""
+    blocks = re.findall(
+        r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        if any(program in line for program in ("pretrain_moe.py", "preprocess_data.py")) and not line.startswith("#"):
+            yield shlex.split(line, comments=True)
+
+
+def test_the_examples_are_there():
+    assert len(SCRIPTS) >= 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkeypatch):
+    commands = [command for words in recorded(script, tmp_path) if (command := training_command(words))]
+    assert len(commands) == 1
+    (tmp_path / "elsewhere").mkdir()
+    check(commands[0], tmp_path / "elsewhere", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["cpu.sh", "one_node.sh"])
+def test_the_preprocessing_command_of_an_example_is_accepted(name, tmp_path):
+    commands = [words for words in recorded(REPO / "examples" / name, tmp_path) if "tools/preprocess_data.py" in words]
+    assert len(commands) == 1
+    options = preprocess_cli.parser().parse_args(commands[0][2:])
+    training = next(filter(None, map(training_command, recorded_again(tmp_path))))
+    prefix = f"{options.output_prefix}_{options.json_keys[0]}_document"
+    assert prefix in training.flags, "the training reads another dataset than the one that was written"
+
+
+def recorded_again(folder):
+    """What `recorded` wrote into the folder."""
+    return [json.loads(line) for line in (folder / "record").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.suffix == ".sbatch"], ids=lambda script: script.name)
+def test_a_slurm_script_asks_for_what_its_launch_needs(script, tmp_path):
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.read_text(), re.MULTILINE))
+    assert int(options["nodes"]) == SLURM_NODES[script.name]
+    assert options["ntasks-per-node"] == "1"  # one torchrun per node starts the ranks
+    assert "requeue" in options
+    srun = next(words for words in recorded(script, tmp_path) if words[0] == "srun")
+    processes = srun[srun.index("--nproc-per-node") + 1]
+    assert processes == options.get("gpus-per-node", "1")
+    # Ranks have to have saved before the time is up.
+    warning = int(options["signal"].removeprefix("B:USR1@"))
+    assert int(srun[srun.index("--shutdown-timeout") + 1]) < warning
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
+    for number, words in enumerate(page_commands(page)):
+        if any(word.endswith("preprocess_data.py") for word in words):
+            at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
+            preprocess_cli.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
+            continue
+        command = training_command(words)
+        assert command is not None, words
+        if "--help" in command.flags:
+            continue
+        (tmp_path / str(number)).mkdir()
+        check(command, tmp_path / str(number), monkeypatch)
+
+
+@pytest.mark.parametrize("config", sorted(REPO.glob("examples/configs/*.yaml")), ids=lambda path: path.name)
+def test_a_config_is_used_by_an_example(config):
+    used = f"examples/configs/{config.name}"
+    assert any(used in script.read_text() for script in SCRIPTS)
+
+
+def test_a_flag_that_is_none_is_noticed(tmp_path, monkeypatch):
+    from megatron_moe.config.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="unknown flag --trian-iters"):
+        check(Command(["--preset", "tiny", "--mock-data", "--trian-iters", "3"], 1), tmp_path, monkeypatch)
+    with pytest.raises((SystemExit, argparse.ArgumentError)):
+        training_command(["torchrun", "--nproc-per-nod", "2", "pretrain_moe.py"])
