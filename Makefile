@@ -51,7 +51,8 @@ clean: ## remove environments, caches and build output; runs/ is kept
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, and not the folder, says that the set-up is complete: an interrupted one is done again. The environment is
-# started anew only where it belongs to another Python.
+# started anew only where it belongs to another Python. Byte code is left to the first import: pip would spend more than
+# a minute on thousands of modules that are never used.
 $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -61,5 +62,5 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@echo "setting up $(VENV) with Python $(PYTHON_VERSION), versions from $(CONSTRAINTS)"
 	@test "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$(PYTHON_VERSION)" \
 	  || $(PYTHON) -m venv --clear $(VENV)
-	$(RUN) -m pip install --progress-bar on --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
