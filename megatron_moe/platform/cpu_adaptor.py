@@ -10,8 +10,7 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
 3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`).
 
 With CUDA none of this happens. Independent of the device, where the engine finds neither Transformer Engine nor apex
-it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's; and a few of its notices are kept out of
-the log (`_NOTICES`).
+it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's.
 
 File names below are relative to `megatron/core/` and hold for megatron-core 0.16.1 and 0.19.2 unless said otherwise.
 A spawned child needs the hook too: it has it as soon as it unpickles anything of this package.
@@ -21,13 +20,12 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import logging
-import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
+
+from megatron_moe.platform import notices
 
 _ENGINE = "megatron.core"
 
@@ -41,33 +39,6 @@ _CONSTANTS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-
-
-# (module, start of the message): what the engine says about its own code, at every start and to every user, and what
-# nobody who runs this project can act on.
-_NOTICES = (
-    ("megatron.core.transformer.transformer_config", "full scope is deprecated"),  # its own default
-    ("megatron.core.models.mimo.config.base_configs", "MimoModelConfig is experimental"),
-    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
-    ("megatron.core.optimizer.optimizer", "The .grad attribute of a Tensor that is not a leaf"),  # it tests views
-    ("torch.distributed.c10d_logger", "`torch.distributed.reduce_scatter_tensor` is deprecated"),
-    ("torch.distributed.c10d_logger", "`torch.distributed.all_gather_into_tensor` is deprecated"),
-)
-_NOTICES_ABOUT_GPU_LIBRARIES = (
-    ("megatron.core.optimizer", "Transformer Engine and Apex are not installed"),
-    ("megatron.core.optimizer.optimizer", "Transformer Engine and Apex are not installed"),
-    ("megatron.core.optimizer.clip_grads", "Transformer Engine and Apex are not installed"),
-    (
-        "megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision",
-        "Transformer Engine and Apex are not installed",
-    ),
-    ("megatron.core.models.backends", "Apex is not installed"),
-    ("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed"),
-    ("torch.utils.cpp_extension", "No CUDA runtime is found"),  # 0.19.2 imports it
-    # The random state tracker moves the CPU generator, as it should here; stock warns at every dropout.
-    ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
-)
 
 
 def install() -> None:
@@ -109,10 +80,9 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
             return None
         if self._without_cuda is None:
             self._without_cuda = not _has_cuda()
-            _filter_notices(_NOTICES)
+            notices.keep_out(self._without_cuda)
             if self._without_cuda:
                 _give_torch_cuda_a_cpu_meaning()
-                _filter_notices(_NOTICES_ABOUT_GPU_LIBRARIES)
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
@@ -166,6 +136,7 @@ def _give_torch_cuda_a_cpu_meaning() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # 0.19.2: param_and_grad_buffer.py asks for the stream before every gradient reduction.
     torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()  # type: ignore[assignment, return-value]
+    torch.cuda.Stream = _cpu_stream()  # type: ignore[assignment, misc]
     # tensor_parallel/random.py (seeding the tracker) and rerun_state_machine.py: one generator, the CPU's.
     torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
@@ -174,15 +145,15 @@ def _give_torch_cuda_a_cpu_meaning() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-def _filter_notices(notices: Sequence[tuple[str, str]]) -> None:
-    """Keep (module, start of a message) out of the log, whether it comes as a warning or as a log record."""
-    for module, text in notices:
-        warnings.filterwarnings("ignore", message=re.escape(text), module=re.escape(module))
-        logging.getLogger(module).addFilter(_without(text))
+def _cpu_stream() -> type:
+    """A stream without a queue, for transformer/moe/token_dispatcher.py (the engine's own all-to-all dispatcher)."""
+    import torch
 
+    class Stream(torch.cpu.Stream):
+        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+            return torch.cpu.Event()
 
-def _without(text: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not record.getMessage().startswith(text)
+    return Stream
 
 
 def _adjust_random(module: ModuleType) -> None:
@@ -206,6 +177,18 @@ def _adjust_rope(module: ModuleType) -> None:
         return module.torch.cat((chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]), dim=seq_dim)
 
     vars(module).update(get_pos_emb_on_this_cp_rank=get_pos_emb_on_this_cp_rank)
+
+
+def _adjust_moe_utils(module: ModuleType) -> None:
+    """transformer/moe/moe_utils.py, for the engine's own MoE layer, beside which ours is tested and measured."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Stock makes an array only of what it moved; all_to_all_single takes an array or a list, not a tensor."""
+        return tensor.numpy() if as_numpy and module.torch.is_tensor(tensor) else tensor
+
+    vars(module).update(maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
+    # 0.16.1 forgets this name where Transformer Engine is absent, and then tests it.
+    vars(module).setdefault("te_general_gemm", None)
 
 
 def _adjust_optimizer(module: ModuleType) -> None:
@@ -234,6 +217,5 @@ _WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,
     "megatron.core.tensor_parallel.random": _adjust_random,
-    # 0.16.1 forgets this name where Transformer Engine is absent, and then tests it.
-    "megatron.core.transformer.moe.moe_utils": lambda module: vars(module).setdefault("te_general_gemm", None),
+    "megatron.core.transformer.moe.moe_utils": _adjust_moe_utils,
 }

@@ -71,6 +71,7 @@ def test_a_hanging_case_is_ended_and_shows_where_it_hangs(gloo):
 
 
 def test_a_rank_that_dies_is_replaced(gloo):
-    with pytest.raises(AssertionError, match="ended during the case"):
+    with pytest.raises(AssertionError, match="ended during the case") as failure:
         gloo.run(2, die_on_rank_1)
+    assert "--- rank 0: returned" in str(failure.value), "leaving the groups does not wait for a dead rank"
     assert gloo.run(2, sums, factor=1.0) == [3.0, 3.0]
