@@ -10,25 +10,29 @@ launch() {
   local processes=$1
   shift
   cd "$SLURM_SUBMIT_DIR"
-  local head port time_is_up='' status=0 srun_pid
-  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  local hosts address port time_is_up='' status=0 srun_pid
+  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  # The first node's address as Slurm knows it; its name may mean nothing outside Slurm.
+  address=$(scontrol show node "${hosts[0]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
   # Two jobs whose first node is the same need different ports.
   port=$((20000 + SLURM_JOB_ID % 20000))
 
   trap 'time_is_up=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-  srun --ntasks-per-node 1 --kill-on-bad-exit 0 \
+  # When one node's torchrun has ended, in whichever way, the others get as long as a checkpoint takes.
+  srun --ntasks-per-node 1 --kill-on-bad-exit=0 --wait "${SAVE_SECONDS:-300}" \
     torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$processes" \
-    --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    --rdzv-backend c10d --rdzv-endpoint "${address:-${hosts[0]}}:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --shutdown-timeout "${SAVE_SECONDS:-300}" \
     pretrain_moe.py "$@" &
   srun_pid=$!
 
-  # A trapped signal ends `wait` early, with the job still running.
+  wait "$srun_pid" || status=$?
+  # A trapped signal ends `wait` early, with the ranks still at work.
   while kill -0 "$srun_pid" 2>/dev/null; do
     status=0
     wait "$srun_pid" || status=$?
   done
-  if [[ $time_is_up ]]; then
+  if [[ $time_is_up && $status -ne 0 ]]; then
     echo "time is up: requeueing job $SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID"
   fi

@@ -1,6 +1,5 @@
 """Every command in examples/ and in the README is one that the programs accept."""
 
-import argparse
 import json
 import os
 import re
@@ -52,8 +51,11 @@ def check(command, folder, monkeypatch):
     rules.check(cli.parse([*command.flags, "--dry-run"]), command.world_size)
 
 
-def recorded(script, folder):
-    """Run a script in a copy of the repository's outline with stand-ins that write down their arguments."""
+def recorded(script, folder, status=0):
+    """Run a script in a copy of the repository's outline with stand-ins that write down their arguments.
+
+    The stand-ins end with `status`, and so has the script to end.
+    """
     stand_ins, record = folder / "bin", folder / "record"
     stand_ins.mkdir()
     for name in ("torchrun", "srun", "scancel", "python"):
@@ -61,6 +63,7 @@ def recorded(script, folder):
         program.write_text(
             f"#!{sys.executable}\nimport json, os, sys\n"
             f"open({str(record)!r}, 'a').write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + '\\n')\n"
+            f"sys.exit({status})\n"
         )
         program.chmod(program.stat().st_mode | stat.S_IEXEC)
     (stand_ins / "scontrol").write_text("#!/bin/sh\necho node1\necho node2\n")
@@ -78,7 +81,7 @@ def recorded(script, folder):
     }
     copy = checkout / script.relative_to(REPO)
     done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
@@ -134,6 +137,11 @@ def test_a_slurm_script_asks_for_what_its_launch_needs(script, tmp_path):
     assert int(srun[srun.index("--shutdown-timeout") + 1]) < warning
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
+    assert recorded(script, tmp_path, status=3)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):
@@ -160,5 +168,5 @@ def test_a_flag_that_is_none_is_noticed(tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match="unknown flag --trian-iters"):
         check(Command(["--preset", "tiny", "--mock-data", "--trian-iters", "3"], 1), tmp_path, monkeypatch)
-    with pytest.raises((SystemExit, argparse.ArgumentError)):
-        training_command(["torchrun", "--nproc-per-nod", "2", "pretrain_moe.py"])
+    with pytest.raises(SystemExit):
+        training_command(["torchrun", "--processes-per-node", "2", "pretrain_moe.py"])
