@@ -26,7 +26,7 @@ _EXTRA_STATE = "_extra_state"
 class LanguageModel(GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
-    Parallel linear layers, and every Transformer Engine module, carry an `_extra_state` that is empty without FP8. It is
+    Parallel linear layers and all Transformer Engine modules carry an `_extra_state` that is empty without FP8. It is
     left out, so that the keys are those of the weights, whichever classes were chosen.
     """
 
@@ -73,7 +73,7 @@ def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool
     config = transformer_config(run)
     num_chunks = derived.virtual_pipeline_size(run)
     stages = [None] if num_chunks is None else list(range(num_chunks))
-    chunks = [_chunk(run, config, pg_collection, padded_vocab_size, stage) for stage in stages]
+    chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, padded_vocab_size, stage) for stage in stages]
     if not wrap:
         return chunks
     if run.precision.bf16 or run.precision.fp16:

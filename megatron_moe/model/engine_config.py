@@ -44,13 +44,13 @@ class LatentModelConfig(MLATransformerConfig):
     position_embedding_type: str = "rope"
 
 
-# Where each field of the run goes: "config" (transformer_config), "ddp", "optimizer", "model" (build.py and spec.py), or
-# a reason why the engine has no use for it.
+# Where each field of the run goes: "config" (transformer_config), "ddp", "optimizer", "model" (build.py and spec.py),
+# or a reason why the engine has no use for it.
 TRANSLATED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
-            "rotary_interleaved rope_type rotary_base rotary_percent rotary_scaling_factor "
+            "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
+            "kv_channels rotary_interleaved rope_type rotary_base rotary_percent rotary_scaling_factor "
             "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim position_embedding_type "
             "normalization norm_epsilon swiglu add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention "
             "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim attention_dropout hidden_dropout "

@@ -185,8 +185,8 @@ class LatentAttention(MegatronModule):
         return query, key, value
 
     def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
-        """This rank's [S or S/TP, B, dr] -> [S, B, dr] for the heads of this rank. Backward: the gradients of all ranks'
-        heads are summed, and each rank keeps the part of the sequence it had."""
+        """This rank's [S or S/TP, B, dr] -> [S, B, dr] for its heads. Backward: the gradients of all ranks' heads are
+        summed, and each rank keeps the part of the sequence it had."""
         if self.config.sequence_parallel:
             return all_gather_rows(key_pos, self.tp_group)
         return _SharedByRanks.apply(key_pos, self.tp_group) if self.tp_group.size() > 1 else key_pos

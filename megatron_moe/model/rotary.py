@@ -68,7 +68,8 @@ class Rotary:
         key = (length, device)
         if key not in self._tables:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies)[:, None, None, :]
-            self._tables[key] = tuple((self.amplitude * f(angles)).to(device) for f in (torch.cos, torch.sin))
+            cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
+            self._tables[key] = cos.to(device), sin.to(device)
         return self._tables[key]
 
 

@@ -27,8 +27,8 @@ def one_step(run: Run) -> dict[str, Any]:
 
     Returns:
         loss: mean over the global batch, on every rank. grad_norm. logits [1, VOCAB] after the first ten tokens.
-        tensors: global name -> (cut, weight, gradient); `cut` lists (axis, index, parts, stride) that lead from the full
-        tensor to this rank's.
+        tensors: global name -> (cut, weight, gradient); `cut` lists (axis, index, parts, stride) that lead from the
+        full tensor to this rank's.
     """
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import next_token_logits

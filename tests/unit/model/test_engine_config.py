@@ -17,7 +17,7 @@ SECTIONS = ("model", "moe", "parallel", "precision", "optimizer", "training")
 
 MLA = {"multi_latent_attention": True, "num_attention_heads": 4, "hidden_size": 64}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2}
-# field -> (a value that is not the default, what else has to be set, the engine's field or fields and their value there)
+# field -> (a value that is not the default, what else has to be set, the engine's fields and their values)
 CONFIG = {
     "num_layers": (6, {}, {"num_layers": 6, "moe_layer_freq": [0] * 6}),
     "hidden_size": (128, {}, {"hidden_size": 128}),

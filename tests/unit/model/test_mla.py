@@ -125,7 +125,7 @@ def test_bf16_stays_close_to_the_reference(one_process):
 
 
 def test_without_positions_nothing_is_rotated(one_process):
-    """Then attention is blind to the order of what came before: the last token's output stays when these change places."""
+    """Then attention is blind to the order of what came before: the last token's output stays when they swap places."""
     layer = layer_of(replace(Run(), **SIZES, position_embedding_type="none"))
     x = torch.randn(9, 1, 32)
     shuffled = torch.cat((x[:-1].flip(0), x[-1:]))
