@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
 
-UNIT_BYTES = 1 << 20
+UNIT_BYTES = 1 << 18
 _JSONL = (".jsonl", ".json")
 
 

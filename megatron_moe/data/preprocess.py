@@ -23,6 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -274,6 +275,7 @@ def encode_units(options: Options, units: list[Unit]) -> Generator[EncodedUnit, 
         encoder = Encoder(options)
         return (encoder.encode(unit) for unit in units)
     # spawn, not fork: this process has threads (progress, the engine's libraries), whose locks a fork would copy.
+    others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(options,)
     )
@@ -281,11 +283,14 @@ def encode_units(options: Options, units: list[Unit]) -> Generator[EncodedUnit, 
     window: deque[Future[EncodedUnit]] = deque()
     for unit in islice(waiting, 4 * workers):
         window.append(executor.submit(_encode_in_worker, unit))
-    return _in_order(executor, window, waiting)
+    return _in_order(executor, window, waiting, others)
 
 
 def _in_order(
-    executor: ProcessPoolExecutor, window: deque[Future[EncodedUnit]], waiting: Iterator[Unit]
+    executor: ProcessPoolExecutor,
+    window: deque[Future[EncodedUnit]],
+    waiting: Iterator[Unit],
+    others: set[BaseProcess],
 ) -> Generator[EncodedUnit, None, None]:
     try:
         while window:
@@ -296,6 +301,9 @@ def _in_order(
     except BrokenProcessPool as error:
         raise RuntimeError("a worker process died (out of memory?); try fewer --workers") from error
     finally:
+        if window:  # an error or Ctrl-C: nobody waits for what the workers are at
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
         executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -75,6 +75,14 @@ def test_one_iterator_serves_a_growing_global_batch() -> None:
     assert [i for indices in taken for i in indices] == list(range(24))
 
 
+@pytest.mark.parametrize("length, rounds", [(8, 2), (9, 2), (11, 2), (12, 3), (3, 0)])
+def test_all_ranks_end_together_where_a_full_round_no_longer_fits(length: int, rounds: int) -> None:
+    for rank in range(2):
+        taken = list(micro_batch_indices(0, 2, rank, 2, length))
+        assert len(taken) == rounds
+        assert all(i < length for indices in taken for i in indices)
+
+
 def test_a_resumed_iterator_continues_where_the_first_stopped() -> None:
     whole = batch_iterator(Numbered(), make_run())
     batches = [next(whole) for _ in range(10)]
