@@ -1,0 +1,119 @@
+"""Each mistake gets one message that names it, exit status 2, and no file is made or changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pretrain_moe
+from megatron_moe.checkpoint import folder
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.data.preprocess import Options, preprocess
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:
+    """The message of a refused command line."""
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert pretrain_moe.main(argv) == 2
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("pretrain_moe.py: error: ") and told.err.count("error:") == 1
+    assert "Traceback" not in told.err
+    return told.err
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 20}) + "\n" for n in range(40)))
+    preprocess(
+        Options((str(root / "text.jsonl"),), str(root / "all"), tokenizer_type="ByteTokenizer", append_eod=True, workers=1),
+        show_progress=False,
+    )
+    return root
+
+
+MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--preset", "tiny", "--moe-router-top"], ["--moe-router-top"]),
+        ([*MOCK, "--num-experts", "8", "--moe-router-topk", "9"], ["--moe-router-topk 9", "8"]),
+        ([*MOCK, "--save-interval", "5"], ["--save-interval 5", "--save"]),
+        ([*MOCK, "--bf16", "--fp16"], ["--bf16", "--fp16"]),
+        (["--preset", "tiny", "--mock-data"], ["--vocab-size"]),
+        ([*MOCK, "--rampup-batch-size", "2", "3", "100"], ["--rampup-batch-size 2 3 100"]),
+    ],
+)
+def test_flags_that_do_not_go_together(argv, words, capsys, tmp_path):
+    message = refused(argv, capsys, tmp_path)
+    for word in words:
+        assert word in message
+
+
+def test_a_world_that_the_layout_does_not_divide(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    message = refused([*MOCK, "--expert-model-parallel-size", "2"], capsys, tmp_path)
+    assert "3" in message and "--expert-model-parallel-size 2" in message
+
+
+def test_only_rank_0_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain_moe.main([*MOCK, "--expert-model-parallel-size", "2"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_data_that_is_missing_empty_or_of_another_tokenizer(capsys, tmp_path, data):
+    tiny = ["--preset", "tiny", "--split", "90,10,0"]
+    prefix = str(data / "all_text_document")
+    assert "nowhere" in refused([*tiny, "--tokenizer-type", "ByteTokenizer", "--data-path", "nowhere"], capsys, tmp_path)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"empty.{suffix}").touch()
+    argv = [*tiny, "--tokenizer-type", "ByteTokenizer", "--data-path", str(tmp_path / "empty")]
+    assert "empty" in refused(argv, capsys, tmp_path)
+    argv = [*tiny, "--tokenizer-type", "NullTokenizer", "--vocab-size", "300", "--data-path", prefix]
+    assert "ByteTokenizer" in refused(argv, capsys, data)
+
+
+def test_a_token_id_at_the_vocabularys_end(capsys, tmp_path, data):
+    for suffix in ("bin", "idx"):  # without its sidecar the ids are scanned
+        (tmp_path / f"bare.{suffix}").write_bytes((data / f"all_text_document.{suffix}").read_bytes())
+    argv = ["--preset", "tiny", "--split", "90,10,0", "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "bare")]
+    message = refused([*argv, "--vocab-size", "256"], capsys, tmp_path)
+    assert "256" in message and "bare" in message
+
+
+def saved(root: Path, run: Run) -> None:
+    hidden = folder.open_hidden(root, 5)
+    folder.write_json(hidden / folder.CONFIG, flatten(run))
+    folder.write_json(hidden / folder.STATE, {"iteration": 5, "has_optimizer": True})
+    folder.publish(root, 5)
+
+
+def test_folders_that_are_no_checkpoints_or_belong_to_another_run(capsys, tmp_path):
+    other, used = tmp_path / "other", tmp_path / "used"
+    other.mkdir()
+    (other / "thesis.tex").write_text("x")
+    saved(used, replace(Run(), **{**PRESETS["tiny"], "hidden_size": 512}))
+    assert "is not a checkpoint folder" in refused([*MOCK, "--load", str(other)], capsys, tmp_path)
+    assert "--exit-on-missing-checkpoint" in refused(
+        [*MOCK, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], capsys, tmp_path
+    )
+    assert "--hidden-size: checkpoint 512, this run 64" in refused([*MOCK, "--load", str(used)], capsys, tmp_path)
+    assert f"continue it with --load {used}" in refused([*MOCK, "--save", str(used)], capsys, tmp_path)
+    assert "complete steps: 5" in refused([*MOCK, "--load", str(used), "--ckpt-step", "6"], capsys, tmp_path)
+
+
+def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
+    argv = [*MOCK, "--dry-run", "--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "m.jsonl")]
+    assert pretrain_moe.main(argv) == 0
+    assert "the configuration is sound" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
