@@ -8,6 +8,7 @@ Exit status: 0 done, or stopped and saved on request; 2 a mistake in the flags o
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from megatron_moe.config import cli, rules
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
             print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:
             print("pretrain_moe.py: interrupted", file=sys.stderr, flush=True)
         # Leaving in good order would wait for ranks that are gone.

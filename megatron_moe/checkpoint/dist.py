@@ -58,11 +58,15 @@ def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str
         lines = [f"not in the checkpoint: {key}" for key in absent]
         lines += [f"in the checkpoint, but not in the model: {key}" for key in unread]
         raise ConfigError(_listing(f"{folder}: does not hold the tensors of this model:", lines))
-    casts = {
-        f"{key}: saved as {saved[key].dtype}, wanted as {dtype}" for key, dtype in wanted.items() if saved[key].dtype != dtype
-    }
-    if refused := _agreed(casts):
-        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", refused))
+    casts = _agreed(
+        {
+            f"{key}: saved as {saved[key].dtype}, wanted as {dtype}"
+            for key, dtype in wanted.items()
+            if saved[key].dtype != dtype
+        }
+    )
+    if casts:
+        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", casts))
     with _quiet():
         return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
 
@@ -129,18 +133,17 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes that torch's checkpoint metadata consists of, and refuses to import anything else."""
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = {
+    _CLASSES = (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    )  # fmt: skip
+    _NAMES = (
         ("pathlib", "PosixPath"),  # where the writer was told to write
         ("pathlib._local", "PosixPath"),
         ("collections", "OrderedDict"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.planner", "SavePlan"),
-    }
-    _CLASSES = {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
-    }  # fmt: skip
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

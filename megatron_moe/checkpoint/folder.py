@@ -30,7 +30,7 @@ CONFIG = "config.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 OWNER = ".megatron_moe_checkpoints"
-"""An empty file in every folder that a run saves to: before the first step is written, it tells the folder from a wrong path."""
+"""An empty file in every folder that a run saves to: it tells the folder from a wrong path before a step is there."""
 
 _STEP = re.compile(r"iter_(\d{7,})")
 
@@ -109,14 +109,14 @@ def _check_is_root(root: Path) -> None:
     if _STEP.fullmatch(root.name) and (root / STATE).exists():
         raise ConfigError(
             f"--load {root}: is one step; give its parent and choose the step: "
-            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_'):])}"
+            f"--load {root.parent} --ckpt-step {int(root.name[len('iter_') :])}"
         )
     names = {entry.name for entry in root.iterdir()}
     ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
     if names and not ours:
         raise ConfigError(
-            f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; give "
-            "the folder that an earlier run named with --save"
+            f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; "
+            "give the folder that an earlier run named with --save"
         )
 
 

@@ -55,8 +55,8 @@ def _find(run: Run, root: Path) -> tuple[Source | None, list[str]]:
     if step is None:
         if run.checkpoint.exit_on_missing_checkpoint or run.checkpoint.finetune:
             raise ConfigError(
-                f"--load {root}: holds no complete checkpoint ({folder.LATEST} and iter_* folders were expected); leave "
-                "out --exit-on-missing-checkpoint or --finetune to start afresh"
+                f"--load {root}: holds no complete checkpoint ({folder.LATEST} and iter_* folders were expected); "
+                "leave out --exit-on-missing-checkpoint or --finetune to start afresh"
             )
         return None, [*notes, f"{root} holds no checkpoint yet: starting afresh"]
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)

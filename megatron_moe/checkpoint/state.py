@@ -44,7 +44,7 @@ def metadata(pg_collection: ProcessGroupCollection) -> dict[str, Any]:
 
 
 def model_state(trained: Trained) -> dict[str, Any]:
-    """The model's sharded state dict, one entry per chunk; tensors are the live ones, so loading fills them in place."""
+    """The model's sharded state dict, one entry per chunk; its tensors are the live ones: loading fills them."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     options = metadata(trained.pg_collection)

@@ -14,7 +14,7 @@ from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.step import StepResult, connect, train_step
 
 SKIPS_IN_A_ROW = 50
-"""A run whose steps are all skipped learns nothing. fp16 starts with a scale that takes up to some forty to come down."""
+"""A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty to come down."""
 
 
 def train(job: Job, stop: StopSignals) -> str:
@@ -47,8 +47,8 @@ def train(job: Job, stop: StopSignals) -> str:
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
             raise FloatingPointError(
-                f"{skips} steps in a row up to iteration {job.progress.iteration} had a loss or gradients that were not "
-                "finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
+                f"{skips} steps in a row up to iteration {job.progress.iteration} had a loss or gradients that were "
+                "not finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
             )
         reason = exit_reason(job, stop, started)
         if reason is None and _due(job, run.training.eval_interval) and run.training.eval_iters:
@@ -99,7 +99,8 @@ def exit_reason(job: Job, stop: StopSignals, started: float) -> str | None:
         return None
     minutes = (time.monotonic() - started) / 60
     limit = options.exit_duration_in_mins
-    wishes = torch.tensor([int(stop.stop_requested), int(limit is not None and minutes >= limit)], device=platform.device())
+    local = [int(stop.stop_requested), int(limit is not None and minutes >= limit)]
+    wishes = torch.tensor(local, device=platform.device())
     torch.distributed.all_reduce(wishes, op=torch.distributed.ReduceOp.MAX)
     terminated, out_of_time = wishes.tolist()
     if terminated:

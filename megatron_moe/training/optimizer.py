@@ -54,8 +54,8 @@ class SharedLossScale:
 
     The engine gives each chained optimizer a scale of its own and updates it by that optimizer's gradients alone, while
     the loss is multiplied by the first one's. An overflow in the dense parameters only would leave the experts' scale
-    behind, and from then on their gradients would be unscaled by the wrong number. Here `update`, which the engine calls
-    within `prepare_grads`, does nothing; the step calls `commit`.
+    behind, and from then on their gradients would be unscaled by the wrong number. Here `update`, which the engine
+    calls within `prepare_grads`, does nothing; the step calls `commit`.
     """
 
     def __init__(self, scaler: Any) -> None:

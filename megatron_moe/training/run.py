@@ -73,7 +73,7 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     model = build_model(run, pg_collection, padded_vocab_size)
     optimizer = build_optimizer(run, model, pg_collection)
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
-    progress, loaded = Progress(), []
+    progress, loaded = Progress(), list[str]()
     if start_from.source is not None:
         progress, loaded = load(run, start_from.source, trained)
     evaluated = run.training.eval_iters * schedule.final
@@ -141,7 +141,9 @@ def _facts(job: Job) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": str(platform.device()),
         "ranks": place.world_size,
-        "layout": f"TP {place.tp_size}, PP {place.pp_size}, DP {place.dp_size}, EP {place.ep_size}, ETP {place.etp_size}",
+        "layout": ", ".join(
+            f"{axis} {getattr(place, f'{axis.lower()}_size')}" for axis in ("TP", "PP", "DP", "EP", "ETP")
+        ),
         "dtype": derived.params_dtype_name(run),
         "parameters": parameters,
         "active_parameters": derived.active_parameter_count(run, job.padded_vocab_size),

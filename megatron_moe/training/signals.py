@@ -58,8 +58,10 @@ class StopSignals:
         self.stop_requested = True
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self.interrupted = True
-        raise KeyboardInterrupt
+        # A second one, from an impatient hand or from both terminal and launcher, must not disturb the way out.
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Wait for SIGINT; if the main thread is still here after the grace, end the process without it."""
@@ -68,10 +70,8 @@ class StopSignals:
             if not numbers:  # the other end was closed: the run is over
                 self._wakeup_out.close()
                 return
-            if signal.SIGINT in numbers:
-                self.interrupted = True
-                if not self._left.wait(self._grace_seconds):
-                    os._exit(INTERRUPTED)
+            if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
+                os._exit(INTERRUPTED)
 
 
 def die_with_launcher() -> None:

@@ -31,7 +31,7 @@ def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     (root / "text.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 20}) + "\n" for n in range(40)))
     preprocess(
-        Options((str(root / "text.jsonl"),), str(root / "all"), tokenizer_type="ByteTokenizer", append_eod=True, workers=1),
+        Options((str(root / "text.jsonl"),), str(root / "all"), "ByteTokenizer", append_eod=True, workers=1),
         show_progress=False,
     )
     return root
@@ -74,7 +74,8 @@ def test_only_rank_0_speaks(capsys, monkeypatch):
 def test_data_that_is_missing_empty_or_of_another_tokenizer(capsys, tmp_path, data):
     tiny = ["--preset", "tiny", "--split", "90,10,0"]
     prefix = str(data / "all_text_document")
-    assert "nowhere" in refused([*tiny, "--tokenizer-type", "ByteTokenizer", "--data-path", "nowhere"], capsys, tmp_path)
+    argv = [*tiny, "--tokenizer-type", "ByteTokenizer", "--data-path", "nowhere"]
+    assert "nowhere" in refused(argv, capsys, tmp_path)
     for suffix in ("bin", "idx"):
         (tmp_path / f"empty.{suffix}").touch()
     argv = [*tiny, "--tokenizer-type", "ByteTokenizer", "--data-path", str(tmp_path / "empty")]
@@ -86,8 +87,8 @@ def test_data_that_is_missing_empty_or_of_another_tokenizer(capsys, tmp_path, da
 def test_a_token_id_at_the_vocabularys_end(capsys, tmp_path, data):
     for suffix in ("bin", "idx"):  # without its sidecar the ids are scanned
         (tmp_path / f"bare.{suffix}").write_bytes((data / f"all_text_document.{suffix}").read_bytes())
-    argv = ["--preset", "tiny", "--split", "90,10,0", "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "bare")]
-    message = refused([*argv, "--vocab-size", "256"], capsys, tmp_path)
+    argv = ["--preset", "tiny", "--split", "90,10,0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+    message = refused([*argv, "--data-path", str(tmp_path / "bare")], capsys, tmp_path)
     assert "256" in message and "bare" in message
 
 

@@ -128,14 +128,15 @@ def test_weights_alone_start_a_new_run(gloo, tmp_path):
 def test_a_step_that_lacks_a_tensor_or_has_one_too_many_is_refused_with_its_names(gloo, tmp_path):
     gloo.run(1, trained, flags={"save": str(tmp_path)})
     config = tmp_path / "iter_0000003" / "config.json"
-    config.write_text(config.read_text().replace('"num_layers": 4', '"num_layers": 3').replace("[0]+[1]*3", "[0]+[1]*2"))
+    saved = config.read_text()
+    config.write_text(saved.replace('"num_layers": 4', '"num_layers": 3').replace("[0]+[1]*3", "[0]+[1]*2"))
     # the configuration was falsified, so only the tensors can tell; both ranks do
     manifest = tmp_path / "iter_0000003" / "manifest.json"
     manifest.write_text('{"files": {}}')
     flags = {"load": str(tmp_path), "num_layers": 3, "moe_layer_freq": "[0]+[1]*2", "train_iters": 4}
     for message in gloo.run(2, refusal, flags={**flags, "expert_model_parallel_size": 2}):
         assert "in the checkpoint, but not in the model: decoder.layers.3.mlp.experts" in message
-    config.write_text(config.read_text().replace('"num_layers": 3', '"num_layers": 5').replace("[0]+[1]*2", "[0]+[1]*4"))
+    config.write_text(saved.replace('"num_layers": 4', '"num_layers": 5').replace("[0]+[1]*3", "[0]+[1]*4"))
     for message in gloo.run(1, refusal, flags={**flags, "num_layers": 5, "moe_layer_freq": "[0]+[1]*4"}):
         assert "not in the checkpoint: decoder.layers.4.mlp.router.expert_bias" in message
 

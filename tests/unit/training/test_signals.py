@@ -41,6 +41,15 @@ def test_ctrl_c_raises_in_the_main_thread():
     assert stop.interrupted
 
 
+def test_a_second_ctrl_c_does_not_disturb_the_way_out():
+    with StopSignals(save_on_sigterm=False):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+
 def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
     # Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python.
     code = textwrap.dedent("""
