@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +22,7 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
 from megatron_moe.parallel.collectives import all_gather_rows
+from megatron_moe.platform.half_products import linear
 
 # DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
 LATENT_NORM_EPSILON = 1e-6
@@ -211,7 +211,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size]."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class _SharedByRanks(torch.autograd.Function):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.platform.half_products import multiply_in_fp32
+
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,9 +29,10 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
+        ctx.wide = rows.device.type == "cpu" and multiply_in_fp32(rows.dtype)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
             return rows.new_zeros((0, weights.shape[1]))
-        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
+        return _product(rows, weights.transpose(-2, -1), offsets, ctx.wide)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -37,9 +40,15 @@ class _GroupedMM(torch.autograd.Function):
         if rows.shape[0] == 0:
             return torch.zeros_like(rows), torch.zeros_like(weights), None
         grad = grad.contiguous()
-        grad_rows = F.grouped_mm(grad, weights, offs=offsets) if ctx.needs_input_grad[0] else None
-        grad_weights = F.grouped_mm(grad.t(), rows, offs=offsets) if ctx.needs_input_grad[1] else None
+        grad_rows = _product(grad, weights, offsets, ctx.wide) if ctx.needs_input_grad[0] else None
+        grad_weights = _product(grad.t(), rows, offsets, ctx.wide) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weights, None
+
+
+def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor:
+    if wide:
+        return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
+    return F.grouped_mm(left, right, offs=offsets)
 
 
 def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ A spawned child needs the hook too: it has it as soon as it unpickles anything o
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -160,9 +161,15 @@ def _adjust_random(module: ModuleType) -> None:
     """tensor_parallel/random.py: states go to the CPU generator; stock `_set` queues a call that never runs."""
     import torch
 
+    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.untyped_storage().resize_(source.untyped_storage().nbytes())
+        target.untyped_storage().copy_(source.untyped_storage())
+
     vars(module).update(
         _get_cuda_rng_state=lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state(),
         _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        # 0.19.2 compiles a C++ extension for this, at the first recomputation and behind a lock that outlives a kill.
+        _get_share_storage=lambda: copy_storage,
     )
     # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
     module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
@@ -177,6 +184,25 @@ def _adjust_rope(module: ModuleType) -> None:
         return module.torch.cat((chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]), dim=seq_dim)
 
     vars(module).update(get_pos_emb_on_this_cp_rank=get_pos_emb_on_this_cp_rank)
+
+
+def _adjust_layers(module: ModuleType) -> None:
+    """tensor_parallel/layers.py: half-precision products where the processor has no instructions for them.
+
+    Only where the engine's function is a plain product; with communication in it, it stays as it is.
+    """
+    from megatron_moe.platform import half_products
+
+    stock = module.linear_with_grad_accumulation_and_async_allreduce
+
+    @functools.wraps(stock)  # with its attributes: it looks one of them up under its own name
+    def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+        communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
+        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input.dtype):
+            return stock(input, weight, bias, *args, **options)
+        return half_products.linear(input, weight)
+
+    vars(module).update(linear_with_grad_accumulation_and_async_allreduce=linear)
 
 
 def _adjust_moe_utils(module: ModuleType) -> None:
@@ -216,6 +242,7 @@ _WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
     # torch.compile needs a C++ compiler and seconds per process, for element-wise functions.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,
+    "megatron.core.tensor_parallel.layers": _adjust_layers,
     "megatron.core.tensor_parallel.random": _adjust_random,
     "megatron.core.transformer.moe.moe_utils": _adjust_moe_utils,
 }
