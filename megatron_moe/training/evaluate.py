@@ -44,7 +44,6 @@ def evaluate(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=True,
-            pg_collection=pg_collection,
         )
         loss_sum, tokens = sum_over_job(*local_loss(losses, pg_collection))
     loss = loss_sum / tokens if tokens else float("nan")

@@ -83,7 +83,8 @@ def train_step(
         updates.append(finalize_model_grads(chunks, num_tokens, **options))
 
     # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
-    # calls `finalize`, which reduces the gradients over ranks and moves the expert bias.
+    # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its groups
+    # where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours as well.
     for chunk in model:
         get_model_config(chunk).finalize_model_grads_func = finalize
     losses = get_forward_backward_func()(
@@ -94,7 +95,6 @@ def train_step(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=False,
-        pg_collection=pg_collection,
     )
 
     used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
