@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,9 @@ def engine_sequential(problem: Problem, dispatcher: str, fused: bool, pg_collect
 
 
 def engine_grouped(problem: Problem, pg_collection: Any) -> Contestant:
-    """The engine's GroupedMLP with torch's grouped_mm in place of the grouped_gemm package: not stock, for comparison.
+    """The engine's GroupedMLP with torch's grouped_mm in place of the grouped_gemm package.
+
+    Not stock, which needs that package: for comparison.
 
     Raises:
         Skipped: on an engine that has no GroupedMLP any more.
@@ -87,14 +90,15 @@ def _grouped_mm(rows: Tensor, weights: Tensor, tokens_per_expert: Tensor, trans_
 
 def _build(problem: Problem, pg_collection: Any, grouped: bool, **config: Any) -> Any:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.spec_utils import build_module
 
     if not has_cuda():
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
     spec = get_moe_module_spec(use_te=False, num_experts=problem.shape.experts, moe_grouped_gemm=grouped)
-    module = build_module(spec, engine_config(problem, **config), pg_collection=pg_collection)
-    module.set_layer_number(1)
+    # 0.16.1 describes the layer with a ModuleSpec, 0.19.2 with a builder.
+    submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    module = MoELayer(engine_config(problem, **config), submodules, layer_number=1, pg_collection=pg_collection)
     module.to(problem.x.device)
     with torch.no_grad():
         module.router.weight.copy_(problem.router)

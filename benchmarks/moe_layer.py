@@ -47,10 +47,10 @@ def contestants(pg_collection: Any) -> dict[str, tuple[str, Callable[[Problem], 
         "ours": ("megatron_moe MoELayer, grouped_mm", partial(ours, backend="grouped_mm")),
         "ours_loop": ("megatron_moe MoELayer, loop", partial(ours, backend="loop")),
         "engine_alltoall": ("megatron-core SequentialMLP, alltoall", sequential(dispatcher="alltoall", fused=False)),
-        "engine_fused": ("the same, fused SwiGLU", sequential(dispatcher="alltoall", fused=True)),
+        "engine_fused": ("megatron-core SequentialMLP, fused SwiGLU", sequential(dispatcher="alltoall", fused=True)),
         "engine_allgather": ("megatron-core SequentialMLP, allgather", sequential(dispatcher="allgather", fused=False)),
         "engine_grouped": (
-            "its GroupedMLP on grouped_mm (not stock)",
+            "megatron-core GroupedMLP, gmm replaced",
             partial(engine_grouped, pg_collection=pg_collection),
         ),
         "hf_grouped_mm": (
@@ -116,6 +116,7 @@ def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict
         + (torch.cuda.get_device_name() if platform.has_cuda() else f"{os.cpu_count()} x {model}"),
         "threads": args.threads,
         "rounds": args.rounds,
+        "load": f"{os.getloadavg()[0]:.1f} before the start (other programs on this machine, last minute)",
         "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _transformers()).items()),
     }
     if args.dtype == "bf16" and not platform.has_cuda() and not flags & {"avx512_bf16", "amx_bf16"}:
@@ -222,7 +223,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             f"{row['what']:<42}{row['median_ms']:>10.1f}{row['min_ms']:>9.1f}{row['tokens_per_second']:>9,.0f}"
             f"{row['gflops']:>9.0f}{row['x_bound_median']:>9.2f}{row['x_bound_min']:>7.2f}"
         )
-    print("x bound: median step / median step of the bound; (min): the same of the fastest steps")
+    print("x bound: median step / median step of the bound; (min): the same of the fastest steps,")
+    print("which is the column to read where other programs want the cores too")
 
 
 if __name__ == "__main__":

@@ -121,12 +121,15 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
     with matplotlib.rc_context(_INK):
         figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
-        panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+        grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
+        panels: list[Axes] = list(grid[:, 0])
         _draw_loss(panels[0], history, unigram_entropy)
         if history.loads:
             _draw_balance(panels[1], history)
             _draw_load(panels[2], history)
         panels[-1].set_xlabel("iteration")
+        if history.iterations:
+            panels[-1].set_xlim(history.iterations[0] - 0.5, history.iterations[-1] + 0.5)
         with replacing(plot_file, "wb") as file:
             figure.savefig(file, format="png")
 
@@ -212,7 +215,9 @@ def _draw_load(panel: Axes, history: History) -> None:
     if not by_expert:
         rows = [part.max(axis=1, keepdims=True) for part in rows]
     image = spans(np.concatenate(rows, axis=1), MAX_COLUMNS).T
+    # A column's middle stands at the step that was counted.
     first, last = history.counted[0], history.counted[-1]
+    half = (last - first) / max(len(history.counted) - 1, 1) / 2 or 0.5
     mesh = panel.imshow(
         image,
         aspect="auto",
@@ -220,7 +225,7 @@ def _draw_load(panel: Axes, history: History) -> None:
         vmin=0.0 if by_expert else 1.0,
         vmax=2.0 if by_expert else float(np.percentile(image, 98)) + 1e-6,
         interpolation="nearest",
-        extent=(first - 0.5, last + 0.5, len(image), 0),
+        extent=(first - half, last + half, len(image), 0),
     )
     edges = np.cumsum([0] + [part.shape[1] for part in rows])
     for edge in edges[1:-1] if by_expert else ():

@@ -187,6 +187,8 @@ def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, 
     _, balance, load = figures[0].axes[:3]
     assert list(balance.lines[0].get_xdata()) == [2, 4, 6]
     assert load.images[0].get_array().shape == (8, 3)
+    assert load.images[0].get_extent()[:2] == [1.0, 7.0]
+    assert load.get_xlim() == (0.5, 6.5), "steps that were not counted belong to the picture too"
 
 
 def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
