@@ -13,9 +13,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pytest  # noqa: E402
+import pytest
 
-import megatron_moe  # noqa: E402, F401  before anything imports the engine
+import megatron_moe  # noqa: F401  before anything imports the engine
 
 
 def _harness() -> Any:

@@ -21,7 +21,9 @@ def count_tokens(
         num_sequences: B.
     """
     num_tokens = expert_ids.shape[0]
-    valid = torch.ones_like(expert_ids) if is_padding is None else (~is_padding).long().unsqueeze(-1).expand_as(expert_ids)
+    valid = (
+        torch.ones_like(expert_ids) if is_padding is None else (~is_padding).long().unsqueeze(-1).expand_as(expert_ids)
+    )
     counts = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=expert_ids.device)
     cell = expert_ids
     if num_sequences > 1:

@@ -7,6 +7,8 @@ splits. A group of one rank costs nothing: the input is returned.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,12 +23,12 @@ def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], grou
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = (send_splits, recv_splits), group
         return _exchange(rows, send_splits, recv_splits, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send_splits, recv_splits = ctx.splits
         return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
 
@@ -63,12 +65,12 @@ def _reduce_scatter_fp32(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _gather(rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter_fp32(grad, ctx.group), None
 
 
@@ -82,12 +84,12 @@ def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _reduce_scatter_fp32(rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
 
 

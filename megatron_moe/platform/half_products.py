@@ -20,7 +20,7 @@ _INSTRUCTIONS = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiply_in_fp32(dtype: torch.dtype) -> bool:
     """Whether products of this dtype are better computed in fp32 on this machine's processor."""
     if dtype not in _INSTRUCTIONS:

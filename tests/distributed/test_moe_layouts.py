@@ -14,19 +14,20 @@ from tests.reference import reference_moe as reference
 
 SEQUENCE, BATCH = 8, 2
 
+SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {
     1: [dict()],
     2: [
         dict(expert_model_parallel_size=2),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        SP,
+        dict(**SP, expert_tensor_parallel_size=1),
+        dict(**SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
     ],
     4: [
         dict(expert_model_parallel_size=4),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+        dict(**SP, expert_model_parallel_size=2),
         dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+        dict(**SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
         dict(expert_model_parallel_size=2),
     ],
 }

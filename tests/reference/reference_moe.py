@@ -64,7 +64,8 @@ def expert(x: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
 
 @dataclass
 class Weights:
-    """router [E, H], weight1 [E, 2, F, H], weight2 [E, H, F], shared1 [2, Fs, H], shared2 [H, Fs], shared_gate [1, H]."""
+    """router [E, H]; weight1 [E, 2, F, H], weight2 [E, H, F]; shared1 [2, Fs, H], shared2 [H, Fs];
+    shared_gate [1, H]."""
 
     router: Tensor
     weight1: Tensor

@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     moe.moe_flags_need_experts,
     moe.layer_pattern_fits,
     moe.topk_within_experts,
+    moe.grouped_products_are_aligned,
     moe.groups_come_in_pairs_of_flags,
     moe.group_score_needs_groups,
     moe.groups_divide_experts,

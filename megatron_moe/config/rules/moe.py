@@ -51,6 +51,24 @@ def experts_divide_by_expert_parallel(run: Run, world_size: int) -> None:
         )
 
 
+def grouped_products_are_aligned(run: Run, world_size: int) -> None:
+    """torch's grouped product takes rows of whole 16 bytes."""
+    if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
+        return
+    multiple = 4 if derived.params_dtype_name(run) == "float32" else 8
+    full, ranks = derived.moe_ffn_hidden_size(run), derived.expert_tensor_parallel_size(run)
+    width = full // ranks
+    if full % ranks:
+        return  # has a rule of its own
+    if run.model.hidden_size % multiple or width % multiple:
+        raise refuse(
+            run,
+            ("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"),
+            f"with this dtype, hidden size and the expert's width on a rank ({width}) have to be multiples of "
+            f"{multiple}; change them or use --moe-expert-backend loop",
+        )
+
+
 def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:
     """Group-limited routing needs the number of groups and how many of them a token may use."""
     groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
