@@ -4,11 +4,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TEXT=${TEXT:-docs}    # any folder of text files, or .jsonl files
 RUN=${RUN:-runs/cpu}  # everything goes here
+TEXT=${TEXT:-}        # a folder of text files, or .jsonl files; default: a part of Python's standard library
 
-if [[ ! -e $RUN/data/docs_text_document.idx ]]; then
-  python tools/preprocess_data.py --input "$TEXT" --output-prefix "$RUN/data/docs" --append-eod \
+if [[ ! -e $RUN/data/text_text_document.idx ]]; then
+  if [[ -z $TEXT ]]; then
+    python -c "from megatron_moe.data.corpus import write_corpus; write_corpus('$RUN/corpus')"
+    TEXT=$RUN/corpus/test.jsonl  # a twentieth, enough for bytes as tokens
+  fi
+  python tools/preprocess_data.py --input "$TEXT" --output-prefix "$RUN/data/text" --append-eod \
     --tokenizer-type ByteTokenizer
 fi
 
@@ -17,7 +21,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive
 
 torchrun --standalone --nproc-per-node 2 pretrain_moe.py --preset tiny \
   --bf16 --use-distributed-optimizer --expert-model-parallel-size 2 \
-  --data-path "$RUN/data/docs_text_document" --split 90,10,0 --tokenizer-type ByteTokenizer \
+  --data-path "$RUN/data/text_text_document" --split 90,10,0 --tokenizer-type ByteTokenizer \
   --train-iters 200 --lr-decay-style cosine --lr-warmup-iters 10 --eval-interval 50 \
   --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 50 --exit-signal-handler \
   --log-interval 10 --metrics-file "$RUN/metrics.jsonl" --plot-file "$RUN/plot.png" \
