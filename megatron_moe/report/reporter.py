@@ -64,10 +64,7 @@ class Reporter:
         if flags.plot_file:
             from megatron_moe.report.plot import PlotSink
 
-            if not flags.metrics_file:
-                raise ConfigError(
-                    f"--plot-file {flags.plot_file} is drawn from the metrics: add --metrics-file FILE.jsonl"
-                )
+            assert flags.metrics_file, "rules.sources.plot_needs_metrics"
             self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
         self._sinks.append(
             console_sink(

@@ -97,8 +97,9 @@ RULES: tuple[Rule, ...] = (
     sources.sample_length_needs_prompt,
     sources.save_flags_need_save,
     sources.load_flags_need_load,
-    sources.save_folder_is_writable,
+    sources.written_paths_are_writable,
     sources.written_files_differ,
+    sources.plot_needs_metrics,
 )
 
 

@@ -15,6 +15,9 @@ _TOKENIZERS_WITH_A_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 # ---- data
 
 
+_WRITTEN_FILES = ("metrics_file", "plot_file", "summary_file")
+
+
 def one_data_source(run: Run, world_size: int) -> None:
     """Tokens come from one place: made up, one blend that is split, or one blend per split."""
     per_split = set_among(run, _SPLIT_PATHS)
@@ -134,14 +137,15 @@ def load_flags_need_load(run: Run, world_size: int) -> None:
         raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
 
 
-def save_folder_is_writable(run: Run, world_size: int) -> None:
-    """The folder can be written to, or made; said before the first step and not at the first checkpoint."""
-    for name in ("save", "tensorboard_dir"):
+def written_paths_are_writable(run: Run, world_size: int) -> None:
+    """What a run writes can be written, or made; said before the first step and not when it is due."""
+    for name in ("save", "tensorboard_dir", *_WRITTEN_FILES):
         given = value(run, name)
         if given is None:
             continue
         path = Path(given).absolute()
-        existing = next(p for p in (path, *path.parents) if p.exists())
+        folder = path.parent if name in _WRITTEN_FILES else path
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
         if not existing.is_dir():
             raise refuse(run, (name,), f"{existing} is a file; name a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
@@ -150,7 +154,7 @@ def save_folder_is_writable(run: Run, world_size: int) -> None:
 
 def written_files_differ(run: Run, world_size: int) -> None:
     """Each file that a run writes has a path of its own, and is no folder."""
-    names = [name for name in ("metrics_file", "plot_file", "summary_file") if value(run, name) is not None]
+    names = [name for name in _WRITTEN_FILES if value(run, name) is not None]
     taken: dict[Path, str] = {}
     for name in names:
         path = Path(value(run, name)).absolute()
@@ -159,3 +163,9 @@ def written_files_differ(run: Run, world_size: int) -> None:
         if path in taken:
             raise refuse(run, (taken[path], name), "one file would overwrite the other; give each its own path")
         taken[path] = name
+
+
+def plot_needs_metrics(run: Run, world_size: int) -> None:
+    """The picture is drawn from the metrics file, so that it spans a run that was interrupted."""
+    if run.logging.plot_file is not None and run.logging.metrics_file is None:
+        raise refuse(run, ("plot_file", "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")

@@ -128,11 +128,6 @@ def test_the_end_is_told_once(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["valid_loss"] == 1.0
 
 
-def test_a_picture_without_metrics_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--plot-file .* add --metrics-file"):
-        Reporter(run_with(tmp_path, "plot_file"), is_writer=True, start_iteration=0)
-
-
 def test_a_path_that_cannot_be_written_is_named_with_its_flag(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"--metrics-file .*metrics\.jsonl cannot be written"):
