@@ -168,7 +168,9 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
         label="train" if few else None,
     )
     if not few:
-        smooth = running_mean(losses, reach=max(3, len(losses) // 50))
+        reach = max(3, len(losses) // 50)
+        smooth = running_mean(losses, reach)
+        smooth[-reach // 2 :] = np.nan  # so near the end it is a mean of few, and would show their noise as a trend
         panel.plot(history.iterations, smooth, color=_TRAIN, lw=1.8, label="train (running mean)")
     for split, colour in _SPLITS.items():
         points = [record for record in history.evaluations if record.split == split]
