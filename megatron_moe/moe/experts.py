@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,55 @@ Normal = Callable[[str, tuple[int, ...], float], Tensor]
 """(name, shape, standard deviation) -> fp32 tensor that depends on nothing but these and the run's seed."""
 
 
-class GroupedExperts(MegatronModule):
+class LocalExperts(MegatronModule, ABC):
+    """Which experts are here, and how wide: what every backend shares.
+
+    Args:
+        config: the engine's TransformerConfig.
+        groups: the layer's process groups.
+
+    Raises:
+        ValueError: the experts' width does not divide among the ETP ranks.
+    """
+
+    def __init__(self, config: Any, groups: MoEGroups) -> None:
+        super().__init__(config)
+        self.options = options = MoEOptions.from_engine_config(config)
+        self.groups = groups
+        if options.ffn_hidden_size % groups.etp_size:
+            raise ValueError(
+                f"--moe-ffn-hidden-size {options.ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size "
+                f"{groups.etp_size}"
+            )
+        self.num_local_experts = options.num_experts // groups.ep_size
+        self.first_expert = groups.ep_rank * self.num_local_experts
+        self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
+
+    @abstractmethod
+    def forward(self, expert_input: ExpertInput) -> Tensor:
+        """[R, H] -> [R, H] in the same dtype: down(prob * silu(gate) * up), partial over ETP ranks."""
+
+    @abstractmethod
+    def local_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Views of each local expert's weights: [2, F/ETP, H] (gate, up) and [H, F/ETP]."""
+
+    @torch.no_grad()
+    def reset_parameters(self, normal: Normal, std: float, output_std: float) -> None:
+        """Draw each expert's weights from its own stream, so that they do not depend on which rank holds it.
+
+        Args:
+            normal: see `Normal`; the names given are `expert{global index}.weight1` and `.weight2`.
+            std, output_std: standard deviations of the first and of the second product's weights.
+        """
+        width, hidden = self.options.ffn_hidden_size, self.options.hidden_size
+        part = slice(self.groups.etp_rank * self.local_ffn_size, (self.groups.etp_rank + 1) * self.local_ffn_size)
+        for local, (weight1, weight2) in enumerate(self.local_weights()):
+            name = f"expert{self.first_expert + local}"
+            weight1.copy_(normal(f"{name}.weight1", (2, width, hidden), std)[:, part])
+            weight2.copy_(normal(f"{name}.weight2", (hidden, width), output_std)[:, part])
+
+
+class GroupedExperts(LocalExperts):
     """The e local experts, as stacked weights, each rank holding 1/ETP of every expert's width.
 
     Parameters, in the model's dtype:
@@ -33,47 +82,24 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(self, config: Any, groups: MoEGroups | None = None) -> None:
-        super().__init__(config)
-        self.options = options = MoEOptions.from_engine_config(config)
-        self.groups = groups = groups or moe_groups()
-        if options.ffn_hidden_size % groups.etp_size:
-            raise ValueError(
-                f"--moe-ffn-hidden-size {options.ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size "
-                f"{groups.etp_size}"
-            )
-        self.num_local_experts = options.num_experts // groups.ep_size
-        self.first_expert = groups.ep_rank * self.num_local_experts
-        self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
-        e, width, hidden = self.num_local_experts, self.local_ffn_size, options.hidden_size
+        super().__init__(config, groups or moe_groups())
+        e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
         self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
         if config.perform_initialization:
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
-        self.grouped_linear = grouped_linear(options.backend)
+        self.grouped_linear = grouped_linear(self.options.backend)
 
     def forward(self, expert_input: ExpertInput) -> Tensor:
-        """[R, H] -> [R, H] in the same dtype: down(prob * silu(gate) * up), partial over ETP ranks."""
+        """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
         return self.grouped_linear(weighted_swiglu(gate_up, probs), self.weight2, offsets)
 
-    @torch.no_grad()
-    def reset_parameters(self, normal: Normal, std: float, output_std: float) -> None:
-        """Draw each expert's weights from its own stream, so that they do not depend on which rank holds it.
-
-        Args:
-            normal: see `Normal`; the names given are `expert{global index}.weight1` and `.weight2`.
-            std, output_std: standard deviations of the first and of the second product's weights.
-        """
-        options = self.options
-        part = slice(self.groups.etp_rank * self.local_ffn_size, (self.groups.etp_rank + 1) * self.local_ffn_size)
-        for local in range(self.num_local_experts):
-            name = f"expert{self.first_expert + local}"
-            full1 = normal(f"{name}.weight1", (2, options.ffn_hidden_size, options.hidden_size), std)
-            full2 = normal(f"{name}.weight2", (options.hidden_size, options.ffn_hidden_size), output_std)
-            self.weight1[local].copy_(full1[:, part])
-            self.weight2[local].copy_(full2[:, part])
+    def local_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """See `LocalExperts.local_weights`."""
+        return list(zip(self.weight1.unbind(0), self.weight2.unbind(0)))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

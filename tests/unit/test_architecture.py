@@ -71,7 +71,6 @@ DOORS: dict[str, set[str]] = {
         "moe/experts.py",
         "moe/layer.py",
         "moe/router.py",
-        "moe/te_experts.py",
     },
     "transformer.mlp": {"model/spec.py", "moe/layer.py", "moe/shared_experts.py"},
     "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
