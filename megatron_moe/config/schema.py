@@ -267,6 +267,9 @@ class LoggingConfig:
     sample_tokens: int = _flag(48, "tokens to generate after --sample-prompt")
     peak_tflops: float | None = _flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
     dry_run: bool = _flag(False, "check the configuration and stop")
+    timing_log_level: int = _flag(
+        0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
+    )
 
 
 @dataclass(frozen=True)

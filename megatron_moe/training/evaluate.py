@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_moe.data.batches import Batch
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import Model, forward_step, local_loss, sum_over_job
+from megatron_moe.training.timers import untimed
 
 
 def evaluate(
@@ -53,7 +54,7 @@ def evaluate(
 @contextlib.contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
     """All parameters gathered, modules in evaluation mode, no gradients; training mode again afterwards."""
-    with gathered_parameters(model), torch.no_grad():
+    with gathered_parameters(model), untimed(model), torch.no_grad():
         for chunk in model:
             chunk.eval()
         try:

@@ -12,6 +12,7 @@ from megatron_moe.training.job import Job
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.step import StepResult, connect, train_step
+from megatron_moe.training.timers import start_timing, told_times
 
 SKIPS_IN_A_ROW = 50
 """A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty to come down."""
@@ -28,6 +29,7 @@ def train(job: Job, stop: StopSignals) -> str:
     """
     run, trained = job.run, job.trained
     connect(trained.model, trained.optimizer)
+    start_timing(trained.model, run.logging.timing_log_level)
     batches = job.batches(job.splits.train, job.progress.consumed_samples)
     meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
     started, skips = time.monotonic(), 0
@@ -77,6 +79,11 @@ def _advance(job: Job, result: StepResult, meter: Meter, begin: float) -> None:
         seconds=time.perf_counter() - begin,
     )
     job.reporter.step(record)
+    if told:
+        level, interval = job.run.logging.timing_log_level, job.run.logging.log_interval
+        times = told_times(job.trained.model, level, interval)
+        if times is not None:
+            job.reporter.message(times)
 
 
 def _due(job: Job, interval: int | None) -> bool:

@@ -22,6 +22,7 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
+from megatron_moe.training.timers import timed
 
 Model = Sequence[torch.nn.Module]
 
@@ -105,8 +106,9 @@ def train_step(
     )
     committed = bad_ranks == 0 and math.isfinite(loss_sum)
     if committed:
-        clip_gradients(optimizer, grad_norm)
-        optimizer.step_with_ready_grads()
+        with timed(model, "optimizer"):
+            clip_gradients(optimizer, grad_norm)
+            optimizer.step_with_ready_grads()
         scheduler.step(increment=1)
     else:
         snapshot.restore()

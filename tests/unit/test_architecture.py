@@ -42,6 +42,7 @@ DOORS: dict[str, set[str]] = {
     "fusions": {"model/spec.py"},
     "models.gpt": {"model/build.py"},
     "optimizer": {"training/optimizer.py"},
+    "timers": {"training/timers.py"},
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
     "parallel_state": {"parallel/groups.py", "moe/groups.py"},
     "transformer": {"model/spec.py"},
@@ -89,7 +90,7 @@ DOORS: dict[str, set[str]] = {
         "training/step.py",
     },
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
-    "utils.get_model_config": {"training/step.py", "training/finalize_model_grads.py"},
+    "utils.get_model_config": {"training/step.py", "training/finalize_model_grads.py", "training/timers.py"},
     "utils.get_attr_wrapped_model": {"model/generate.py"},
 }
 

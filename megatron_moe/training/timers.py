@@ -1,0 +1,66 @@
+"""Where a step's time goes: the engine's timers, told at log intervals (`--timing-log-level`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.timers import Timers
+from megatron.core.utils import get_model_config
+
+# By level, in the order of a step. Every rank asks for the same names, whichever of them its stage has: the times of
+# all ranks are gathered in one collective.
+_NAMES = {
+    1: ("forward-backward", "all-grads-sync", "non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce")
+    + ("optimizer",),
+    2: ("forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv", "backward-send"),
+}
+
+
+def start_timing(model: Sequence[torch.nn.Module], level: int) -> None:
+    """Have the engine's schedules time themselves from now on: 1 a step's parts, 2 every micro-batch; 0 not at all.
+
+    Level 1 and above put a barrier before each part, so that waiting for other ranks is not counted as work.
+    """
+    timers = Timers(level, "minmax") if level else None
+    for chunk in model:
+        get_model_config(chunk).timers = timers
+
+
+@contextlib.contextmanager
+def timed(model: Sequence[torch.nn.Module], name: str) -> Iterator[None]:
+    """Time the block as one of level 1's parts, where timing is on."""
+    timers = get_model_config(model[0]).timers
+    if timers is None:
+        yield
+        return
+    timers(name, log_level=1).start()
+    yield
+    timers(name).stop()
+
+
+@contextlib.contextmanager
+def untimed(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """No timing in the block: an evaluation runs the same schedules."""
+    configs = [get_model_config(chunk) for chunk in model]
+    timers = configs[0].timers
+    for config in configs:
+        config.timers = None
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.timers = timers
+
+
+def told_times(model: Sequence[torch.nn.Module], level: int, iterations: int) -> str | None:
+    """Least and most time of any rank per iteration, in ms, since this was last asked. Collective over all ranks.
+
+    None where timing is off.
+    """
+    timers = get_model_config(model[0]).timers
+    if timers is None:
+        return None
+    names = [name for at, group in _NAMES.items() if at <= level for name in group]
+    return timers.get_all_timers_string(names, normalizer=iterations)
