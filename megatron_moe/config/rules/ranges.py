@@ -131,7 +131,6 @@ RANGES: dict[str, Range] = {
     "ckpt_step": _COUNT,
     "log_interval": _POSITIVE_COUNT,
     "sample_tokens": _POSITIVE_COUNT,
-    "timing_log_level": Range(low=0, high=2),
     "peak_tflops": _POSITIVE,
 }
 
