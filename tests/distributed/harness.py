@@ -47,9 +47,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # After one rank has failed, its peers see closed connections at once; this is for those that compute.
 GRACE_SECONDS = 15.0
-# Models in reference cycles and the engine's caches keep some process groups of a case, and gloo's threads poll: after
-# fifty cases a rank had a thousand and took a quarter of a core doing nothing. Such a rank starts itself anew.
-MANY_THREADS = 100
 
 
 class CaseFailed(AssertionError):
@@ -204,8 +201,6 @@ def _serve(descriptor: int, parent: int) -> None:
             answer = pickle.dumps((False, traceback.format_exc()))
         _clean_up()
         pipe.send_bytes(answer)
-        if len(os.listdir("/proc/self/task")) > MANY_THREADS:
-            os.execv(sys.executable, [sys.executable, *sys.argv])  # the pipe stays; the next case waits in it
 
 
 def _end_with(parent: int) -> None:
@@ -236,12 +231,18 @@ def _run_case(case: dict[str, Any]) -> Any:
 def _clean_up() -> None:
     """Forget the case: its process groups and what the engine keeps in globals."""
     from megatron.core import num_microbatches_calculator, rerun_state_machine
+    from megatron.core.distributed import DistributedDataParallel
 
     from megatron_moe.parallel import groups
 
     groups.destroy(abort=True)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    # The engine hooks closures over its DDP wrapper into autograd nodes, a cycle that Python's collector cannot see; it
+    # would keep the model and its process groups, with their threads.
+    for thing in gc.get_objects():
+        if isinstance(thing, DistributedDataParallel):
+            vars(thing).clear()
     gc.collect()
 
 
