@@ -22,6 +22,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
@@ -101,7 +102,9 @@ class _EngineLoader(importlib.machinery.SourceFileLoader):
         self._without_cuda = without_cuda
 
     def get_code(self, fullname: str) -> CodeType | None:
-        code = super().get_code(fullname)  # reads and writes the .pyc, which therefore stays as published
+        with warnings.catch_warnings():  # invalid escapes in its docstrings, told where there is no .pyc yet
+            warnings.simplefilter("ignore", SyntaxWarning)
+            code = super().get_code(fullname)  # reads and writes the .pyc, which therefore stays as published
         return _map_constants(code) if self._without_cuda and code is not None else code
 
     def exec_module(self, module: ModuleType) -> None:
