@@ -112,6 +112,18 @@ def params_dtype_name(run: Run) -> str:
     return "float16" if run.precision.fp16 else "float32"
 
 
+def grads_in_fp32(run: Run) -> bool:
+    """Whether weight gradients are accumulated over micro-batches, and reduced over ranks, in fp32."""
+    given = run.precision.accumulate_allreduce_grads_in_fp32
+    return not run.precision.grad_reduce_in_bf16 if given is None else given
+
+
+def health_interval(run: Run) -> int:
+    """Iterations between health measurements; 0: never."""
+    given = run.logging.health_interval
+    return run.logging.log_interval if given is None else given
+
+
 def ffn_hidden_size(run: Run) -> int:
     """Width of a dense layer's MLP."""
     given = run.model.ffn_hidden_size

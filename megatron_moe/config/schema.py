@@ -71,6 +71,12 @@ class ModelConfig:
         "linear, norm and attention modules; the MoE layer is ours in both",
         choices=("local", "transformer_engine"),
     )
+    cross_entropy_loss_fusion: bool = _flag(
+        False, "output layer and cross entropy in one, over chunks of tokens: the logits are never held whole"
+    )
+    cross_entropy_chunk_tokens: int | None = _flag(
+        None, "tokens per chunk of the fused loss; default: so that a chunk's fp32 logits take at most 64 MiB"
+    )
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class MoEConfig:
     )
     moe_shared_expert_intermediate_size: int | None = _flag(None, "width of the shared expert; none: no shared expert")
     moe_shared_expert_gate: bool = _flag(False, "gate the shared expert's output (Qwen2-MoE)")
+    moe_router_bias_center: bool = _flag(False, "take the mean off the expert bias after every update")
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,27 @@ class PrecisionConfig:
     min_loss_scale: float = _flag(1.0, "fp16: smallest dynamic loss scale")
     loss_scale_window: int = _flag(1000, "fp16: steps without overflow before the scale doubles")
     hysteresis: int = _flag(2, "fp16: overflows before the scale halves")
-    accumulate_allreduce_grads_in_fp32: bool = _flag(True, "accumulate and reduce gradients in fp32")
+    accumulate_allreduce_grads_in_fp32: bool | None = _flag(
+        None, "accumulate and reduce gradients in fp32; default: on, unless --grad-reduce-in-bf16"
+    )
     attention_softmax_in_fp32: bool = _flag(True, "softmax of the attention in fp32 (always so in our attention)")
+    grad_reduce_in_bf16: bool = _flag(False, "bf16: accumulate and reduce gradients in bf16; rounds, and is told so")
+    keep_fp32: tuple[str, ...] | None = _flag(
+        None,
+        "bf16, fp16: keep these modules' weights and compute in fp32: names with wildcards, layers numbered from 0 over "
+        "the whole model (decoder.layers.0, *.router), or one of embedding, output_layer, norms, router, experts, "
+        "shared_experts, attention, softmax, first_layer, last_layer",
+    )
+    fp32_residual_connection: bool = _flag(False, "bf16, fp16: carry and add the residual stream in fp32")
+    eval_in_fp32: bool = _flag(False, "bf16, fp16: evaluate the model's weights, as they are, with fp32 compute")
+    check_precision_interval: int = _flag(
+        100, "iterations between checks of every tensor's dtype; 0: only at build, wrap, load and save"
+    )
+    print_precision: bool = _flag(False, "print every tensor class's dtypes under these flags and stop; needs no data")
+    audit_precision: bool = _flag(
+        False, "trace the second step of this run: dtypes, casts, promotions; --audit-precision-output names the files"
+    )
+    audit_precision_output: str = _flag("precision_audit", "path of the audit's files, without .txt, .json and .html")
 
 
 @dataclass(frozen=True)
@@ -206,7 +232,9 @@ class TrainingConfig:
         None, "full recomputation: layers per chunk (uniform) or per stage (block)"
     )
     recompute_modules: tuple[str, ...] | None = _flag(
-        None, "selective recomputation: modules", choices=("core_attn", "mlp", "moe")
+        None,
+        "selective recomputation: modules",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
     )
 
 
@@ -269,6 +297,12 @@ class LoggingConfig:
     dry_run: bool = _flag(False, "check the configuration and stop")
     timing_log_level: int = _flag(
         0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
+    )
+    health_interval: int | None = _flag(
+        None, "iterations between measurements of routing and rounding; 0: never; default: log-interval"
+    )
+    health_sample_tokens: int = _flag(
+        256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"
     )
 
 

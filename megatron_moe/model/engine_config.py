@@ -30,6 +30,8 @@ class ModelConfig(TransformerConfig):
     """Whether a token's weights sum to one."""
     moe_expert_backend: str = "grouped_mm"
     """Kernel of the experts: "grouped_mm", "te" or "loop"."""
+    moe_router_bias_center: bool = False
+    """Whether the expert bias is moved to mean zero after every update."""
     position_embedding_type: str = "rope"
     """"rope" or "none"; read by GPTModel and by latent attention."""
 
@@ -41,6 +43,7 @@ class LatentModelConfig(MLATransformerConfig):
     moe_router_group_score: str = "top2"
     moe_router_norm_topk_prob: bool = True
     moe_expert_backend: str = "grouped_mm"
+    moe_router_bias_center: bool = False
     position_embedding_type: str = "rope"
 
 
@@ -60,17 +63,21 @@ TRANSLATED: dict[str, str] = {
             "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
             "moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff "
             "moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend moe_shared_expert_intermediate_size "
-            "moe_shared_expert_gate "
+            "moe_shared_expert_gate moe_router_bias_center "
             "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size "
             "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
             "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
-            "bf16 fp16 attention_softmax_in_fp32 calculate_per_token_loss "
+            "bf16 fp16 attention_softmax_in_fp32 fp32_residual_connection calculate_per_token_loss "
             "recompute_granularity recompute_method recompute_num_layers recompute_modules"
         ).split(),
         "config",
     ),
     **dict.fromkeys(
-        "overlap_grad_reduce overlap_param_gather ddp_bucket_size accumulate_allreduce_grads_in_fp32".split(), "ddp"
+        (
+            "overlap_grad_reduce overlap_param_gather ddp_bucket_size accumulate_allreduce_grads_in_fp32 "
+            "grad_reduce_in_bf16"
+        ).split(),
+        "ddp",
     ),
     **dict.fromkeys(
         (
@@ -79,7 +86,17 @@ TRANSLATED: dict[str, str] = {
         ).split(),
         "optimizer",
     ),
-    **dict.fromkeys("max_position_embeddings untie_embeddings_and_output_weights seed".split(), "model"),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings untie_embeddings_and_output_weights seed cross_entropy_loss_fusion "
+            "cross_entropy_chunk_tokens keep_fp32"
+        ).split(),
+        "model",
+    ),
+    **dict.fromkeys(
+        "eval_in_fp32 check_precision_interval print_precision audit_precision audit_precision_output".split(),
+        "the loop, training/",
+    ),
     "seq_length": "given to the schedules with every step",
     "vocab_size": "the padded vocabulary is an argument of build_model",
     "make_vocab_size_divisible_by": "the padded vocabulary is an argument of build_model",
@@ -171,7 +188,7 @@ def _moe(run: Run) -> dict[str, Any]:
         "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
         "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
         "moe_router_bias_update_rate moe_router_dtype moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend "
-        "moe_shared_expert_intermediate_size moe_shared_expert_gate"
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_bias_center"
     )
     return {
         **pattern,
@@ -219,6 +236,7 @@ def _precision(run: Run) -> dict[str, Any]:
         "autocast_dtype": dtype,
         "enable_autocast": False,
         "attention_softmax_in_fp32": run.precision.attention_softmax_in_fp32,
+        "fp32_residual_connection": run.precision.fp32_residual_connection,
     }
 
 
@@ -243,7 +261,7 @@ def _kernels() -> dict[str, Any]:
 def ddp_config(run: Run) -> DistributedDataParallelConfig:
     """Gradient buffers: their dtype, when they are reduced, how large a bucket is."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=run.precision.accumulate_allreduce_grads_in_fp32,
+        grad_reduce_in_fp32=derived.grads_in_fp32(run),
         overlap_grad_reduce=run.parallel.overlap_grad_reduce,
         overlap_param_gather=run.parallel.overlap_param_gather,
         use_distributed_optimizer=run.optimizer.use_distributed_optimizer,

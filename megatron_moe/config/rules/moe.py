@@ -168,12 +168,13 @@ def expert_bias_needs_sigmoid(run: Run, world_size: int) -> None:
 
 
 def bias_rate_needs_expert_bias(run: Run, world_size: int) -> None:
-    """A step size without a bias to step would be ignored."""
-    if set_among(run, ("moe_router_bias_update_rate",)) and not run.moe.moe_router_enable_expert_bias:
+    """How to update a bias that there is not would be ignored."""
+    stray = set_among(run, ("moe_router_bias_update_rate", "moe_router_bias_center"))
+    if stray and not run.moe.moe_router_enable_expert_bias:
         raise refuse(
             run,
-            ("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
-            "there is no bias to update; add --moe-router-enable-expert-bias or drop the rate",
+            (*stray, "moe_router_enable_expert_bias"),
+            "there is no bias to update; add --moe-router-enable-expert-bias or drop the flag",
         )
 
 

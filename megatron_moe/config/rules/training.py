@@ -42,6 +42,54 @@ def loss_scales_are_ordered(run: Run, world_size: int) -> None:
         )
 
 
+def bf16_reduction_needs_bf16(run: Run, world_size: int) -> None:
+    """Gradients reduced in bf16 are those of a bf16 model, and then they are not fp32."""
+    p = run.precision
+    if p.grad_reduce_in_bf16 and not p.bf16:
+        raise refuse(run, ("grad_reduce_in_bf16", "bf16"), "the gradients are not bf16; use --bf16 or drop the flag")
+    if p.grad_reduce_in_bf16 and p.accumulate_allreduce_grads_in_fp32:
+        raise refuse(
+            run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"), "these exclude each other; choose one"
+        )
+
+
+def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
+    """In an fp32 run everything is fp32 already."""
+    stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))
+    if stray and not (run.precision.bf16 or run.precision.fp16):
+        raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; use --bf16 or --fp16, or drop the flag")
+
+
+def audit_output_needs_audit(run: Run, world_size: int) -> None:
+    """A path for files that are not written would be ignored."""
+    if set_among(run, ("audit_precision_output",)) and not run.precision.audit_precision:
+        raise refuse(run, ("audit_precision_output", "audit_precision"), "nothing is written; add --audit-precision")
+
+
+def audit_needs_a_second_step(run: Run, world_size: int) -> None:
+    """The first step also builds buffers, so the second is the one that is traced."""
+    if run.precision.audit_precision and run.training.train_iters == 1:
+        raise refuse(run, ("audit_precision", "train_iters"), "the second step is traced; use --train-iters 2 or more")
+
+
+def health_sample_needs_health(run: Run, world_size: int) -> None:
+    """Without measurements there is nothing to sample."""
+    if set_among(run, ("health_sample_tokens",)) and derived.health_interval(run) == 0:
+        raise refuse(
+            run, ("health_sample_tokens", "health_interval"), "nothing is measured; use --health-interval 10, say"
+        )
+
+
+def chunk_tokens_need_the_fused_loss(run: Run, world_size: int) -> None:
+    """Only the fused loss works in chunks."""
+    if set_among(run, ("cross_entropy_chunk_tokens",)) and not run.model.cross_entropy_loss_fusion:
+        raise refuse(
+            run,
+            ("cross_entropy_chunk_tokens", "cross_entropy_loss_fusion"),
+            "only the fused loss works in chunks; add --cross-entropy-loss-fusion",
+        )
+
+
 # ---- optimizer and schedule
 
 
@@ -207,10 +255,25 @@ def recompute_layers_within_stage(run: Run, world_size: int) -> None:
 
 
 def recomputed_modules_exist(run: Run, world_size: int) -> None:
-    """A dense model has no MoE layer to recompute."""
-    if "moe" in (run.training.recompute_modules or ()) and run.moe.num_experts is None:
-        raise refuse(
-            run,
-            ("recompute_modules", "num_experts"),
-            "there is no MoE layer; use mlp or core_attn, or add --num-experts",
-        )
+    """What the model does not have cannot be recomputed."""
+    modules = run.training.recompute_modules or ()
+    needed = {
+        "moe": ("num_experts", run.moe.num_experts),
+        "moe_act": ("num_experts", run.moe.num_experts),
+        "shared_experts": ("moe_shared_expert_intermediate_size", run.moe.moe_shared_expert_intermediate_size),
+        "mla_up_proj": ("multi_latent_attention", run.model.multi_latent_attention),
+    }
+    for module in modules:
+        field, value = needed.get(module, ("", True))
+        if not value:
+            raise refuse(
+                run, ("recompute_modules", field), f"there is no {module} to recompute; use mlp or core_attn instead"
+            )
+
+
+def recomputed_modules_do_not_nest(run: Run, world_size: int) -> None:
+    """The whole MoE layer recomputed leaves nothing of it to recompute once more."""
+    modules = run.training.recompute_modules or ()
+    inner = [module for module in ("moe_act", "shared_experts") if module in modules]
+    if "moe" in modules and inner:
+        raise refuse(run, ("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")

@@ -106,6 +106,8 @@ CONFIG = {
     "bf16": (True, {}, {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}),
     "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}),
     "attention_softmax_in_fp32": (False, {}, {"attention_softmax_in_fp32": False}),
+    "fp32_residual_connection": (True, {"bf16": True}, {"fp32_residual_connection": True}),
+    "moe_router_bias_center": (True, EXPERTS, {"moe_router_bias_center": True}),
     "calculate_per_token_loss": (True, {}, {"calculate_per_token_loss": True}),
     "recompute_granularity": ("selective", {}, {"recompute_granularity": "selective"}),
     "recompute_method": (
@@ -125,6 +127,7 @@ DDP = {
     "overlap_param_gather": (True, {}, {"overlap_param_gather": True}),
     "ddp_bucket_size": (77, {}, {"bucket_size": 77}),
     "accumulate_allreduce_grads_in_fp32": (False, {}, {"grad_reduce_in_fp32": False}),
+    "grad_reduce_in_bf16": (True, {"bf16": True}, {"grad_reduce_in_fp32": False}),
     "use_distributed_optimizer": (True, {}, {"use_distributed_optimizer": True}),
 }
 OPTIMIZER = {
