@@ -169,8 +169,8 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = _flag(False, "bf16: accumulate and reduce gradients in bf16; rounds, and is told so")
     keep_fp32: tuple[str, ...] | None = _flag(
         None,
-        "bf16, fp16: keep these modules' weights and compute in fp32: names with wildcards, layers numbered from 0 over "
-        "the whole model (decoder.layers.0, *.router), or one of embedding, output_layer, norms, router, experts, "
+        "bf16, fp16: keep these modules' weights and compute in fp32: names with wildcards, layers numbered from 0 "
+        "over the whole model (decoder.layers.0, *.router), or one of embedding, output_layer, norms, router, experts, "
         "shared_experts, attention, softmax, first_layer, last_layer",
     )
     fp32_residual_connection: bool = _flag(False, "bf16, fp16: carry and add the residual stream in fp32")

@@ -57,9 +57,7 @@ def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
     """In an fp32 run everything is fp32 already."""
     stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))
     if stray and not (run.precision.bf16 or run.precision.fp16):
-        raise refuse(
-            run, (*stray, "bf16", "fp16"), "everything is fp32 already; use --bf16 or --fp16, or drop the flag"
-        )
+        raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; add --bf16 or --fp16")
 
 
 def audit_output_needs_audit(run: Run, world_size: int) -> None:
