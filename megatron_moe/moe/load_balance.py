@@ -33,7 +33,9 @@ def count_tokens(
     return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
 
 
-def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float) -> Tensor:
+def updated_expert_bias(
+    expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float, center: bool = False
+) -> Tensor:
     """One step of the auxiliary-loss-free balancing (arXiv 2408.15664): up for experts below the mean, down above.
 
     The sign is decided in integers: an expert is below the mean where E x count < total. No division, no rounding,
@@ -43,6 +45,8 @@ def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_r
         expert_bias: [..., E] fp32.
         tokens_per_expert: [..., E] int64, summed over all ranks that share the global batch.
         update_rate: the step.
+        center: take the mean (in fp64) off the result. The choice of experts depends on differences only, so it stays
+            the same. Without this the mean drifts: not as many experts lie below the mean load as above it.
 
     Returns:
         A new [..., E] fp32.
@@ -57,7 +61,11 @@ def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, update_r
         )
     total = tokens_per_expert.sum(dim=-1, keepdim=True)
     direction = torch.sign(total - tokens_per_expert * tokens_per_expert.shape[-1])
-    return expert_bias + direction.to(torch.float32) * update_rate
+    updated = expert_bias + direction.to(torch.float32) * update_rate
+    if not center:
+        return updated
+    wide = updated.double()
+    return (wide - wide.mean(dim=-1, keepdim=True)).to(torch.float32)
 
 
 def aux_loss(scores: Tensor, tokens_per_expert: Tensor, num_tokens: Tensor, topk: int) -> Tensor:

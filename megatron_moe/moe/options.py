@@ -29,6 +29,7 @@ class MoEOptions:
     scaling_factor: float | None
     enable_expert_bias: bool
     bias_update_rate: float
+    bias_center: bool
     router_dtype: torch.dtype
     aux_losses: tuple[tuple[str, float], ...]
     z_loss_coeff: float
@@ -41,8 +42,8 @@ class MoEOptions:
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
-        A plain TransformerConfig works: it lacks the three fields that this project adds (group score, probability
-        normalisation, expert backend), which then take the defaults of `config/schema.py`. The gate is computed in
+        A plain TransformerConfig works: it lacks the fields that this project adds (group score, probability
+        normalisation, expert backend, centred bias), which then take the defaults of `config/schema.py`. The gate is computed in
         fp32 unless the configuration asks for fp64; there is no way to ask for less.
         """
         topk = config.moe_router_topk
@@ -70,6 +71,7 @@ class MoEOptions:
             scaling_factor=config.moe_router_topk_scaling_factor,
             enable_expert_bias=config.moe_router_enable_expert_bias,
             bias_update_rate=config.moe_router_bias_update_rate,
+            bias_center=bool(getattr(config, "moe_router_bias_center", False)),
             router_dtype=_ROUTER_DTYPES[config.moe_router_dtype],
             aux_losses=tuple((k, c) for k, c in zip(kinds, coeffs) if k != "none" and c),
             z_loss_coeff=config.moe_z_loss_coeff or 0.0,

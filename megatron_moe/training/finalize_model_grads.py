@@ -72,8 +72,8 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     aux_losses = _global_aux_losses(found)
     for router, tokens_per_expert in zip(found, counts):
         if router.expert_bias is not None:
-            rate = router.options.bias_update_rate
-            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, tokens_per_expert, rate))
+            rate, center = router.options.bias_update_rate, router.options.bias_center
+            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, tokens_per_expert, rate, center))
         router.reset_counts()
     return RouterUpdate(
         layer_numbers=tuple(router.layer_number or 0 for router in found),
