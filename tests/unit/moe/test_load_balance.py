@@ -53,7 +53,7 @@ def test_a_centred_bias_has_mean_zero_and_the_same_differences(seed: int) -> Non
     wanted = torch.tensor([b - math.fsum(plain.tolist()) / 64 for b in plain.tolist()])
     assert centred.dtype == torch.float32
     torch.testing.assert_close(centred, wanted, rtol=2**-23, atol=1e-9)  # one unit in the last place
-    assert abs(centred.double().mean()) < 1e-8 < abs(plain.double().mean())
+    assert abs(centred.double().mean()) < 1e-7 < abs(plain.double().mean())
 
 
 def test_a_bias_stays_centred_over_many_steps() -> None:
@@ -64,7 +64,7 @@ def test_a_bias_stays_centred_over_many_steps() -> None:
         plain = updated_expert_bias(plain, counts, 1e-3)
         centred = updated_expert_bias(centred, counts, 1e-3, center=True)
     assert plain.mean().item() == pytest.approx(0.075, rel=1e-4)
-    assert abs(centred.double().mean()) < 1e-8
+    assert abs(centred.double().mean()) < 1e-7
     assert torch.allclose(centred - centred[0], plain - plain[0], atol=1e-6)
 
 
