@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 
 import torch
 
@@ -43,8 +44,17 @@ def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str
     if options.finetune:
         return Progress(), [f"weights from {source.step}; iteration, optimizer and schedule start fresh"]
     trained.scheduler.load_state_dict(source.state["scheduler"])
-    progress = Progress(source.state["iteration"], source.state["consumed_samples"])
-    return progress, [f"continuing from {source.step}", *_load_random_state(run, source)]
+    progress, uncounted = _progress(source)
+    return progress, [f"continuing from {source.step}", *uncounted, *_load_random_state(run, source)]
+
+
+def _progress(source: Source) -> tuple[Progress, list[str]]:
+    """How far the run had come; checkpoints of the first version did not count skipped steps, which is told."""
+    state = source.state
+    if "skipped_iterations" not in state:
+        note = f"{source.step} does not say how many steps were skipped: they are counted from here"
+        return Progress(state["iteration"], state["consumed_samples"]), [note]
+    return Progress(**{field.name: state[field.name] for field in fields(Progress)}), []
 
 
 def _load_random_state(run: Run, source: Source) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ def save(run: Run, trained: Trained, progress: Progress, *, facts: dict[str, Any
     def complete() -> None:
         about = {
             "format_version": FORMAT_VERSION,
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
+            **asdict(progress),
             "scheduler": trained.scheduler.state_dict(),
             "has_optimizer": not run.checkpoint.no_save_optim,
             "layout": layout(place),

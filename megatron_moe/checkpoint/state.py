@@ -19,10 +19,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps, committed or skipped, and sequences consumed."""
+    """How far a run has come: optimizer steps, committed or skipped, and sequences consumed.
+
+    skipped_iterations: those that were not committed. loss_scale_raised, loss_scale_lowered: moves of fp16's scale.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_iterations: int = 0
+    loss_scale_raised: int = 0
+    loss_scale_lowered: int = 0
 
 
 @dataclass(frozen=True)

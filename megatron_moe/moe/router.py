@@ -14,6 +14,7 @@ from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, aux_loss, count_tokens, z_loss
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import RoutingDecision, route
+from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.parallel.collectives import sum_over_ranks
 from megatron_moe.precision.fp32_state import Fp32State
 
@@ -57,6 +58,7 @@ class TopKRouter(Fp32State, MegatronModule):
         self.counted_tokens = 0
         self.aux_loss_totals: dict[str, Tensor] = {}
         self.counted_micro_batches = 0
+        self.probe: RoutingProbe | None = None  # held during the steps that are measured
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""
@@ -88,6 +90,8 @@ class TopKRouter(Fp32State, MegatronModule):
             return decision
         counts = count_tokens(decision.expert_ids, self.options.num_experts, is_padding, num_sequences)
         self._add_counts(counts.sum(dim=0), hidden.shape[0])
+        if self.probe is not None:
+            self.probe.see(self, hidden, logits, scores, decision, is_padding)
         return self._attach_aux_losses(decision, logits, scores, counts, is_padding)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:

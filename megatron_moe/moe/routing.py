@@ -46,14 +46,19 @@ def restrict_to_best_groups(scores: Tensor, num_groups: int, group_topk: int, gr
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def choose_experts(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
-    """The K experts of each token, [T, K] int64, by score plus bias; no gradient passes through a choice."""
+def choice_scores(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
+    """What the choice goes by, [T, E]: score plus bias, -inf outside a token's groups; without gradient."""
     choice = scores.detach()
     if expert_bias is not None:
         choice = choice + expert_bias
     if options.num_groups is not None and options.group_topk is not None:
         choice = restrict_to_best_groups(choice, options.num_groups, options.group_topk, options.group_score)
-    return choice.topk(options.topk, dim=-1).indices
+    return choice
+
+
+def choose_experts(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
+    """The K experts of each token, [T, K] int64, by score plus bias; no gradient passes through a choice."""
+    return choice_scores(scores, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
 def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions) -> Tensor:

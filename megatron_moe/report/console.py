@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any, TextIO
 
+from megatron_moe.report.health_record import glance
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.sink import Sink
 
@@ -28,8 +29,8 @@ def duration(seconds: float) -> str:
 class Interval:
     """The steps since the last log line.
 
-    The line shows the mean loss of the steps that were not skipped and the speeds over the whole interval; everything
-    else in it is the last step's.
+    The line shows the mean loss of the steps that were not skipped, the speeds over the whole interval and the last
+    health that was measured, which says more than the load; everything else in it is the last step's.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,10 @@ class Interval:
         if last.mfu is not None:
             mfu = _over_time([r.mfu or 0.0 for r in self._records], self._records, seconds)
             parts.append(f"MFU {100 * mfu:.1f}%")
-        if last.expert_load is not None:
+        health = next((record.health for record in reversed(self._records) if record.health is not None), None)
+        if health is not None:
+            parts.extend(glance(health))
+        elif last.expert_load is not None:
             parts.append(f"load {last.expert_load:.2f}")
             parts.append(f"empty {last.empty_experts}")
         skipped = len(self._records) - len(taken)

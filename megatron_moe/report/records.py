@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_moe.report.health_record import Health, health_from_json
+
 _EXACT = ("loss", "grad_norm")
 """Fields that a JSON line also carries as float.hex, so that two runs can be compared bit by bit, NaN included."""
 
@@ -21,7 +23,8 @@ class StepRecord:
     recomputation counted) and mfu (a share, 0 to 1) are per device. tokens_per_expert holds, per MoE layer of the
     whole model, the E counts of the step over all ranks; it may be empty, and with it expert_load none, at a step whose
     counts were not gathered. expert_load is max / mean of those counts in the worst layer,
-    empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank.
+    empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank. health is there at
+    the steps of --health-interval.
     """
 
     iteration: int
@@ -44,6 +47,7 @@ class StepRecord:
     seconds_left: float
     global_batch_size: int
     memory_bytes: int
+    health: Health | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def finite(value: Any) -> Any:
 
 def to_json(record: StepRecord | EvalRecord) -> dict[str, Any]:
     """A dict that `json.dumps(..., allow_nan=False)` takes; `loss_hex` and `grad_norm_hex` hold the exact bits."""
-    plain = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    plain = dataclasses.asdict(record)
     exact = {f"{name}_hex": float(plain[name]).hex() for name in _EXACT if plain.get(name) is not None}
     return finite({**plain, **exact})
 
@@ -85,6 +89,7 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
     """The inverse of `to_json` for a step: the same record, also where the loss was NaN or infinite."""
     plain = _plain(StepRecord, line)
     plain["tokens_per_expert"] = {int(layer): counts for layer, counts in plain["tokens_per_expert"].items()}
+    plain["health"] = health_from_json(line.get("health"))  # lines of earlier versions have none
     return StepRecord(**plain)
 
 
@@ -94,7 +99,8 @@ def eval_from_json(line: dict[str, Any]) -> EvalRecord:
 
 
 def _plain(cls: type, line: dict[str, Any]) -> dict[str, Any]:
-    plain = {field.name: line[field.name] for field in dataclasses.fields(cls)}
+    required = (field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+    plain = {name: line[name] for name in required}
     for name in _EXACT:
         if f"{name}_hex" in line:
             plain[name] = float.fromhex(line[f"{name}_hex"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.report.health_record import scalars as health_scalars
 from megatron_moe.report.records import EvalRecord, StepRecord, load_max_over_mean
 from megatron_moe.report.sink import Sink
 
@@ -57,6 +58,8 @@ class TensorBoardSink(Sink):
             scalars[f"experts_by_layer/load_max_over_mean_{layer}"] = load_max_over_mean(counts)
         for name, value in record.aux_losses.items():
             scalars[f"loss/{name}"] = value
+        if record.health is not None:
+            scalars.update(health_scalars(record.health))
         for tag, number in scalars.items():
             if number is not None:
                 self._writer.add_scalar(tag, number, record.iteration)

@@ -8,6 +8,8 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Progress
+from megatron_moe.config import derived
+from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.job import Job
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.signals import StopSignals
@@ -35,17 +37,20 @@ def train(job: Job, stop: StopSignals) -> str:
     started, skips = time.monotonic(), 0
     while job.progress.iteration < (run.training.train_iters or 0):
         begin = time.perf_counter()
+        num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
+        probe = _probe(job, num_micro_batches)
         result = train_step(
             trained.model,
             trained.optimizer,
             trained.scheduler,
             batches,
-            num_micro_batches=job.schedule.num_micro_batches(job.progress.consumed_samples),
+            num_micro_batches=num_micro_batches,
             micro_batch_size=run.training.micro_batch_size,
             seq_length=run.model.seq_length,
             pg_collection=trained.pg_collection,
+            probe=probe,
         )
-        _advance(job, result, meter, begin)
+        _advance(job, result, meter, begin, probe)
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
             raise FloatingPointError(
@@ -63,13 +68,30 @@ def train(job: Job, stop: StopSignals) -> str:
     return f"done: {job.progress.iteration} iterations"
 
 
-def _advance(job: Job, result: StepResult, meter: Meter, begin: float) -> None:
+def _probe(job: Job, num_micro_batches: int) -> HealthProbe | None:
+    """What measures the coming step, at the end of each `--health-interval`; None for the others."""
+    interval = derived.health_interval(job.run)
+    if not interval or (job.progress.iteration + 1) % interval:
+        return None
+    return HealthProbe(job.trained.model, job.run.logging.health_sample_tokens, num_micro_batches)
+
+
+def _advance(job: Job, result: StepResult, meter: Meter, begin: float, probe: HealthProbe | None) -> None:
     """Count the step, skipped or not: its sequences are consumed. Then tell about it."""
     size = job.schedule.global_batch_size(job.progress.consumed_samples)
-    job.progress = Progress(job.progress.iteration + 1, job.progress.consumed_samples + size)
+    past = job.progress
+    job.progress = Progress(
+        past.iteration + 1,
+        past.consumed_samples + size,
+        past.skipped_iterations + (not result.committed),
+        past.loss_scale_raised + (result.next_loss_scale > result.loss_scale),
+        past.loss_scale_lowered + (result.next_loss_scale < result.loss_scale),
+    )
     job.saved = None
     told = job.progress.iteration % job.run.logging.log_interval == 0
-    load = expert_load(result.router_update, job.trained.pg_collection) if told else NO_EXPERT_LOAD
+    groups = job.trained.pg_collection
+    load = expert_load(result.router_update, groups) if told or probe is not None else NO_EXPERT_LOAD
+    health = None if probe is None else probe.health(load.tokens_per_expert, job.progress, groups.pp)
     record = meter.record(
         result,
         load,
@@ -77,6 +99,7 @@ def _advance(job: Job, result: StepResult, meter: Meter, begin: float) -> None:
         consumed_samples=job.progress.consumed_samples,
         global_batch_size=size,
         seconds=time.perf_counter() - begin,
+        health=health,
     )
     job.reporter.step(record)
     if told:

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
+from megatron_moe.report.health_record import Health
 from megatron_moe.report.records import StepRecord, load_max_over_mean
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
@@ -90,6 +91,7 @@ class Meter:
         consumed_samples: int,
         global_batch_size: int,
         seconds: float,
+        health: Health | None = None,
     ) -> StepRecord:
         """One step's record. Rates are those of the whole job, FLOPs those of one device."""
         tokens = global_batch_size * self._run.model.seq_length
@@ -121,4 +123,5 @@ class Meter:
             seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
             global_batch_size=global_batch_size,
             memory_bytes=platform.max_memory_bytes(),
+            health=health,
         )

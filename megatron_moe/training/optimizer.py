@@ -7,6 +7,7 @@ optimizers share one fp16 loss scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,19 @@ def shared_loss_scale(optimizer: MegatronOptimizer) -> SharedLossScale | None:
     """The fp16 loss scale, or None where there is none."""
     scales = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
     return next((scale for scale in scales if isinstance(scale, SharedLossScale)), None)
+
+
+@torch.no_grad()
+def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """Norms of the dense parameters' and of the experts' gradients, over all ranks. Collective over all ranks.
+
+    The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
+    every rank, and the experts' behind it if any rank has one. Each gradient is read once more.
+    """
+    dense, *experts = parts(optimizer)
+    assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
+    norms = [float(part.get_grad_norm()) for part in experts]
+    return float(dense.get_grad_norm()), math.hypot(*norms)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_moe.data.batches import Batch
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
+from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
 from megatron_moe.training.timers import timed
 
@@ -32,8 +34,9 @@ class StepResult:
     """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage.
 
     loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
-    before clipping. learning_rate and loss_scale are those the step used. committed is False where a loss or a gradient
-    was not finite: weights, moments, expert_bias and the learning-rate schedule are then as they were.
+    before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
+    is False where a loss or a gradient was not finite: weights, moments, expert_bias and the learning-rate schedule are
+    then as they were.
     """
 
     committed: bool
@@ -42,6 +45,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     loss_scale: float
+    next_loss_scale: float
     router_update: RouterUpdate
 
 
@@ -66,6 +70,7 @@ def train_step(
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroupCollection,
+    probe: HealthProbe | None = None,
 ) -> StepResult:
     """Run one global batch through forward, backward, reduction and update.
 
@@ -73,6 +78,7 @@ def train_step(
         model: wrapped model chunks, one per virtual pipeline stage.
         batches: one iterator of micro-batches per chunk, all at the same position.
         num_micro_batches: micro-batches of this rank.
+        probe: measures the step, where this one is to be measured.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -88,19 +94,22 @@ def train_step(
     # where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours as well.
     for chunk in model:
         get_model_config(chunk).finalize_model_grads_func = finalize
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(batches) if len(batches) > 1 else batches[0],
-        model=list(model),
-        num_microbatches=num_micro_batches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=False,
-    )
+    with nullcontext() if probe is None else probe.watching():
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(batches) if len(batches) > 1 else batches[0],
+            model=list(model),
+            num_microbatches=num_micro_batches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
+        )
 
     used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
     overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
+    if probe is not None and not overflow:
+        probe.see_gradients(optimizer)
     loss_sum, tokens, bad_ranks = sum_over_job(
         *local_loss(losses, pg_collection), 0.0 if math.isfinite(grad_norm) else 1.0
     )
@@ -114,8 +123,9 @@ def train_step(
         snapshot.restore()
     if (scale := shared_loss_scale(optimizer)) is not None:
         scale.commit(found_inf=not committed)
+    next_scale = used_scale if scale is None else float(scale.scale.item())
     loss = loss_sum / tokens if tokens else math.nan
-    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, updates[0])
+    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, next_scale, updates[0])
 
 
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -26,7 +26,14 @@ RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
 
 def result() -> StepResult:
     return StepResult(
-        committed=True, loss=2.5, tokens=512, grad_norm=1.5, learning_rate=1e-3, loss_scale=1.0, router_update=UPDATE
+        committed=True,
+        loss=2.5,
+        tokens=512,
+        grad_norm=1.5,
+        learning_rate=1e-3,
+        loss_scale=1.0,
+        next_loss_scale=1.0,
+        router_update=UPDATE,
     )
 
 

@@ -1,0 +1,110 @@
+"""RoutingProbe: how sure a router is of its choices, measured on some tokens of one step.
+
+A router holds a probe during the steps that are measured, and None otherwise. What is measured is kept as sums and
+maxima of this rank; `megatron_moe/training/health.py` joins the ranks afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.moe.routing import RoutingDecision, choice_scores, scores_from_logits
+
+_STEPS_PER_OCTAVE, _LOWEST, _HIGHEST = 8, -40, 8
+MARGIN_BINS = (_HIGHEST - _LOWEST) * _STEPS_PER_OCTAVE
+"""Bins of the margins' histogram: 8 per factor of two between 2^-40 and 2^8, so a percentile is good to 9 %."""
+
+
+class RoutingProbe:
+    """Sums over the sampled tokens of one router in one step.
+
+    sampled, flipped: tokens looked at, and those whose set of experts differs from the fp64 shadow's. margin_sum and
+    margin_histogram [MARGIN_BINS] are over the tokens that had an alternative: with K = E, or as many experts as there
+    are in a token's groups, there is no (K+1)-th score to compare with. max_logit is over all tokens that are not
+    padding, infinite where a logit is not a number.
+
+    Args:
+        num_tokens: tokens to sample in the step, spread evenly over its micro-batches and within each of them.
+        num_micro_batches: micro-batches of the step.
+    """
+
+    def __init__(self, num_tokens: int, num_micro_batches: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_micro_batches = num_micro_batches
+        self._seen = 0
+        self.sums: Tensor | None = None
+        """[3] fp64: sampled, flipped, margin_sum; None before the first micro-batch."""
+        self.margin_histogram: Tensor | None = None
+        self.max_logit: Tensor | None = None
+
+    @torch.no_grad()
+    def see(
+        self,
+        router: Any,
+        hidden: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        decision: RoutingDecision,
+        is_padding: Tensor | None,
+    ) -> None:
+        """Take one micro-batch: [T, H] hidden states, what was computed from them, and what was decided."""
+        valid = None if is_padding is None else (~is_padding).nonzero().squeeze(-1)
+        number = logits.shape[0] if valid is None else valid.shape[0]
+        sample = evenly(number, self._share(), logits.device)
+        if valid is not None:
+            sample, logits = valid[sample], logits[valid]
+        if self.sums is None or self.margin_histogram is None or self.max_logit is None:
+            self.sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
+            self.margin_histogram = torch.zeros(MARGIN_BINS, dtype=torch.int64, device=logits.device)
+            self.max_logit = torch.zeros((), dtype=torch.float64, device=logits.device)
+        if number:
+            largest = logits.abs().amax().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
+            self.max_logit = torch.maximum(self.max_logit, largest)
+        flips = flipped(router, hidden[sample], decision.expert_ids[sample])
+        margins = choice_margins(scores[sample], router.expert_bias, router.options)
+        self.sums += torch.stack([flips.new_tensor(flips.shape[0]), flips.sum(), margins.sum()])
+        bins = ((margins.log2() - _LOWEST) * _STEPS_PER_OCTAVE).clamp(0, MARGIN_BINS - 1).long()
+        self.margin_histogram += torch.bincount(bins, minlength=MARGIN_BINS)
+
+    def _share(self) -> int:
+        """Tokens to sample in this micro-batch."""
+        before = self._seen * self._num_tokens // self._num_micro_batches
+        self._seen += 1
+        return self._seen * self._num_tokens // self._num_micro_batches - before
+
+
+def evenly(number: int, wanted: int, device: torch.device) -> Tensor:
+    """At most `wanted` of the indices below `number`, evenly spread, the same every time; int64."""
+    take = min(number, wanted)
+    return (torch.arange(take, device=device) * number) // max(take, 1)
+
+
+def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
+    """[T] fp64, 1 where fp64 chooses another set of experts than `expert_ids` [T, K], from the same [T, H]."""
+    bias = None if router.expert_bias is None else router.expert_bias.double()
+    shadow_scores = scores_from_logits(F.linear(hidden.double(), router.weight.double()), router.options)
+    shadow = choice_scores(shadow_scores, bias, router.options).topk(router.options.topk, dim=-1).indices
+    return (shadow.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1).double()
+
+
+def choice_margins(scores: Tensor, expert_bias: Tensor | None, options: Any) -> Tensor:
+    """K-th minus (K+1)-th choice score, fp64, of those of the T tokens that had an alternative; 0 is a tie."""
+    if options.topk == options.num_experts:
+        return torch.zeros(0, dtype=torch.float64, device=scores.device)
+    best = choice_scores(scores, expert_bias, options).double().topk(options.topk + 1, dim=-1).values
+    margins = best[:, -2] - best[:, -1]
+    return margins[margins.isfinite()]
+
+
+def margin_percentile(histogram: list[int], share: float) -> float | None:
+    """The margin below which `share` of the tokens lie, to the bin's lower end; 0 in the lowest bin, None of none."""
+    total, below = sum(histogram), 0
+    for index, number in enumerate(histogram):
+        below += number
+        if number and below >= share * total:
+            return 0.0 if index == 0 else 2.0 ** (_LOWEST + index / _STEPS_PER_OCTAVE)
+    return None

@@ -1,0 +1,152 @@
+"""Health: what is measured about routing, rounding and gradients at every `--health-interval`-th step.
+
+A measured step computes the very bits that it would compute otherwise; all that is done besides is to look. Everything
+collective here is entered by all ranks, also by those of a pipeline stage without an MoE layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.state import Progress
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
+from megatron_moe.moe.state import routers
+from megatron_moe.precision.lost_updates import LostUpdates
+from megatron_moe.report.health_record import Health, LayerHealth, load_health
+from megatron_moe.training.optimizer import part_grad_norms
+
+_LOW_PERCENTILE = 0.05
+
+
+class HealthProbe:
+    """Measures one step of a model; a new one is made for every measured step.
+
+    Args:
+        model: wrapped model chunks of this rank.
+        sample_tokens: tokens per layer and rank whose routing is compared with fp64.
+        num_micro_batches: micro-batches of this rank in the step.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module], sample_tokens: int, num_micro_batches: int) -> None:
+        self._routers = list(routers(model))
+        self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
+        self._grad_norms: tuple[float, float] | None = None
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for chunk in model for p in chunk.parameters())
+        # An fp32 model adds nothing up in low precision: there is nothing to watch, and watching costs time.
+        self._lost = LostUpdates(_gradient_buffers(model)) if half else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at forward and backward of all micro-batches, which run within."""
+        with ExitStack() as stack:
+            for router, probe in zip(self._routers, self._probes):
+                router.probe = probe
+                stack.callback(setattr, router, "probe", None)
+            if self._lost is not None:
+                stack.enter_context(self._lost)
+            yield
+
+    def see_gradients(self, optimizer: Any) -> None:
+        """Look at the reduced gradients before they are clipped. Collective over all ranks."""
+        self._grad_norms = part_grad_norms(optimizer)
+
+    def health(self, tokens_per_expert: dict[int, list[int]], progress: Progress, pp: dist.ProcessGroup) -> Health:
+        """What was found, the same on every rank. Collective over all ranks.
+
+        Args:
+            tokens_per_expert: per MoE layer of the whole model its E counts in the step.
+            progress: up to and with this step.
+            pp: the pipeline group.
+        """
+        additions = [0, 0, 0, 0]
+        if self._lost is not None:
+            additions = [*self._lost.counted(gradients=True), *self._lost.counted(gradients=False)]
+        counted = torch.tensor(additions, dtype=torch.int64, device=platform.device())
+        dist.all_reduce(counted)
+        gradient_additions, gradient_swallowed, other_additions, other_swallowed = counted.tolist()
+        dense, experts = (None if n is None or not math.isfinite(n) else n for n in self._grad_norms or (None, None))
+        return Health(
+            gradient_additions=gradient_additions,
+            gradient_swallowed=gradient_swallowed,
+            other_additions=other_additions,
+            other_swallowed=other_swallowed,
+            dense_grad_norm=dense,
+            expert_grad_norm=experts,
+            skipped_iterations=progress.skipped_iterations,
+            skip_rate=progress.skipped_iterations / max(progress.iteration, 1),
+            loss_scale_raised=progress.loss_scale_raised,
+            loss_scale_lowered=progress.loss_scale_lowered,
+            layers=self._layers(tokens_per_expert, pp),
+        )
+
+    def _layers(self, tokens_per_expert: dict[int, list[int]], pp: dist.ProcessGroup) -> dict[int, LayerHealth]:
+        """All layers of all pipeline stages, in order."""
+        local = [
+            (router.layer_number or 0, *_figures(sums, max_logit), *_bias_range(router.expert_bias))
+            for router, sums, max_logit in zip(self._routers, *_joined(self._routers, self._probes))
+        ]
+        layers = local
+        if pp.size() > 1:
+            gathered: list[Any] = [None] * pp.size()
+            dist.all_gather_object(gathered, local, group=pp)
+            layers = [layer for stage in gathered for layer in stage]
+        return {
+            number: LayerHealth(load_health(tokens_per_expert.get(number, [])), *figures)
+            for number, *figures in sorted(layers, key=lambda layer: layer[0])
+        }
+
+
+def _gradient_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    """The tensors in which the engine's DDP wrapper adds up gradients."""
+    for chunk in model:
+        wrapper: Any = chunk  # a DistributedDataParallel, whose `buffers` is a list
+        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def _joined(found: list[TopKRouter], probes: list[RoutingProbe]) -> tuple[list[list[float]], list[float]]:
+    """Per layer the sums (sampled, flipped, margin_sum, then the histogram) and the largest logit over all ranks.
+
+    fp64 holds the counts exactly up to 2^53.
+    """
+    if not found:
+        return [], []
+    device = platform.device()
+    sums = torch.zeros(len(found), 3 + MARGIN_BINS, dtype=torch.float64, device=device)
+    largest = torch.zeros(len(found), dtype=torch.float64, device=device)
+    for row, probe in enumerate(probes):
+        if probe.sums is not None and probe.margin_histogram is not None and probe.max_logit is not None:
+            sums[row] = torch.cat([probe.sums, probe.margin_histogram.double()])
+            largest[row] = probe.max_logit
+    group = found[0].groups.tp_dp_cp
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return sums.tolist(), largest.tolist()
+
+
+def _figures(sums: list[float], max_logit: float) -> tuple[int, float | None, float | None, float | None, float | None]:
+    """sampled_tokens, margin_mean, margin_p5, flip_rate, max_logit of a `LayerHealth`."""
+    sampled, flips, margin_sum, *histogram = sums
+    counts = [int(number) for number in histogram]
+    return (
+        int(sampled),
+        margin_sum / sum(counts) if sum(counts) else None,
+        margin_percentile(counts, _LOW_PERCENTILE),
+        flips / sampled if sampled else None,
+        max_logit if math.isfinite(max_logit) else None,
+    )
+
+
+def _bias_range(bias: Tensor | None) -> tuple[float | None, float | None, float | None]:
+    """min, max, mean."""
+    return (None, None, None) if bias is None else (float(bias.min()), float(bias.max()), float(bias.double().mean()))
