@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.precision.declared import mixes_dtypes
+
 
 class _WeightedSwiGLU(torch.autograd.Function):
     """Keeps its inputs only; the sigmoid is computed again in the backward pass. All arithmetic in fp32 or wider."""
 
     @staticmethod
+    @mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
     def forward(ctx: Any, gate_up: Tensor, probs: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, probs)
         wide = torch.promote_types(gate_up.dtype, torch.float32)
@@ -28,6 +31,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return hidden.to(gate_up.dtype)
 
     @staticmethod
+    @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, probs = ctx.saved_tensors
         wide = torch.promote_types(gate_up.dtype, torch.float32)
