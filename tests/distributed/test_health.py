@@ -1,0 +1,180 @@
+"""Health is measured on every layout, is the same on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, replace
+
+HERE = Path(__file__).parent
+
+
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("model_cases", HERE / "model_cases.py")
+steps = _load("step_cases", HERE.parent / "unit" / "training" / "test_step_transaction.py")
+
+SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
+EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
+SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+DO = {"use_distributed_optimizer": True}
+
+
+# ---- gradient norms
+
+
+def norms(run: Run) -> dict[str, Any]:
+    """One step's gradients: the norms that health tells, the joint one, and each parameter's squares on this rank."""
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.training.optimizer import build_optimizer, part_grad_norms
+
+    pg_collection = groups.initialize(run)
+    seed_everything(run)
+    chunks = build_model(run, pg_collection, cases.VOCAB)
+    optimizer = build_optimizer(run, chunks, pg_collection)
+    cases.forward_backward(run, chunks, pg_collection)
+    squares = {True: 0.0, False: 0.0}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())
+    assert not optimizer.prepare_grads()
+    split = part_grad_norms(optimizer)
+    return {"split": split, "joint": float(optimizer.get_grad_norm()), "squares": squares}
+
+
+@pytest.fixture(scope="module")
+def one_rank_norms(gloo: Any) -> dict[bool, float]:
+    """The oracle: per parameter, on one rank, in fp64."""
+    squares = gloo.run(1, norms, run=replace(Run(), **EXPERTS))[0]["squares"]
+    return {experts: math.sqrt(value) for experts, value in squares.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (1, DO),
+        (2, SP2),
+        (2, EP2),
+        (2, PP2),
+        (2, DO),
+        (2, {**EP2, **DO}),
+        (4, {**EP2, **PP2}),
+        (4, {**SP2, **DO}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_dense_and_expert_norms_are_those_of_one_rank(
+    gloo: Any, one_rank_norms: dict[bool, float], ranks: int, layout: dict[str, Any]
+) -> None:
+    for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **layout})):
+        assert rank["split"] == pytest.approx((one_rank_norms[False], one_rank_norms[True]), rel=2e-5)
+        assert math.hypot(*rank["split"]) == pytest.approx(rank["joint"], rel=1e-6)
+    assert one_rank_norms[True] > 0.01 * one_rank_norms[False]
+
+
+# ---- measured steps
+
+
+def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, Any]:
+    """Some steps, measured or not: every bit they left, and what was found in the last one."""
+    from megatron_moe.checkpoint.state import Progress
+    from megatron_moe.training.health import HealthProbe
+    from megatron_moe.training.metrics import expert_load
+    from megatron_moe.training.step import train_step
+
+    trainer = steps.Trainer(flags)
+    size, pg_collection = trainer.run.training.micro_batch_size, trainer.groups
+    count = 8 // (size * pg_collection.dp.size())
+    health = load = None
+    losses = []
+    for _ in range(taken):
+        probe = HealthProbe(trainer.model, 32, count) if measure else None
+        result = train_step(
+            trainer.model, trainer.optimizer, trainer.scheduler, trainer.batches,
+            num_micro_batches=count, micro_batch_size=size, seq_length=trainer.run.model.seq_length,
+            pg_collection=pg_collection, probe=probe,
+        )  # fmt: skip
+        assert result.committed
+        losses.append((result.loss.hex(), result.grad_norm.hex()))
+        load = expert_load(result.router_update, pg_collection)
+        if probe is not None:
+            health = probe.health(load.tokens_per_expert, Progress(4, 32, 1), pg_collection.pp)
+    bits = {**trainer.state(), "generator": steps.digest(torch.get_rng_state())}
+    main_grads = sum(p.numel() for chunk in trainer.model for p in chunk.parameters())
+    return {
+        "bits": bits,
+        "losses": losses,
+        "health": health,
+        "joint": result.grad_norm,
+        "counts": load.tokens_per_expert,
+        "parameters": main_grads,
+    }
+
+
+HALF = {"bf16": True, "grad_reduce_in_bf16": True}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, {}),
+        (2, {**EP2, **HALF, **DO, "hidden_dropout": 0.1}),
+        (2, {**PP2, **HALF, **RECOMPUTED}),
+        (2, {"fp16": True}),
+    ],
+    ids=["fp32", "bf16-EP2", "bf16-PP2-recomputed", "fp16-DP2"],
+)
+def test_measuring_changes_no_bit_of_a_run(gloo: Any, ranks: int, flags: dict[str, Any]) -> None:
+    flags = {**flags, "initial_loss_scale": 1024.0} if flags.get("fp16") else flags
+    plain = gloo.run(ranks, measured, flags=flags, measure=False)
+    looked = gloo.run(ranks, measured, flags=flags, measure=True)
+    for without, with_health in zip(plain, looked, strict=True):
+        assert with_health["bits"] == without["bits"]
+        assert with_health["losses"] == without["losses"]
+        # All ranks tell the same, of all layers, whichever stage has them.
+        assert with_health["health"] == looked[0]["health"]
+        assert set(with_health["health"].layers) == set(with_health["counts"]) == {2, 3, 4}
+    health = looked[0]["health"]
+    assert (health.skipped_iterations, health.skip_rate) == (1, 0.25)
+    assert math.hypot(health.dense_grad_norm, health.expert_grad_norm) == pytest.approx(looked[0]["joint"], rel=1e-6)
+    for layer in health.layers.values():
+        assert layer.load is not None and layer.load.effective_experts <= 8.0001
+        assert layer.sampled_tokens == 32 * (1 if flags.get("pipeline_model_parallel_size") else ranks)
+        assert 0 <= layer.margin_p5 <= layer.margin_mean and 0 < layer.max_logit < 10
+        assert layer.bias_min <= layer.bias_mean <= layer.bias_max and layer.bias_max > 0
+
+
+def test_a_run_in_fp32_reports_no_additions_and_one_with_fp32_gradients_none_into_them(gloo: Any) -> None:
+    fp32 = gloo.run(1, measured, flags={}, measure=True, taken=1)[0]["health"]
+    assert (fp32.gradient_additions, fp32.gradient_swallowed) == (0, 0)
+    assert (fp32.other_additions, fp32.other_swallowed) == (0, 0)
+    bf16 = gloo.run(1, measured, flags={"bf16": True}, measure=True, taken=1)[0]["health"]
+    assert (bf16.gradient_additions, bf16.gradient_swallowed) == (0, 0)
+
+
+def test_bf16_gradient_buffers_lose_additions_and_say_so(gloo: Any) -> None:
+    found = gloo.run(1, measured, flags={**HALF, "micro_batch_size": 1}, measure=True, taken=1)[0]
+    health, additions = found["health"], 8 * found["parameters"]
+    # Eight micro-batches; rows of the embedding whose tokens do not occur, and experts without a token, add zeros.
+    assert 0.3 * additions < health.gradient_additions < additions
+    assert 0.001 < health.gradient_swallowed / health.gradient_additions < 0.2

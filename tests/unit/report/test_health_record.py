@@ -1,0 +1,146 @@
+"""A health measurement as plain values: there and back through JSON, into TensorBoard, and in a log line."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.report.console import ConsoleSink
+from megatron_moe.report.health_record import Health, LayerHealth, glance, load_health, scalars
+from megatron_moe.report.jsonl import JsonlSink, read_steps
+from megatron_moe.report.records import StepRecord, step_from_json, to_json
+
+LAYER = LayerHealth(
+    load=load_health([3, 0, 5, 0]),
+    sampled_tokens=64,
+    margin_mean=0.02,
+    margin_p5=0.001,
+    flip_rate=0.0,
+    max_logit=1.5,
+    bias_min=-0.25,
+    bias_max=0.5,
+    bias_mean=0.0,
+)
+EVEN = dataclasses.replace(LAYER, load=load_health([2, 2, 2, 2]), flip_rate=0.03125, max_logit=0.5)
+HEALTH = Health(
+    gradient_additions=1000,
+    gradient_swallowed=0,
+    other_additions=10,
+    other_swallowed=1,
+    dense_grad_norm=0.75,
+    expert_grad_norm=0.25,
+    skipped_iterations=3,
+    skip_rate=0.375,
+    loss_scale_raised=1,
+    loss_scale_lowered=2,
+    layers={2: LAYER, 3: EVEN},
+)
+STEP = StepRecord(
+    iteration=8,
+    consumed_samples=64,
+    loss=3.0,
+    learning_rate=1e-3,
+    grad_norm=0.79,
+    loss_scale=1.0,
+    skipped=False,
+    tokens=512,
+    seconds=0.5,
+    tokens_per_second=1024.0,
+    model_tflops=0.25,
+    mfu=None,
+    tokens_per_expert={2: [3, 0, 5, 0], 3: [2, 2, 2, 2]},
+    expert_load=2.5,
+    empty_experts=2,
+    expert_bias_max=0.5,
+    aux_losses={},
+    seconds_left=0.0,
+    global_batch_size=8,
+    memory_bytes=0,
+    health=HEALTH,
+)
+
+
+def test_load_is_described_as_computed_by_hand() -> None:
+    load = load_health([3, 0, 5, 0])
+    assert load is not None
+    entropy = -(3 / 8 * math.log(3 / 8) + 5 / 8 * math.log(5 / 8))
+    assert load.effective_experts == pytest.approx(math.exp(entropy))
+    assert (load.dead_experts, load.hot_experts, load.max_violation) == (2, 1, 1.5)  # 5 > 2 x 2, 3 is not
+    even = load_health([2, 2, 2, 2])
+    assert even is not None and even.effective_experts == pytest.approx(4.0) and even.max_violation == 0.0
+    one = load_health([0, 7])
+    assert one is not None and one.effective_experts == 1.0 and one.max_violation == 1.0
+    assert load_health([0, 0]) is None and load_health([]) is None
+
+
+def test_a_step_with_health_comes_back_equal_from_metrics_jsonl(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
+    unknown = dataclasses.replace(LAYER, load=None, margin_mean=None, margin_p5=None, max_logit=None)
+    odd = dataclasses.replace(HEALTH, dense_grad_norm=None, layers={5: unknown})
+    written = [
+        dataclasses.replace(STEP, health=health, iteration=8 + i) for i, health in enumerate((HEALTH, odd, None))
+    ]
+    for record in written:
+        sink.step(record)
+    sink.close(None)
+    assert list(read_steps(tmp_path / "metrics.jsonl")) == written
+
+
+def test_a_line_of_an_earlier_version_still_loads() -> None:
+    line = json.loads(json.dumps(to_json(STEP)))
+    del line["health"]
+    assert step_from_json(line) == dataclasses.replace(STEP, health=None)
+
+
+def test_the_worst_layer_is_told() -> None:
+    worst = HEALTH.worst
+    assert worst["max_violation"] == 1.5 and worst["effective_experts"] < 2 and worst["dead_experts"] == 2
+    assert (worst["flip_rate"], worst["max_logit"]) == (0.03125, 1.5)
+
+
+def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from megatron_moe.report.tensorboard import TensorBoardSink
+
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.step(STEP)
+    sink.close(None)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert set(scalars(HEALTH)) <= tags
+    plain = {field.name for field in dataclasses.fields(Health)} - {"layers"}
+    assert {f"health/{name}" for name in plain} <= tags
+    assert {"health_by_layer/flip_rate_2", "health_by_layer/max_violation_3", "health/max_logit"} <= tags
+    assert events.Scalars("health/flip_rate")[0].value == 0.03125
+    assert events.Scalars("health/flip_rate")[0].step == 8
+
+
+def log_line(**changes: object) -> str:
+    stream = io.StringIO()
+    ConsoleSink(stream, train_iters=8, log_interval=1).step(
+        dataclasses.replace(STEP, health=dataclasses.replace(HEALTH, **changes))  # type: ignore[arg-type]
+    )
+    return stream.getvalue()
+
+
+def test_a_log_line_shows_health_at_a_glance_and_stays_one_line() -> None:
+    line = log_line()
+    assert "| MaxVio 1.50 | effective 1.9 | dead 2 | flips 3.1% | max logit 1.5 | dense/expert norm 0.75/0.25 |" in line
+    assert line.count("\n") == 1 and "LOST" not in line
+    assert "| LOST 2.5% of gradient additions |" in log_line(gradient_swallowed=25)
+
+
+def test_logits_that_are_not_finite_are_not_hidden_by_other_layers() -> None:
+    assert "max logit inf" in log_line(layers={2: dataclasses.replace(LAYER, max_logit=None), 3: EVEN})
+
+
+def test_a_dense_model_shows_nothing_about_experts() -> None:
+    assert glance(dataclasses.replace(HEALTH, layers={}, expert_grad_norm=None)) == []
