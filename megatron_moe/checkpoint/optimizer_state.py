@@ -19,7 +19,7 @@ FORMAT: dict[str, Any] = {
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
     """The optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
-    with _compact_buckets(optimizer):
+    with _compact_buckets(optimizer), _every_main_weight(optimizer):
         return optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
 
 
@@ -37,7 +37,8 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
     }
     for group in _param_groups(state):
         group.update({key: value for key, value in settings.items() if key in group})
-    optimizer.load_state_dict(state)
+    with _every_main_weight(optimizer):
+        optimizer.load_state_dict(state)
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
@@ -48,6 +49,34 @@ def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
                 yield from value
             elif key == "optimizer" or isinstance(key, int):
                 yield from _param_groups(value)
+
+
+@contextlib.contextmanager
+def _every_main_weight(optimizer: Any) -> Iterator[None]:
+    """Make the engine count fp32 parameters among those that have an fp32 main weight: themselves.
+
+    The optimizer that is not distributed numbers the parameters of a checkpoint without the fp32 ones, while its
+    moments are numbered with them: in a model of two dtypes one weight's moments would be saved under another's name.
+    The distributed one saves a main weight for every parameter anyway, so both formats hold the same.
+    """
+    changed: list[tuple[Any, list[Any], list[Any]]] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Only this kind of optimizer has the attribute, and without fp32 parameters there is nothing to correct.
+        if any(getattr(part, "fp32_from_fp32_groups", ())):
+            changed.append((part, part.float16_groups, part.fp32_from_float16_groups))
+            of_main = {
+                id(main): model
+                for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups)
+                for model, main in zip(models, mains)
+            }
+            mains = [list(group["params"]) for group in part.optimizer.param_groups]
+            part.float16_groups = [[of_main.get(id(main), main) for main in group] for group in mains]
+            part.fp32_from_float16_groups = mains
+    try:
+        yield
+    finally:
+        for part, models, mains in changed:
+            part.float16_groups, part.fp32_from_float16_groups = models, mains
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.initialize import initialize_weights
+from megatron_moe.model.kept_fp32 import keep_in_fp32
 from megatron_moe.model.spec import block_spec
 
 _EXTRA_STATE = "_extra_state"
@@ -116,6 +117,7 @@ def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp
             vp_stage=vp_stage,
         )
     chunk.to(platform.device())
+    keep_in_fp32(chunk, run, config)
     initialize_weights(chunk, run.training.seed)
     return chunk
 

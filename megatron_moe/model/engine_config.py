@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
+from megatron_moe.model.residual import residual_dtype
 
 
 @dataclass
@@ -232,7 +233,7 @@ def _precision(run: Run) -> dict[str, Any]:
         "bf16": run.precision.bf16,
         "fp16": run.precision.fp16,
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": residual_dtype(run.precision.fp32_residual_connection, dtype),
         "autocast_dtype": dtype,
         "enable_autocast": False,
         "attention_softmax_in_fp32": run.precision.attention_softmax_in_fp32,

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.precision.declared import mixes_dtypes
 
 
 class RMSNorm(torch.nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467).
 
-    Statistics and product are in fp32, the output has the input's dtype. The weight is [hidden_size] in the model's
-    dtype and starts at one.
+    Statistics and product are in fp32, the output has the input's dtype; with an fp32 residual stream, the weight's:
+    that is where the stream's readers get the model's dtype from. The weight is [hidden_size] in the model's dtype and
+    starts at one.
 
     Args:
         config: the engine's TransformerConfig.
@@ -35,32 +37,36 @@ class RMSNorm(torch.nn.Module):
         # torch has one fused kernel per direction on CUDA. On a CPU its backward is a chain of elementwise operations,
         # 1.3 to 1.9 times as slow as ours, with the same rounding errors.
         self._kernel = _fused if platform.has_cuda() else _RMSNormFunction.apply
+        self._narrows = config.fp32_residual_connection
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and dtype."""
-        return self._kernel(x, self.weight, self.eps)
+        """[..., hidden_size] -> the same shape, and dtype unless the class says otherwise."""
+        return self._kernel(x, self.weight, self.eps, self.weight.dtype if self._narrows else x.dtype)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
-def _fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+def _fused(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    # The kernel wants one dtype; where the stream is wider than the weight, widening the weight loses nothing.
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
     """Keeps x as it came and one fp32 number per row; everything else is recomputed in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.float()
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).mul_(weight).to(x.dtype)
+        return (wide * inverse_rms).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         normed = x.float() * inverse_rms
         wide = grad.float()
@@ -69,4 +75,4 @@ class _RMSNormFunction(torch.autograd.Function):
         inner = wide * weight
         along = (inner * normed).mean(-1, keepdim=True)
         x_grad = inner.sub_(normed.mul_(along)).mul_(inverse_rms)
-        return x_grad.to(x.dtype), weight_grad, None
+        return x_grad.to(x.dtype), weight_grad, None, None

@@ -27,6 +27,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.norm import RMSNorm
+from megatron_moe.model.residual import fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
 
 
@@ -103,15 +104,16 @@ def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> 
 
 def layer_spec(config: Any, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
     """One transformer layer: attention, then the MoE layer or a dense MLP, each behind its norm."""
+    add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=chosen.norm,
             self_attention=_attention(config, chosen),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=chosen.norm,
             mlp=_moe(chosen, pg_collection) if moe else _dense(config, chosen, pg_collection),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
 

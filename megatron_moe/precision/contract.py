@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.precision.fp32_state import Fp32State
+from megatron_moe.precision.islands import declared_fp32_parameters
 
 
 class PrecisionError(RuntimeError):
@@ -15,13 +16,14 @@ class PrecisionError(RuntimeError):
 
 
 def declared_fp32_state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that some submodule declares as fp32 state, with its qualified name."""
+    """Every tensor that some submodule declares as fp32 state or that lies in an island, with its qualified name."""
     for path, submodule in module.named_modules():
         if isinstance(submodule, Fp32State):
             for name in submodule.fp32_state:
                 tensor = getattr(submodule, name)
                 if tensor is not None:
                     yield (f"{path}.{name}" if path else name), tensor
+    yield from declared_fp32_parameters(module)
 
 
 def verify_fp32_state(module: torch.nn.Module, boundary: str) -> int:

@@ -37,7 +37,7 @@ class Fp32State:
         super()._apply(fn, recurse)  # type: ignore[misc]
         for name, tensor in kept.items():
             assert tensor is not None
-            buffers[name] = _moved_with_its_bits(tensor, fn)
+            buffers[name] = moved_with_its_bits(tensor, fn)
         for name in order:  # the protected buffers go back in front, where they were registered
             buffers[name] = buffers.pop(name)
         return self
@@ -61,7 +61,7 @@ class Fp32State:
         state_dict.update(replaced)  # the caller's dictionary is not ours to change
 
 
-def _moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     bits = fn(tensor.view(torch.int32))
     if bits.dtype != torch.int32:  # Module.type() casts integers too: take from it only where the tensor should live
         bits = tensor.view(torch.int32).to(bits.device)

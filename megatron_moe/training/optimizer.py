@@ -37,12 +37,26 @@ def build_optimizer(
     for part in parts(optimizer):
         if part.is_stub_optimizer:
             continue
+        _settle_positions(part)
         part.init_state_fn(part.optimizer, part.config)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
             scale = SharedLossScale(part.grad_scaler) if scale is None else scale
             part.grad_scaler = scale
     return optimizer
+
+
+def _settle_positions(part: Any) -> None:
+    """Correct where a distributed optimizer believes its parameters to stand.
+
+    It puts the fp32 parameters of a group before those with an fp32 copy, and looks them up in the order of its
+    buffers. In a model of two dtypes these differ, and a checkpoint would get one weight's state under another's name.
+    """
+    for index, groups in enumerate(
+        zip(getattr(part, "model_fp32_groups", ()), getattr(part, "model_float16_groups", ()))
+    ):
+        for order, param in enumerate(param for group in groups for param in group):
+            part.model_param_group_index_map[param] = (index, order)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import model, moe, parallel, ranges, sources, training
+from megatron_moe.config.rules import model, moe, parallel, precision, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -74,6 +74,9 @@ RULES: tuple[Rule, ...] = (
     training.loss_scales_are_ordered,
     training.bf16_reduction_needs_bf16,
     training.fp32_exceptions_need_half_precision,
+    precision.fp32_patterns_name_modules,
+    precision.tied_weights_stay_together,
+    precision.fp32_compute_is_our_own,
     training.audit_output_needs_audit,
     training.health_sample_needs_health,
     training.chunk_tokens_need_the_fused_loss,

@@ -11,7 +11,8 @@ from megatron_moe.model.norm import RMSNorm
 
 
 def norm(width, dtype, sequence_parallel=False, eps=1e-6):
-    return RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel), width, eps=eps)
+    config = SimpleNamespace(fp32_residual_connection=False, params_dtype=dtype, sequence_parallel=sequence_parallel)
+    return RMSNorm(config, width, eps=eps)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-7), (torch.bfloat16, 2.5e-3), (torch.float16, 4e-4)])
