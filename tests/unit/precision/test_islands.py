@@ -55,8 +55,7 @@ def test_every_cast_leaves_an_islands_bits_and_parameter_alone(cast):
     assert after.first.weight.dtype == torch.float32
     assert torch.equal(after.first.weight, before)
     assert after.second.weight.dtype != torch.float32
-    assert after.first.weight.sequence_parallel
-    assert after is not model or after.first.weight is weight
+    assert after is not model or (after.first.weight is weight and weight.sequence_parallel)
 
 
 def test_an_islands_gradients_and_buffers_are_not_cast_either():
