@@ -13,6 +13,7 @@ import sys
 
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.precision import table
 from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
 
 USER_ERROR = 2
@@ -24,6 +25,11 @@ def main(argv: list[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         run = cli.parse(argv)
+        if run.precision.print_precision:
+            rules.check_model(run, world_size)
+            if rank == 0:
+                print(table.text(run), flush=True)
+            return 0
         rules.check(run, world_size)
         # Not before the flags are right: loading torch and the engine takes seconds.
         from megatron_moe.training.run import pretrain

@@ -17,6 +17,7 @@ from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
+from megatron_moe.precision.gates import require_dtype
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,13 @@ class MoELayer(MegatronModule):
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
         expert_output = self.experts(expert_input)
+        require_dtype(
+            expert_output,
+            tokens.dtype,
+            what=f"layer {self.layer_number}: the experts' output",
+            producer=type(self.experts).__name__,
+            remedy="an expert backend returns the dtype of its rows; cast before it returns",
+        )
         output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
         return output if self.shared_experts is None else output + self.shared_experts(hidden)
 

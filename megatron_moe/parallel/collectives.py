@@ -98,8 +98,34 @@ def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     return rows if group.size() == 1 else _ReduceScatterRows.apply(rows, group)
 
 
+class _SharedByRanks(torch.autograd.Function):
+    """Identity. The engine's own leaves a non-contiguous gradient as it was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def shared_by_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`x`, which every rank has and uses for another part of the work. Backward: the sum of the ranks' gradients."""
+    return x if group.size() == 1 else _SharedByRanks.apply(x, group)
+
+
 def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of `values` over the group, as a new tensor without gradient; `values` itself is left as it was."""
+    """The sum of `values` over the group, as a new tensor without gradient; `values` itself is left as it was.
+
+    Raises:
+        TypeError: for bf16 and fp16, whose sums are rounded at every rank.
+    """
+    if values.dtype in (torch.bfloat16, torch.float16):
+        raise TypeError(f"a sum over ranks in {values.dtype} rounds at every rank; give it fp32, fp64 or integers")
     total = values.detach().clone()
     if group.size() > 1:
         dist.all_reduce(total, group=group)

@@ -11,11 +11,13 @@ from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.precision.guard import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
+from megatron_moe.training.precision_check import check_precision
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Job:
     padded_vocab_size: int
     progress: Progress
     reporter: Reporter
+    guard: PrecisionGuard
     saved: Path | None = None
     """The step that holds the present weights, once there is one."""
     unigram_entropy: float | None = None
@@ -69,6 +72,10 @@ class Job:
         self.reporter.evaluation(record)
         return record
 
+    def check_precision(self, boundary: str) -> None:
+        """Hold every dtype of model and optimizer to the contract; `boundary` and the iteration are for messages."""
+        check_precision(self.guard, f"{boundary} (iteration {self.progress.iteration})", self.run, self.trained)
+
     @property
     def final_micro_batches(self) -> int:
         """Micro-batches per rank of a global batch after any ramp-up."""
@@ -78,6 +85,7 @@ class Job:
         """Write a checkpoint of the present state, unless it is written already or `--save` was not given."""
         if self.run.checkpoint.save is None or self.saved is not None:
             return
+        self.check_precision("saving")
         facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions()}
         with gathered_parameters(self.trained.model):
             self.saved = save(self.run, self.trained, self.progress, facts=facts)

@@ -51,6 +51,9 @@ def train(job: Job, stop: StopSignals) -> str:
             probe=probe,
         )
         _advance(job, result, meter, begin, probe)
+        interval = run.precision.check_precision_interval
+        if interval and job.progress.iteration % interval == 0:
+            job.check_precision("training")
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
             raise FloatingPointError(

@@ -24,11 +24,13 @@ from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.precision.guard import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 from megatron_moe.training.job import Job, Splits
 from megatron_moe.training.loop import train
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.precision_check import check_precision
 from megatron_moe.training.sample import sample_text
 from megatron_moe.training.signals import StopSignals
 
@@ -70,19 +72,22 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     place = groups.rank_facts()
     seed_everything(run)
     padded_vocab_size = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
-    model = build_model(run, pg_collection, padded_vocab_size)
+    guard = PrecisionGuard()
+    model = build_model(run, pg_collection, padded_vocab_size, guard=guard)
     optimizer = build_optimizer(run, model, pg_collection)
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
+    check_precision(guard, "building the optimizer", run, trained)
     progress, loaded = Progress(), list[str]()
     if start_from.source is not None:
         progress, loaded = load(run, start_from.source, trained)
+        check_precision(guard, f"loading {start_from.source.step}", run, trained)
     evaluated = run.training.eval_iters * schedule.final
     train_samples = schedule.samples_after(run.training.train_iters or 0)
     splits = build_datasets(
         run, tokenizer, train_samples, evaluated, evaluated if _has_test(run) else 0, pg_collection=pg_collection
     )
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=progress.iteration)
-    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, progress, reporter)
+    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, progress, reporter, guard)
     job.unigram_entropy = _unigram_entropy(job)
     if run.checkpoint.save is not None and start_from.continues:
         job.saved = start_from.source.step

@@ -113,6 +113,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def check_model(run: Run, world_size: int) -> None:
+    """As `check`, without what only a run needs: its layout on ranks, its length, its data and files.
+
+    Raises:
+        ConfigError: from the first rule about model, experts, precision or optimizer that the run breaks.
+    """
+    for rule in RULES:
+        if rule.__module__ not in (parallel.__name__, sources.__name__) and rule is not training.training_has_a_length:
+            rule(run, world_size)
+
+
 def check(run: Run, world_size: int) -> None:
     """Refuse a run that breaks a rule, before anything is allocated; reads no contents and writes nothing.
 

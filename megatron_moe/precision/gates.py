@@ -1,0 +1,98 @@
+"""Gates where dtypes meet: a mismatch is told where it arises, with the module that produced it and the flag to change.
+
+Without them a tensor of the wrong dtype travels on until some kernel refuses it ("mat1 and mat2 must have the same
+dtype"), modules away from the cause, or until one silently promotes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.precision.contract import PrecisionError
+
+
+def require_dtype(tensor: Tensor, wanted: torch.dtype, *, what: str, producer: str, remedy: str) -> None:
+    """Refuse a tensor of another dtype than `wanted`.
+
+    Args:
+        what: the tensor, in words ("the experts' output").
+        producer: the module or function that made it.
+        remedy: what to change: a flag, or a cast in the producer.
+
+    Raises:
+        PrecisionError: naming producer, tensor, both dtypes and the remedy.
+    """
+    if tensor.dtype != wanted:
+        raise PrecisionError(f"{what} from {producer} is {tensor.dtype}, must be {wanted}; {remedy}")
+
+
+class _Trail:
+    """The module that returned last: where a tensor that arrives somewhere most likely came from."""
+
+    def __init__(self) -> None:
+        self.last = "the model's input"
+
+
+class _Note:
+    """Forward hook of a module without submodules: it has returned."""
+
+    def __init__(self, name: str, trail: _Trail) -> None:
+        self._name, self._trail = name, trail
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._trail.last = self._name
+
+
+class _Gate:
+    """Forward pre-hook of a module that multiplies its input with its weights."""
+
+    def __init__(self, name: str, trail: _Trail) -> None:
+        self._name, self._trail = name, trail
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = getattr(args[0], "rows", args[0]) if args else None  # the experts get their rows in a record
+        given = kwargs.get("weight")  # tied tables are handed in
+        weights = [given] if isinstance(given, Tensor) else list(module.parameters(recurse=False))
+        if not isinstance(rows, Tensor):
+            return
+        for weight in weights:
+            if weight.dim() > 1 and weight.dtype != rows.dtype:
+                raise PrecisionError(self._told(module, rows, weight))
+
+    def _told(self, module: torch.nn.Module, rows: Tensor, weight: Tensor) -> str:
+        made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
+        return (
+            f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
+            f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
+            f"tools/audit_precision.py, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
+            "makes this module compute in fp32"
+        )
+
+
+def install_gates(model: torch.nn.Module, multiplies: Callable[[torch.nn.Module], bool]) -> int:
+    """Put a gate before every module of `model` that multiplies, and remember what returns.
+
+    Costs a Python call per module and pass, and no arithmetic.
+
+    Args:
+        multiplies: whether a module is a product of its first argument with its own weights, of one dtype.
+
+    Returns:
+        How many gates there are.
+    """
+    trail, count = _Trail(), 0
+    for name, module in _named(model):
+        if multiplies(module):
+            module.register_forward_pre_hook(_Gate(name, trail), with_kwargs=True)
+            count += 1
+        if next(module.children(), None) is None:
+            module.register_forward_hook(_Note(name, trail))
+    return count
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    return ((name or type(model).__name__, module) for name, module in model.named_modules())

@@ -1,0 +1,98 @@
+"""A tensor of the wrong dtype is told by name, with where it changed or who produced it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megatron_moe.precision.contract import PrecisionError
+from megatron_moe.precision.gates import install_gates, require_dtype
+from megatron_moe.precision.guard import Held, PrecisionGuard
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -> None:
+    guard = PrecisionGuard()
+    assert (
+        guard.check("building", [Held("a.weight", "weight", BF16, BF16), Held("b.bias", "fp32 state", FP32, FP32)]) == 2
+    )
+    guard.check("loading", [Held("b.bias", "fp32 state", FP32, FP32)])
+    with pytest.raises(PrecisionError) as caught:
+        guard.check("iteration 20", [Held("a.weight", "weight", BF16, BF16), Held("b.bias", "fp32 state", BF16, FP32)])
+    assert str(caught.value) == (
+        "precision contract broken at iteration 20: b.bias (fp32 state) is torch.bfloat16, must be torch.float32: "
+        "changed between loading and iteration 20"
+    )
+
+
+def test_a_tensor_that_was_never_right_is_told_so() -> None:
+    with pytest.raises(PrecisionError, match="so from the start, building"):
+        PrecisionGuard().check("building", [Held("a", "weight", FP32, BF16)])
+
+
+def test_every_broken_tensor_is_named_up_to_ten() -> None:
+    with pytest.raises(PrecisionError, match=r"t0 .*t9 .*and 2 more"):
+        PrecisionGuard().check("x", [Held(f"t{i}", "weight", FP32, BF16) for i in range(12)])
+
+
+def test_one_tensor_may_be_held_to_two_things() -> None:
+    guard = PrecisionGuard()
+    guard.check("a", [Held("w", "weight", BF16, BF16), Held("w", "accumulated gradient", FP32, FP32)])
+    with pytest.raises(PrecisionError, match=r"w \(accumulated gradient\).*between a and b"):
+        guard.check("b", [Held("w", "weight", BF16, BF16), Held("w", "accumulated gradient", BF16, FP32)])
+
+
+class Widens(torch.nn.Module):
+    """The fault of DeepSeek-Coder-V2's published MoE: fp32 weights promote bf16 outputs."""
+
+    def __init__(self, widens: bool) -> None:
+        super().__init__()
+        self.scale = torch.ones(4, dtype=FP32 if widens else BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def chain(widens: bool) -> torch.nn.Sequential:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Widens(widens), torch.nn.Linear(4, 4)).bfloat16()
+    assert install_gates(model, lambda module: isinstance(module, torch.nn.Linear)) == 2
+    return model
+
+
+def test_a_gate_names_the_module_its_input_came_from_and_what_to_do() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        chain(widens=True)(torch.ones(2, 4, dtype=BF16))
+    message = str(caught.value)
+    for text in (
+        "2 (Linear) got torch.float32",
+        "weight is torch.bfloat16",
+        "came from 1",
+        "MulBackward0",
+        "--keep-fp32 2",
+    ):
+        assert text in message
+
+
+def test_without_gates_the_kernel_alone_complains() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Widens(True), torch.nn.Linear(4, 4)).bfloat16()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(torch.ones(2, 4, dtype=BF16))
+
+
+def test_gates_let_equal_dtypes_pass_and_survive_a_copy() -> None:
+    x = torch.ones(2, 4, dtype=BF16)
+    model = chain(widens=False)
+    copied = copy.deepcopy(model)
+    assert torch.equal(model(x), copied(x))
+    copied[1].scale = copied[1].scale.float()
+    with pytest.raises(PrecisionError, match="came from 1"):
+        copied(x)
+
+
+def test_a_boundary_names_producer_tensor_dtypes_and_remedy() -> None:
+    require_dtype(torch.ones(1), FP32, what="x", producer="y", remedy="z")
+    with pytest.raises(PrecisionError, match=r"the loss from head is torch\.bfloat16, must be torch\.float32; cast it"):
+        require_dtype(torch.ones(1, dtype=BF16), FP32, what="the loss", producer="head", remedy="cast it")
