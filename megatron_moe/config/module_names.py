@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 
-EMBEDDING, OUTPUT_LAYER = "embedding", "output_layer"
+EMBEDDING, FINAL_NORM, OUTPUT_LAYER = "embedding", "decoder.final_layernorm", "output_layer"
 
 
 def aliases(run: Run) -> dict[str, str]:
@@ -45,7 +45,7 @@ def modules(run: Run) -> dict[str, tuple[str, ...]]:
         found.update({f"{name}.self_attention{tail}": own for tail, own in _attention(run).items()})
         found[f"{name}.pre_mlp_layernorm"] = ("weight",)
         found.update({f"{name}.mlp{tail}": own for tail, own in (_experts(run) if is_moe else _mlp(run)).items()})
-    found["decoder.final_layernorm"] = ("weight",)
+    found[FINAL_NORM] = ("weight",)
     found[OUTPUT_LAYER] = ("weight",)
     return found
 

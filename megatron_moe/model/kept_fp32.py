@@ -24,11 +24,11 @@ def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:
     Returns:
         Names of these modules in the whole model.
     """
-    wanted = set(module_names.kept_in_fp32(run))
+    wanted = frozenset(module_names.kept_in_fp32(run))
     # With tied weights a lone stage's output layer has no weight of its own, and computes with the embedding's.
     here = {module_name(chunk, path): part for path, part in chunk.named_modules()}
     for name in (found := sorted(wanted & here.keys())):
-        make_island(here[name], _emits(name, here[name], config))
+        make_island(here[name], _emits(name, here[name], config, wanted))
     return found
 
 
@@ -37,12 +37,14 @@ def module_name(chunk: torch.nn.Module, path: str) -> str:
     return global_name(chunk, path + ".").removesuffix(".")
 
 
-def _emits(name: str, module: torch.nn.Module, config: Any) -> Emits | None:
+def _emits(name: str, module: torch.nn.Module, config: Any, kept: frozenset[str]) -> Emits | None:
     """Asked of the configuration at every call, because an fp32 evaluation changes it for a while."""
     if isinstance(module, TopKRouter):
         return None  # the gate computes in fp32 or wider by itself, and its probs are never narrow
     if name == module_names.OUTPUT_LAYER:
         return Emits(as_computed=True)  # only the loss reads logits, in fp32
+    if name == module_names.FINAL_NORM and module_names.OUTPUT_LAYER in kept:
+        return Emits(as_computed=True)  # nothing between the two needs the model's dtype
     if name.startswith(module_names.EMBEDDING):
         return Emits(partial(getattr, config, "pipeline_dtype"))  # it starts the residual stream
     if name.endswith("layernorm") and config.fp32_residual_connection:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe.data.batches import Batch
+from megatron_moe.precision.widened import fp32_weights
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import Model, forward_step, local_loss, sum_over_job
 from megatron_moe.training.timers import untimed
@@ -26,6 +28,7 @@ def evaluate(
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroupCollection,
+    in_fp32: bool = False,
 ) -> EvalRecord:
     """Forward passes over `num_micro_batches` micro-batches per rank, in evaluation mode and without gradients.
 
@@ -34,9 +37,10 @@ def evaluate(
 
     Args:
         batches: one iterator of micro-batches per model chunk.
+        in_fp32: compute all in fp32, with the model's weights as they are: the loss of an fp32 model of their values.
     """
     begin = time.perf_counter()
-    with evaluation_mode(model):
+    with evaluation_mode(model), fp32_compute(model) if in_fp32 else contextlib.nullcontext():
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(batches) > 1 else batches[0],
@@ -62,6 +66,30 @@ def evaluation_mode(model: Model) -> Iterator[None]:
         finally:
             for chunk in model:
                 chunk.train()
+
+
+@contextlib.contextmanager
+def fp32_compute(model: Model) -> Iterator[None]:
+    """fp32 copies of the weights, and fp32 between the stages of a pipeline; the model as it was afterwards.
+
+    Enter it when all parameters are gathered: the copies are made of what the ranks hold now.
+    """
+    # Chunks, and the modules within, share configurations; each is changed and put back once.
+    configs = {id(config): config for chunk in model for part in chunk.modules() if (config := _dtypes_of(part))}
+    before = [(config, config.params_dtype, config.pipeline_dtype) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config.params_dtype = config.pipeline_dtype = torch.float32
+        with fp32_weights(model):
+            yield
+    finally:
+        for config, params_dtype, pipeline_dtype in before:
+            config.params_dtype, config.pipeline_dtype = params_dtype, pipeline_dtype
+
+
+def _dtypes_of(module: torch.nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "pipeline_dtype") else None
 
 
 @contextlib.contextmanager

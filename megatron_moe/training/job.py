@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Job:
     """The step that holds the present weights, once there is one."""
     unigram_entropy: float | None = None
     """Entropy of the validation's tokens, nats; known to rank 0."""
+    precision_warnings: list[str] = field(default_factory=list)
+    """fp32 state that was rounded before it came into this run; told at the start, kept in every checkpoint."""
 
     def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
         """One iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
@@ -68,6 +70,7 @@ class Job:
             micro_batch_size=self.run.training.micro_batch_size,
             seq_length=self.run.model.seq_length,
             pg_collection=self.trained.pg_collection,
+            in_fp32=self.run.precision.eval_in_fp32,
         )
         self.reporter.evaluation(record)
         return record
@@ -87,6 +90,8 @@ class Job:
             return
         self.check_precision("saving")
         facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions()}
+        if self.precision_warnings:
+            facts["precision_warnings"] = self.precision_warnings
         with gathered_parameters(self.trained.model):
             self.saved = save(self.run, self.trained, self.progress, facts=facts)
         self.reporter.message(f"saved {self.saved}")
