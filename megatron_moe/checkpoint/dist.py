@@ -39,11 +39,24 @@ def save_tensors(state: dict[str, Any], folder: Path) -> None:
         dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
 
 
-def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str, ...] = ()) -> dict[str, Any]:
+def load_tensors(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    allow_unread: tuple[str, ...] = (),
+    fp32_state: frozenset[str] = frozenset(),
+) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
     """Read a step into the requested sharded state dict. Collective over all ranks.
 
     Every tensor asked for has to be in the step with the same dtype, and every tensor of the step has to be asked for
     by some rank, unless its key begins with one of `allow_unread`.
+
+    Args:
+        fp32_state: keys of tensors that are fp32 here whatever they were saved as: they are read and widened.
+
+    Returns:
+        The state with its tensors filled, and those of `fp32_state` (of any rank) that were saved in another dtype,
+        with that dtype.
 
     Raises:
         ConfigError: keys or dtypes do not match; all of them are listed. The same on every rank.
@@ -62,13 +75,14 @@ def load_tensors(state: dict[str, Any], folder: Path, *, allow_unread: tuple[str
         {
             f"{key}: saved as {saved[key].dtype}, wanted as {dtype}"
             for key, dtype in wanted.items()
-            if saved[key].dtype != dtype
+            if saved[key].dtype != dtype and key not in fp32_state
         }
     )
     if casts:
         raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", casts))
+    rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}
     with _quiet():
-        return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
+        return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy()), rounded
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:

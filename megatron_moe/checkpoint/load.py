@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, optimizer_state, random_state
 from megatron_moe.checkpoint.plan import Source
-from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state, put_model_state
+from megatron_moe.checkpoint.state import (
+    Progress,
+    Trained,
+    fp32_state_keys,
+    layout,
+    metadata,
+    model_state,
+    put_model_state,
+)
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.groups import rank_facts
@@ -18,11 +27,16 @@ from megatron_moe.parallel.groups import rank_facts
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 
 
-def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str]]:
-    """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
+class Loaded(NamedTuple):
+    """Where to start, what to tell about it, and what was rounded before it came here: recorded for good."""
 
-    Returns:
-        Where to start, and what to tell about it.
+    progress: Progress
+    notes: list[str]
+    precision_warnings: list[str]
+
+
+def load(run: Run, source: Source, trained: Trained) -> Loaded:
+    """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
 
     Raises:
         ConfigError: tensors are missing, left over or of another dtype, or the files hold code.
@@ -34,7 +48,13 @@ def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str
     if with_optimizer:
         settings = metadata(trained.pg_collection)
         request["optimizer"] = optimizer_state.sharded_state(trained.optimizer, request, settings, loading=True)
-    loaded = dist.load_tensors(request, source.step, allow_unread=() if with_optimizer else ("optimizer.",))
+    loaded, rounded = dist.load_tensors(
+        request,
+        source.step,
+        allow_unread=() if with_optimizer else ("optimizer.",),
+        fp32_state=fp32_state_keys(trained, {name: request[name] for name in chunks}),
+    )
+    recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
     put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
         optimizer_state.load(trained.optimizer, loaded["optimizer"], run)
@@ -42,13 +62,24 @@ def load(run: Run, source: Source, trained: Trained) -> tuple[Progress, list[str
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
     if options.finetune:
-        return Progress(), [f"weights from {source.step}; iteration, optimizer and schedule start fresh"]
+        note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
+        return Loaded(Progress(), [*recorded, note], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])
-    progress, uncounted = _progress(source)
-    return progress, [f"continuing from {source.step}", *uncounted, *_load_random_state(run, source)]
+    progress, uncounted = progress_of(source)
+    notes = [*recorded, f"continuing from {source.step}", *uncounted, *_load_random_state(run, source)]
+    return Loaded(progress, notes, recorded)
 
 
-def _progress(source: Source) -> tuple[Progress, list[str]]:
+def _warned_of(rounded: dict[str, torch.dtype], source: Source) -> list[str]:
+    """One loud line per tensor that is fp32 here and was saved as less."""
+    return [
+        f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it was "
+        "saved; loaded as it is and kept in fp32 from now on"
+        for key, dtype in rounded.items()
+    ]
+
+
+def progress_of(source: Source) -> tuple[Progress, list[str]]:
     """How far the run had come; checkpoints of the first version did not count skipped steps, which is told."""
     state = source.state
     if "skipped_iterations" not in state:

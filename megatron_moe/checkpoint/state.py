@@ -10,9 +10,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_moe.checkpoint import optimizer_state
+from megatron_moe.checkpoint import dist, optimizer_state
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.precision.contract import declared_fp32_state
 
 FORMAT_VERSION = 1
 
@@ -55,6 +56,12 @@ def model_state(trained: Trained) -> dict[str, Any]:
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     options = metadata(trained.pg_collection)
     return {name: chunk.sharded_state_dict(metadata=options) for name, chunk in zip(names, chunks)}
+
+
+def fp32_state_keys(trained: Trained, state: dict[str, Any]) -> frozenset[str]:
+    """Keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
+    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
+    return frozenset(tensor.key for tensor in dist.sharded_tensors(state) if tensor.data.data_ptr() in declared)
 
 
 def put_model_state(trained: Trained, loaded: dict[str, Any]) -> None:

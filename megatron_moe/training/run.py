@@ -12,7 +12,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.folder import claim_root
-from megatron_moe.checkpoint.load import load
+from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.plan import Plan, plan
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config import derived, rules
@@ -77,24 +77,25 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     optimizer = build_optimizer(run, model, pg_collection)
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
     check_precision(guard, "building the optimizer", run, trained)
-    progress, loaded = Progress(), list[str]()
+    loaded = Loaded(Progress(), [], [])
     if start_from.source is not None:
-        progress, loaded = load(run, start_from.source, trained)
+        loaded = load(run, start_from.source, trained)
         check_precision(guard, f"loading {start_from.source.step}", run, trained)
     evaluated = run.training.eval_iters * schedule.final
     train_samples = schedule.samples_after(run.training.train_iters or 0)
     splits = build_datasets(
         run, tokenizer, train_samples, evaluated, evaluated if _has_test(run) else 0, pg_collection=pg_collection
     )
-    reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=progress.iteration)
-    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, progress, reporter, guard)
+    reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration)
+    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
+    job.precision_warnings = loaded.precision_warnings
     job.unigram_entropy = _unigram_entropy(job)
     if run.checkpoint.save is not None and start_from.continues:
         job.saved = start_from.source.step
     if run.checkpoint.save is not None and place.rank == 0:
         claim_root(Path(run.checkpoint.save))
     reporter.start(_facts(job))
-    for note in (*verified, *start_from.notes, *loaded):
+    for note in (*verified, *start_from.notes, *loaded.notes):
         reporter.message(note)
     return job
 
@@ -116,6 +117,8 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
         if run.logging.sample_prompt is not None:
             summary["sample"] = sample_text(job, tokenizer, run.logging.sample_prompt, run.logging.sample_tokens)
             job.reporter.message(f"sample: {summary['sample']}")
+    if job.precision_warnings:
+        summary["precision_warnings"] = job.precision_warnings
     summary["checkpoint"] = str(job.saved) if job.saved is not None else None
     job.reporter.close(summary)
     return summary

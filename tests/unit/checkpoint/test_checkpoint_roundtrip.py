@@ -148,6 +148,43 @@ def test_weights_of_another_dtype_are_not_cast_silently(gloo, tmp_path):
         assert "expert_bias" not in message
 
 
+def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
+    """Train and save, as a framework does that casts the bias with the model."""
+    from megatron_moe.checkpoint import dist
+
+    save = dist.save_tensors
+
+    def rounding(state: dict[str, Any], folder: Path) -> None:
+        for tensor in dist.sharded_tensors(state):
+            if tensor.key.endswith("expert_bias"):
+                tensor.data, tensor.dtype = tensor.data.add(0.3).bfloat16(), torch.bfloat16
+        save(state, folder)
+
+    dist.save_tensors = rounding
+    try:
+        return trained(flags)
+    finally:
+        dist.save_tensors = save
+
+
+def test_a_rounded_bias_is_loaded_with_a_loud_warning_that_stays_on_record(gloo, tmp_path, capfd):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    gloo.run(1, saved_with_a_rounded_bias, flags={"bf16": True, "save": str(first)})
+    common = {"bf16": True, "lr": 1e-30, "moe_router_bias_update_rate": 0.0}
+    (summary,) = gloo.run(1, trained, flags={**common, "load": str(first), "save": str(second), "train_iters": 4})
+    assert len(summary["precision_warnings"]) == 3  # one per MoE layer
+    warning = summary["precision_warnings"][0]
+    assert warning.startswith("PRECISION WARNING: decoder.layers.1.mlp.router.expert_bias is torch.bfloat16")
+    # It was widened, not rounded once more, and is fp32 from then on.
+    was, now = tensors(first / "iter_0000003"), tensors(second / "iter_0000004")
+    key = "decoder.layers.1.mlp.router.expert_bias"
+    assert now[key].dtype == torch.float32 and was[key].dtype == torch.bfloat16
+    assert torch.equal(now[key], was[key].float())
+    (summary,) = gloo.run(1, trained, flags={**common, "load": str(second), "save": str(third), "train_iters": 5})
+    assert len(summary["precision_warnings"]) == 3 and summary["precision_warnings"][0] == warning
+    assert "precision_warnings" in (third / "iter_0000005" / "state.json").read_text()
+
+
 class Payload:
     """Runs code when it is unpickled."""
 
