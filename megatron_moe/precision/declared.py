@@ -1,4 +1,4 @@
-"""Where dtypes are mixed on purpose: our code says so itself, the engine's and torch's code by a table with reasons.
+"""Where dtypes are mixed on purpose: the code says so itself, with a reason.
 
 A declaration costs nothing when the code runs: the decorators write a name into a register and return what they got.
 Only the audit reads the register.
@@ -15,10 +15,6 @@ _Class = TypeVar("_Class", bound=type)
 
 _CODE: dict[CodeType, str] = {}
 _WIDER_OUTPUT: dict[type, str] = {}
-
-# Functions of the engine that mix dtypes on purpose and cannot carry our decorator: (end of the file's path, name of the
-# function) -> why. One function each, never a file or a package: what is new there is to be looked at first.
-_ELSEWHERE: dict[tuple[str, str], str] = {}
 
 
 def mixes_dtypes(reason: str) -> Callable[[_Function], _Function]:
@@ -54,12 +50,7 @@ def returns_wider(reason: str) -> Callable[[_Class], _Class]:
 
 def declaration(code: CodeType) -> str | None:
     """Why this code mixes dtypes; None if nobody said so."""
-    if code in _CODE:
-        return _CODE[code]
-    for (path, name), reason in _ELSEWHERE.items():
-        if code.co_name == name and code.co_filename.replace("\\", "/").endswith(path):
-            return reason
-    return None
+    return _CODE.get(code)
 
 
 def wider_output(module: object) -> str | None:

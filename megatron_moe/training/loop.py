@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config import derived
+from megatron_moe.training.audit import auditing
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.job import Job
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
@@ -34,22 +36,25 @@ def train(job: Job, stop: StopSignals) -> str:
     start_timing(trained.model, run.logging.timing_log_level)
     batches = job.batches(job.splits.train, job.progress.consumed_samples)
     meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
-    started, skips = time.monotonic(), 0
+    started, skips, first = time.monotonic(), 0, job.progress.iteration
+    if run.precision.audit_precision and (run.training.train_iters or 0) < first + 2:
+        job.reporter.message("--audit-precision traces the second step of a process, and only one is left: no audit")
     while job.progress.iteration < (run.training.train_iters or 0):
         begin = time.perf_counter()
         num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
         probe = _probe(job, num_micro_batches)
-        result = train_step(
-            trained.model,
-            trained.optimizer,
-            trained.scheduler,
-            batches,
-            num_micro_batches=num_micro_batches,
-            micro_batch_size=run.training.micro_batch_size,
-            seq_length=run.model.seq_length,
-            pg_collection=trained.pg_collection,
-            probe=probe,
-        )
+        with _traced(job, job.progress.iteration == first + 1):
+            result = train_step(
+                trained.model,
+                trained.optimizer,
+                trained.scheduler,
+                batches,
+                num_micro_batches=num_micro_batches,
+                micro_batch_size=run.training.micro_batch_size,
+                seq_length=run.model.seq_length,
+                pg_collection=trained.pg_collection,
+                probe=probe,
+            )
         _advance(job, result, meter, begin, probe)
         interval = run.precision.check_precision_interval
         if interval and job.progress.iteration % interval == 0:
@@ -69,6 +74,13 @@ def train(job: Job, stop: StopSignals) -> str:
             return reason
     job.save()
     return f"done: {job.progress.iteration} iterations"
+
+
+def _traced(job: Job, second_step: bool) -> AbstractContextManager[None]:
+    """The tracer of `--audit-precision`, around the process's second step: the first one pays what is paid once."""
+    if not (second_step and job.run.precision.audit_precision):
+        return nullcontext()
+    return auditing(job.run, job.trained.model, job.reporter.message)
 
 
 def _probe(job: Job, num_micro_batches: int) -> HealthProbe | None:

@@ -139,12 +139,13 @@ def load_flags_need_load(run: Run, world_size: int) -> None:
 
 def written_paths_are_writable(run: Run, world_size: int) -> None:
     """What a run writes can be written, or made; said before the first step and not when it is due."""
-    for name in ("save", "tensorboard_dir", *_WRITTEN_FILES):
+    audit = ("audit_precision_output",) if run.precision.audit_precision else ()
+    for name in ("save", "tensorboard_dir", *_WRITTEN_FILES, *audit):
         given = value(run, name)
         if given is None:
             continue
         path = Path(given).absolute()
-        folder = path.parent if name in _WRITTEN_FILES else path
+        folder = path.parent if name in (*_WRITTEN_FILES, *audit) else path
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         if not existing.is_dir():
             raise refuse(run, (name,), f"{existing} is a file; name a folder")

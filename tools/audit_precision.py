@@ -1,0 +1,16 @@
+#!/usr/bin/env python3
+"""One step under a microscope: every cast, promotion and mixed product; see `megatron_moe/precision/tracer.py`.
+
+python tools/audit_precision.py --preset tiny --bf16 --json audit.json --html audit.html
+python tools/audit_precision.py --module my_model.py:build --json audit.json
+python tools/audit_precision.py --hf path/to/folder --bf16 --json audit.json
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_moe.training.audit_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
