@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.distributed.bias_cases import bias_router
 from tests.reference.reference_moe import bias_step
 
 STEPS, TOKENS = 20, 96
@@ -21,21 +20,7 @@ STEPS, TOKENS = 20, 96
 def train_bias(seed: int, num_experts: int, topk: int, layout: dict[str, Any], micro_batches: int) -> dict[str, Any]:
     """Steps of routing with tokens that are the same for every layout; counts of each step and the last bias."""
     pg = groups.initialize(replace(Run(), **layout))
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_moe_experts=num_experts,
-        moe_router_topk=topk,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_load_balancing_type="none",
-        tensor_model_parallel_size=layout.get("tensor_model_parallel_size", 1),
-        sequence_parallel=layout.get("sequence_parallel", False),
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-    )
-    router = TopKRouter(config, pg)
+    router = bias_router(pg, num_experts, topk, layout)
     with torch.no_grad():
         router.weight.copy_(torch.randn(num_experts, 8, generator=torch.Generator().manual_seed(seed)) / 8)
     router.bfloat16()
