@@ -89,11 +89,15 @@ def route(
             sends no gradient.
 
     Returns:
-        The decision, and the scores [T, E] that the auxiliary losses use.
+        The decision, and the scores [T, E] that the auxiliary losses use. The weights of a token with a logit that is
+        not finite are NaN.
     """
     scores = scores_from_logits(logits, options)
     expert_ids = choose_experts(scores, expert_bias, options)
-    probs = weigh_experts(logits, scores, expert_ids, options)
+    # A sigmoid turns an infinite logit into a score of 1, and nothing downstream would notice that the gate overflowed.
+    # 0 x infinity is NaN: such a token's weights become NaN, the loss with them, and the step is not applied.
+    overflow = logits.detach().sum(dim=-1, keepdim=True) * 0.0
+    probs = weigh_experts(logits, scores, expert_ids, options) + overflow
     if is_padding is not None:
         probs = probs.masked_fill(is_padding.unsqueeze(-1), 0.0)
     return RoutingDecision(expert_ids, probs), scores
