@@ -75,7 +75,7 @@ class ModelConfig:
         False, "output layer and cross entropy in one, over chunks of tokens: the logits are never held whole"
     )
     cross_entropy_chunk_tokens: int | None = _flag(
-        None, "tokens per chunk of the fused loss; default: so that a chunk's fp32 logits take at most 64 MiB"
+        None, "tokens per chunk of the fused loss; default 1024, with which a chunk's fp32 logits take at most 32 MiB"
     )
 
 

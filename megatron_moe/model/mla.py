@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
-from megatron_moe.parallel.collectives import all_gather_rows
+from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.platform.half_products import linear
 
 # DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
@@ -189,7 +189,7 @@ class LatentAttention(MegatronModule):
         summed, and each rank keeps the part of the sequence it had."""
         if self.config.sequence_parallel:
             return all_gather_rows(key_pos, self.tp_group)
-        return _SharedByRanks.apply(key_pos, self.tp_group) if self.tp_group.size() > 1 else key_pos
+        return shared_by_ranks(key_pos, self.tp_group)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
@@ -212,21 +212,6 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size]."""
         return linear(x, self.weight)
-
-
-class _SharedByRanks(torch.autograd.Function):
-    """Identity; backward: the sum over the group. The engine's own leaves a non-contiguous gradient as it was."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 def _normed(norm: torch.nn.Module | None, x: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Output layer and cross entropy in one: the plain path's losses and gradients, without its memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_moe.model import linear_cross_entropy as fused
+from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
+from megatron_moe.precision.contract import PrecisionError
+
+TOKENS, ROWS, WIDTH = 37, 50, 16
+# Of one rounding to the dtype; fp32 has several sums as well.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def problem(dtype=torch.float32, tokens=TOKENS, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    hidden = (torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    weight = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, ROWS, (tokens,), generator=generator)
+    labels[:2] = torch.tensor([0, ROWS - 1])
+    upstream = torch.rand(tokens, generator=generator) - 0.3
+    return hidden, weight, labels, upstream
+
+
+def results(loss_of, hidden, weight, labels, upstream):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    losses = loss_of(hidden, weight, labels)
+    losses.backward(upstream.to(losses.dtype))
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def plain(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
+
+
+def exact(hidden, weight, labels, upstream):
+    """The plain path in fp64 from the same numbers."""
+    return results(plain, hidden.double(), weight.double(), labels, upstream)
+
+
+def error(got, wanted):
+    return ((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-300)).item()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks, the last one shorter."""
+    monkeypatch.setattr(fused, "BLOCK_ROWS", 16)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 8, 37, 1000])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_losses_and_gradients_are_those_of_the_logits(dtype, chunk_tokens):
+    tensors = problem(dtype)
+    got = results(lambda h, w, y: linear_cross_entropy(h, w, y, chunk_tokens=chunk_tokens), *tensors)
+    wanted = exact(*tensors)
+    assert got[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert got[1].dtype == got[2].dtype == dtype
+    assert error(got[0], wanted[0]) < min(TOLERANCE[dtype], 1e-6)  # logits are not rounded to half precision
+    for name, tensor, reference in zip(("hidden", "weight"), got[1:], wanted[1:]):
+        assert error(tensor, reference) < TOLERANCE[dtype], name
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_large_logits_neither_overflow_nor_lose_the_loss(scale):
+    tensors = problem(scale=scale)
+    got, wanted = results(linear_cross_entropy, *tensors), exact(*tensors)
+    assert wanted[0].max() > 3 * scale
+    for tensor, reference in zip(got, wanted):
+        assert tensor.isfinite().all()
+        assert error(tensor, reference) < (1e-4 if scale < 1e3 else 1e-2)  # what fp32 logits of that size allow
+    agreeing, _, labels, _ = problem(scale=scale)
+    easy = torch.zeros(ROWS, WIDTH)
+    easy[labels[0]] = agreeing[0]
+    losses = linear_cross_entropy(agreeing[:1], easy, labels[:1])
+    assert losses.item() == 0.0  # a logit of 1e5 and more beside zeros: log(1), not a difference of large numbers
+
+
+def test_tokens_without_weight_have_no_gradient():
+    hidden, weight, labels, upstream = problem()
+    upstream[5:9] = 0
+    _, grad_hidden, _ = results(linear_cross_entropy, hidden, weight, labels, upstream)
+    assert not grad_hidden[5:9].any()
+    assert grad_hidden[4].any()
+    for gradient in results(linear_cross_entropy, hidden, weight, labels, torch.zeros_like(upstream))[1:]:
+        assert not gradient.any()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_frozen_weight_or_a_frozen_input_gets_no_gradient():
+    hidden, weight, labels, upstream = problem()
+    _, grad_hidden, grad_weight = results(linear_cross_entropy, hidden, weight, labels, upstream)
+    only_hidden, only_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    linear_cross_entropy(only_hidden, weight, labels).backward(upstream)
+    linear_cross_entropy(hidden, only_weight, labels).backward(upstream)
+    assert torch.equal(only_hidden.grad, grad_hidden)
+    assert torch.equal(only_weight.grad, grad_weight)
+
+
+def test_a_nan_is_not_lost_and_no_token_is_no_error():
+    hidden, weight, labels, upstream = problem()
+    hidden[3, 0] = torch.nan
+    losses, grad_hidden, grad_weight = results(linear_cross_entropy, hidden, weight, labels, upstream)
+    assert losses.isnan().nonzero().flatten().tolist() == [3]
+    assert grad_hidden[3].isnan().all()
+    assert grad_weight.isnan().any()
+    losses, grad_hidden, grad_weight = results(linear_cross_entropy, hidden[:0], weight, labels[:0], upstream[:0])
+    assert losses.shape == (0,)
+    assert not grad_weight.any()
+
+
+def test_two_dtypes_are_refused_by_name():
+    hidden, weight, labels, _ = problem()
+    with pytest.raises(PrecisionError) as refusal:
+        linear_cross_entropy(hidden.bfloat16(), weight, labels, weight_name="the.table")
+    for part in ("hidden states", "torch.bfloat16", "the.table", "torch.float32", "cast the hidden states"):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peak_memory_is_at_most_a_quarter(precision):
+    """Peak resident memory above weight and input, each way in a process of its own. 1,024 tokens, 25,000 rows."""
+    sizes = "--tokens 1024 --vocab 25000 --hidden 64 --chunk-tokens 128 --threads 1 --precision".split() + [precision]
+
+    def peak(way):
+        command = [sys.executable, "-m", "benchmarks.linear_cross_entropy", "--one", way, *sizes]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
+
+    assert peak("fused") <= peak("plain") / 4
