@@ -66,7 +66,7 @@ DOORS: dict[str, set[str]] = {
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py"},
     "tensor_parallel.random": {"checkpoint/random_state.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
-    "tensor_parallel.layers": {"model/spec.py", "moe/layer.py", "model/initialize.py"},
+    "tensor_parallel.layers": {"model/spec.py", "model/loss_head.py", "moe/layer.py", "model/initialize.py"},
     "transformer.module.MegatronModule": {
         "model/mla.py",
         "moe/experts.py",
@@ -77,7 +77,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
     "dist_checkpointing.ShardedTensor": {"moe/experts.py", "moe/te_experts.py"},
     # types that are passed through, and small questions
-    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py"},
+    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py", "training/precision_check.py"},
     "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},
     "process_groups_config.ProcessGroupCollection": {
         "parallel/groups.py",
