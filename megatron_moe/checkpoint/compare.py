@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, flatten
+from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, flatten, replace
 
 _FREE = {
     # may differ between the runs that share a checkpoint: they change neither a weight's shape nor its meaning
@@ -51,13 +52,27 @@ def check_matches(run: Run, saved: dict[str, Any], where: str) -> None:
     if not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
         keys = [*keys, *_TRAINING_STATE]
     differing = [name for name in keys if name in saved and saved[name] != current[name]]
+    if not differing and _kept_otherwise(run, saved):
+        differing = ["keep_fp32"]
     if not differing:
         return
     lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
     hint = "use the checkpoint's values, or another folder"
-    if all(name in _TRAINING_STATE for name in differing):
+    if differing == ["keep_fp32"]:
+        hint = "use the checkpoint's value: its weights have these dtypes, and weights are never cast silently"
+    elif all(name in _TRAINING_STATE for name in differing):
         hint = "use the checkpoint's values, or load the weights alone with --finetune or --no-load-optim"
     raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
+
+
+def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
+    """Whether other modules are fp32 in the checkpoint; other words for the same modules make no difference."""
+    half = run.precision.bf16 or run.precision.fp16
+    if not half or "keep_fp32" not in saved:
+        return False
+    patterns = saved["keep_fp32"]
+    before = replace(run, keep_fp32=None if patterns is None else tuple(patterns))
+    return kept_in_fp32(run) != kept_in_fp32(before)
 
 
 def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:

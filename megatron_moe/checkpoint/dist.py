@@ -79,7 +79,11 @@ def load_tensors(
         }
     )
     if casts:
-        raise ConfigError(_listing(f"{folder}: weights are never cast silently, and these have another dtype:", casts))
+        head = (
+            f"{folder}: weights are never cast silently, and these have another dtype, which is what --bf16, --fp16 and "
+            "--keep-fp32 decide:"
+        )
+        raise ConfigError(_listing(head, casts))
     rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}
     with _quiet():
         return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy()), rounded
