@@ -27,6 +27,15 @@ class Cause:
     place: Place
 
 
+@dataclass(frozen=True)
+class _Returned:
+    """A module returned something wide, after `at` operations."""
+
+    at: int
+    module: str
+    cause: Cause | None
+
+
 class Widening:
     """Follows wide tensors from the operation that widened them to the modules that return them.
 
@@ -38,7 +47,7 @@ class Widening:
         self._audit = audit
         self._causes = WeakTensorKeyDictionary()
         self._declared = WeakTensorKeyDictionary()
-        self._widened: list[tuple[int, str]] = []
+        self._widened: list[_Returned] = []
         self._parameters: dict[int, list[Tensor]] = {}
 
     def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Cause | None) -> None:
@@ -86,9 +95,9 @@ class Widening:
             self._audit.declared_wider[name] = reason
             self._declared.update(dict.fromkeys(wide, True))
             return
-        inner = [inside for at, inside in self._widened if at > begin]
+        since = [one for one in self._widened if one.at > begin]
         causes: list[Cause] = [self._causes[tensor] for tensor in wide if tensor in self._causes]
-        if not (inputs or inner or causes):
+        if not (inputs or since or causes):
             return  # made here of numbers that never were narrow: a table of positions
         candidates = [cause for cause in causes if cause.promotion] or causes
         cause = min(candidates, key=lambda one: one.order) if candidates else None
@@ -101,11 +110,11 @@ class Widening:
             caused_by="?" if cause is None else "promotion" if cause.promotion else "cast",
             operation="?" if cause is None else cause.operation,
             where="?" if cause is None else cause.place.where,
-            taken_over_from=inner[0] if inner else None,
+            taken_over_from=next((one.module for one in since if one.cause is cause), None),
         )
         known_entry = self._audit.widened_modules.setdefault((name, entry.output, entry.where), entry)
         known_entry.count += known_entry is not entry
-        self._widened.append((self._audit.operations, name))
+        self._widened.append(_Returned(self._audit.operations, name, cause))
 
     def _held_by(self, module: torch.nn.Module) -> list[Tensor]:
         if id(module) not in self._parameters:

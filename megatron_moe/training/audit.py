@@ -41,7 +41,9 @@ def audited_run(run: Run) -> Run:
 
     fp16 starts at a loss scale whose first step is no overflow, so that the optimizer's update is seen too.
     """
-    changes: dict[str, Any] = {"train_iters": 2, "eval_iters": 0, "data_cache_path": None}
+    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
+    if run.training.train_iters is None:
+        changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
     if run.data.data_path is None and run.data.train_data_path is None:
         changes["mock_data"] = True
         if run.model.vocab_size is None and run.data.tokenizer_type is None:

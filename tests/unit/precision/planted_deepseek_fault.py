@@ -1,8 +1,8 @@
 """A small bf16 transformer whose MoE has the fault of DeepSeek-Coder-V2's issue 6, planted for the audit to find.
 
-The experts' bf16 outputs are multiplied by fp32 routing weights; torch promotes, nobody casts back, and the layer returns
-fp32. In `crashing` the next layer's product refuses it; in `silent` everything behind the layer happens to be fp32, and
-the model trains, at twice the memory and not as configured.
+The experts' bf16 outputs are multiplied by fp32 routing weights; torch promotes, nobody casts back, and the layer
+returns fp32. In `crashing` the next layer's product refuses it; in `silent` everything behind the layer happens to be
+fp32, and the model trains, at twice the memory and not as configured.
 """
 
 from __future__ import annotations
