@@ -80,8 +80,8 @@ def load_tensors(
     )
     if casts:
         head = (
-            f"{folder}: weights are never cast silently, and these have another dtype, which is what --bf16, --fp16 and "
-            "--keep-fp32 decide:"
+            f"{folder}: weights are never cast silently, and these have another dtype (--bf16, --fp16 and --keep-fp32 "
+            "decide it):"
         )
         raise ConfigError(_listing(head, casts))
     rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}

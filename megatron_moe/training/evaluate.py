@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe.data.batches import Batch
-from megatron_moe.precision.widened import fp32_weights
+from megatron_moe.precision.fp32_copies import fp32_weights
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import Model, forward_step, local_loss, sum_over_job
 from megatron_moe.training.timers import untimed

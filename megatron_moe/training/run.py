@@ -16,6 +16,7 @@ from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.plan import Plan, plan
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config import derived, rules
+from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
@@ -95,9 +96,23 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     if run.checkpoint.save is not None and place.rank == 0:
         claim_root(Path(run.checkpoint.save))
     reporter.start(_facts(job))
-    for note in (*verified, *start_from.notes, *loaded.notes):
+    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run)):
         reporter.message(note)
     return job
+
+
+def _precision_notes(run: Run) -> list[str]:
+    """Where this run departs from the model's dtype, a line each."""
+    notes = []
+    if derived.params_dtype_name(run) != "float32" and not derived.grads_in_fp32(run):
+        short = "bf16" if run.precision.bf16 else "fp16"
+        notes.append(
+            f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"
+        )
+    if kept := kept_in_fp32(run):
+        more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
+        notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")
+    return notes
 
 
 def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
