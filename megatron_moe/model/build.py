@@ -17,14 +17,25 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module
+from megatron_moe.model.held import held_by_model
 from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.kept_fp32 import keep_in_fp32
-from megatron_moe.model.spec import block_spec
+from megatron_moe.model.loss_head import FusedLoss
+from megatron_moe.model.mla import ReplicatedLinear
+from megatron_moe.model.spec import LOCAL, block_spec
+from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.precision.declared import returns_wider
+from megatron_moe.precision.gates import install_gates
+from megatron_moe.precision.guard import PrecisionGuard
 
+# Modules whose input and weights have to have one dtype; Transformer Engine's check that for themselves.
+_PRODUCTS = (LOCAL.column_linear, LOCAL.row_linear, ReplicatedLinear, GroupedExperts)
 _EXTRA_STATE = "_extra_state"
 
 
-class LanguageModel(GPTModel):
+@returns_wider("the loss per token is fp32")
+class LanguageModel(CopiesShareGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
     Parallel linear layers and all Transformer Engine modules carry an `_extra_state` that is empty without FP8. It is
@@ -47,11 +58,17 @@ class LanguageModel(GPTModel):
         return super().load_state_dict({**empty, **state_dict}, strict=strict, assign=assign)
 
 
+class FusedLossLanguageModel(FusedLoss, LanguageModel):
+    """LanguageModel with `--cross-entropy-loss-fusion`."""
+
+
 def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
 
-def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool = True) -> list[torch.nn.Module]:
+def build_model(
+    run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool = True, guard: PrecisionGuard | None = None
+) -> list[torch.nn.Module]:
     """This rank's part of the model, one chunk per virtual pipeline stage (one without the interleaved schedule).
 
     Args:
@@ -59,6 +76,7 @@ def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool
         pg_collection: from `parallel.groups.initialize`.
         padded_vocab_size: rows of the embedding table, a multiple of TP.
         wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
+        guard: is told the dtypes after building and after each wrapping; one of its own if None.
 
     Returns:
         The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
@@ -75,10 +93,13 @@ def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool
     num_chunks = derived.virtual_pipeline_size(run)
     stages = [None] if num_chunks is None else list(range(num_chunks))
     chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, padded_vocab_size, stage) for stage in stages]
+    guard = guard or PrecisionGuard()
+    guard.check("building", held_by_model(run, chunks))
     if not wrap:
         return chunks
     if run.precision.bf16 or run.precision.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
+        guard.check("wrapping in Float16Module", held_by_model(run, chunks))
     chunks = [
         DistributedDataParallel(
             config=config,
@@ -93,6 +114,7 @@ def build_model(run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool
     for chunk in chunks:
         # Equal by construction; this keeps ranks equal also where their libraries are not.
         chunk.broadcast_params()
+    guard.check("wrapping in DistributedDataParallel", held_by_model(run, chunks))
     return chunks
 
 
@@ -100,8 +122,9 @@ def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
     last_chunk = (derived.virtual_pipeline_size(run) or 1) - 1
+    model_class = FusedLossLanguageModel if run.model.cross_entropy_loss_fusion else LanguageModel
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
-        chunk = LanguageModel(
+        chunk = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, pg_collection, vp_stage),
             vocab_size=padded_vocab_size,
@@ -116,9 +139,12 @@ def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+    if isinstance(chunk, FusedLoss):
+        chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
     chunk.to(platform.device())
     keep_in_fp32(chunk, run, config)
     initialize_weights(chunk, run.training.seed)
+    install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
 
 

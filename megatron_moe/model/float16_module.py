@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionError, declared_fp32_state, verify_fp32_state
 
 
-class Float16Module(EngineFloat16Module):
+class Float16Module(CopiesShareGroups, EngineFloat16Module):
     """Cast a model's parameters to bf16 or fp16 and its inputs and outputs at the pipeline's ends.
 
     It is megatron-core's wrapper (so that the engine's `isinstance` tests hold) with a promise added: state that a
@@ -36,6 +37,10 @@ class Float16Module(EngineFloat16Module):
         ]
         if changed:
             raise PrecisionError(f"wrapping in Float16Module changed the value of {', '.join(changed)}")
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As every torch module's; the engine's wrapper knows no `assign`."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.gates import require_dtype
 
 
@@ -28,7 +29,7 @@ class MoESubmodules:
     linear_fc2: type = RowParallelLinear
 
 
-class MoELayer(MegatronModule):
+class MoELayer(CopiesShareGroups, MegatronModule):
     """Mixture of experts in place of an MLP, for megatron-core's TransformerLayer.
 
     The output has the dtype of the input, always.
@@ -63,6 +64,7 @@ class MoELayer(MegatronModule):
                 config, MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2), groups.tp
             )
         self.recompute = options.recompute
+        self.recompute_shared_experts = options.recompute_shared_experts
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
@@ -97,7 +99,12 @@ class MoELayer(MegatronModule):
             remedy="an expert backend returns the dtype of its rows; cast before it returns",
         )
         output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
-        return output if self.shared_experts is None else output + self.shared_experts(hidden)
+        return output if self.shared_experts is None else output + self._shared(self.shared_experts, hidden)
+
+    def _shared(self, shared_experts: SharedExperts, hidden: Tensor) -> Tensor:
+        if self.recompute_shared_experts and self.training:
+            return tensor_parallel.checkpoint(shared_experts, False, hidden)
+        return shared_experts(hidden)
 
 
 def _build_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> MegatronModule:

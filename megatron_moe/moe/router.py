@@ -16,10 +16,11 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import RoutingDecision, route
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.fp32_state import Fp32State
 
 
-class TopKRouter(Fp32State, MegatronModule):
+class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     """Choose K experts for every token.
 
     State, float32 under every cast and move (see `Fp32State`):
