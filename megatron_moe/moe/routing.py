@@ -50,7 +50,7 @@ def choice_scores(scores: Tensor, expert_bias: Tensor | None, options: MoEOption
     """What the choice goes by, [T, E]: score plus bias, -inf outside a token's groups; without gradient."""
     choice = scores.detach()
     if expert_bias is not None:
-        choice = choice + expert_bias
+        choice = choice + expert_bias.to(choice.dtype)
     if options.num_groups is not None and options.group_topk is not None:
         choice = restrict_to_best_groups(choice, options.num_groups, options.group_topk, options.group_score)
     return choice
