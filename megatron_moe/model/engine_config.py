@@ -35,6 +35,8 @@ class ModelConfig(TransformerConfig):
     """Whether the expert bias is moved to mean zero after every update."""
     position_embedding_type: str = "rope"
     """"rope" or "none"; read by GPTModel and by latent attention."""
+    recomputed_modules: tuple[str, ...] = ()
+    """Modules that are recomputed; `recompute_modules` has only those that the engine's own classes recompute."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ class LatentModelConfig(MLATransformerConfig):
     moe_expert_backend: str = "grouped_mm"
     moe_router_bias_center: bool = False
     position_embedding_type: str = "rope"
+    recomputed_modules: tuple[str, ...] = ()
 
 
 # Where each field of the run goes: "config" (transformer_config), "ddp", "optimizer", "model" (build.py and spec.py),
@@ -132,10 +135,7 @@ def transformer_config(run: Run) -> ModelConfig | LatentModelConfig:
         **_precision(run),
         **_kernels(),
         "calculate_per_token_loss": run.optimizer.calculate_per_token_loss,
-        "recompute_granularity": run.training.recompute_granularity,
-        "recompute_method": run.training.recompute_method,
-        "recompute_num_layers": run.training.recompute_num_layers,
-        "recompute_modules": _list_or_none(run.training.recompute_modules),
+        **_recomputation(run),
         # Weights are drawn by model/initialize.py, whatever the layout.
         "perform_initialization": False,
         "init_method_std": run.model.init_method_std,
@@ -227,6 +227,21 @@ def _layout(run: Run) -> dict[str, Any]:
     }
 
 
+def _recomputation(run: Run) -> dict[str, Any]:
+    training = run.training
+    # Megatron-LM's default.
+    modules = ("core_attn",) if training.recompute_modules is None else training.recompute_modules
+    return {
+        "recompute_granularity": training.recompute_granularity,
+        "recompute_method": training.recompute_method,
+        "recompute_num_layers": training.recompute_num_layers,
+        "recomputed_modules": modules if training.recompute_granularity == "selective" else (),
+        # Told of "mlp", the engine would recompute our MoE layers too, which it does not know; "moe_act" it refuses
+        # without its own grouped experts.
+        "recompute_modules": [module for module in modules if module in ("core_attn", "layernorm")],
+    }
+
+
 def _precision(run: Run) -> dict[str, Any]:
     dtype = params_dtype(run)
     return {
@@ -295,7 +310,3 @@ def optimizer_config(run: Run) -> OptimizerConfig:
         loss_scale_window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
     )
-
-
-def _list_or_none(values: tuple[str, ...] | None) -> list[str] | None:
-    return None if values is None else list(values)

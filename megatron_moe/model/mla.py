@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
+from megatron_moe.moe.recompute import forgetting, recomputes
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.platform.half_products import linear
 
@@ -73,7 +74,8 @@ class LatentAttention(MegatronModule):
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
         self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-        self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.recompute_core = recomputes(config, "core_attn")
+        self.recompute_up = recomputes(config, "mla_up_proj")
         self._build_projections(config, submodules)
         self.core_attention = submodules.core_attention(
             config=config,
@@ -154,23 +156,26 @@ class LatentAttention(MegatronModule):
         unexpected = [key for key, argument in unused.items() if argument is not None]
         if attention_mask is not None or rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
             raise ValueError(f"latent attention is causal and has its own positions; got {unexpected or 'a mask'}")
-        query, key, value = self.query_key_value(hidden_states)
-        if self.recompute_core and self.training:
-            context = tensor_parallel.checkpoint(self._attend, False, query, key, value)
+        latents = self.latents(hidden_states)
+        if self.recompute_up and self.training:
+            context = forgetting(self.query_key_value, self._attend, *latents)
         else:
-            context = self._attend(query, key, value)
+            context = self._attend(*self.query_key_value(*latents))
         return self.linear_proj(context)
 
-    def query_key_value(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, H] -> query and key [S, B, n, dn + dr], value [S, B, n, dv], whole sequence, this rank's n heads."""
+    def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, B, H] -> the query's latent [S, B, rq], or the hidden states where it has none; [S, B, rkv + dr]."""
+        query_latent = hidden_states if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_states)
+        return query_latent, self.linear_kv_down_proj(hidden_states)
+
+    def query_key_value(self, query_latent: Tensor, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`latents` -> query and key [S, B, n, dn + dr], value [S, B, n, dv], whole sequence, this rank's n heads."""
         config = self.config
         if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
+            query, _ = self.linear_q_proj(query_latent)
         else:
-            query, _ = self.linear_q_up_proj(_normed(self.q_layernorm, self.linear_q_down_proj(hidden_states)))
-        latent, key_pos = self.linear_kv_down_proj(hidden_states).split(
-            (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
-        )
+            query, _ = self.linear_q_up_proj(_normed(self.q_layernorm, query_latent))
+        latent, key_pos = latent_and_key_pos.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
         key_value, _ = self.linear_kv_up_proj(_normed(self.kv_layernorm, latent))
 
         query = query.unflatten(-1, (self.num_heads, self.query_width))
@@ -192,6 +197,11 @@ class LatentAttention(MegatronModule):
         return shared_by_ranks(key_pos, self.tp_group)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.recompute_core and self.training:
+            return tensor_parallel.checkpoint(self._core, False, query, key, value)
+        return self._core(query, key, value)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self.core_attention(query, key, value, None, attn_mask_type=self.attn_mask_type)
 
 

@@ -7,9 +7,11 @@ engine's classes and for Transformer Engine's: nothing is fused into something t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -29,6 +31,7 @@ from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.residual import fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
+from megatron_moe.moe.recompute import recomputes
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ def parts(transformer_impl: str) -> Parts:
     )
 
     return Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention)
+
+
+class RecomputedMLP(MLP):
+    """The engine's dense MLP; in training only its input is kept."""
+
+    def forward(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
+        """See the engine's MLP."""
+        forward = partial(super().forward, **options)
+        return checkpoint(forward, False, hidden_states, *args) if self.training else forward(hidden_states, *args)
 
 
 @dataclass
@@ -137,7 +149,8 @@ def _attention(config: Any, chosen: Parts) -> ModuleSpec:
 
 def _dense(config: Any, chosen: Parts, pg_collection: Any) -> MLPSpec:
     linears = MLPSubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
-    return MLPSpec(MLP, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
+    module = RecomputedMLP if recomputes(config, "mlp") else MLP
+    return MLPSpec(module, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
 
 
 def _moe(chosen: Parts, pg_collection: Any) -> MLPSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import grouped_linear
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.recompute import forgetting
 
 Normal = Callable[[str, tuple[int, ...], float], Tensor]
 """(name, shape, standard deviation) -> fp32 tensor that depends on nothing but these and the run's seed."""
@@ -43,6 +45,8 @@ class LocalExperts(MegatronModule, ABC):
             )
         self.num_local_experts = options.num_experts // groups.ep_size
         self.first_expert = groups.ep_rank * self.num_local_experts
+        # (activation, second product, inputs of the activation): the second product's input is kept, or made again.
+        self.activate_into = forgetting if options.recompute_activation else _keeping
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
@@ -95,7 +99,8 @@ class GroupedExperts(LocalExperts):
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
-        return self.grouped_linear(weighted_swiglu(gate_up, probs), self.weight2, offsets)
+        down = partial(self.grouped_linear, weights=self.weight2, offsets=offsets)
+        return self.activate_into(weighted_swiglu, down, gate_up, probs)
 
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:
         """See `LocalExperts.local_weights`."""
@@ -120,6 +125,10 @@ class GroupedExperts(LocalExperts):
             )
             for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
         }
+
+
+def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    return product(activation(*inputs))
 
 
 def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> torch.nn.Parameter:

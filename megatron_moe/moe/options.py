@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_moe.moe.recompute import recomputes
+
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -37,14 +39,16 @@ class MoEOptions:
     dispatcher: str
     backend: str
     recompute: bool
+    recompute_activation: bool
+    recompute_shared_experts: bool
 
     @classmethod
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
         A plain TransformerConfig works: it lacks the fields that this project adds (group score, probability
-        normalisation, expert backend, centred bias), which then take the defaults of `config/schema.py`. The gate is computed in
-        fp32 unless the configuration asks for fp64; there is no way to ask for less.
+        normalisation, expert backend, centred bias), which then take the defaults of `config/schema.py`. The gate is
+        computed in fp32 unless the configuration asks for fp64; there is no way to ask for less.
         """
         topk = config.moe_router_topk
         sigmoid = config.moe_router_score_function == "sigmoid"
@@ -54,7 +58,6 @@ class MoEOptions:
         kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
-        recompute_modules = config.recompute_modules or ()
         return cls(
             num_experts=config.num_moe_experts,
             topk=topk,
@@ -78,5 +81,7 @@ class MoEOptions:
             per_token_loss=config.calculate_per_token_loss,
             dispatcher=config.moe_token_dispatcher_type,
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
-            recompute=config.recompute_granularity == "selective" and "moe" in recompute_modules,
+            recompute=recomputes(config, "moe"),
+            recompute_activation=recomputes(config, "moe_act"),
+            recompute_shared_experts=recomputes(config, "shared_experts"),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -36,7 +37,8 @@ class TEGroupedExperts(LocalExperts):
         ends = expert_input.offsets.tolist()
         splits = [end - start for start, end in zip([0, *ends[:-1]], ends)]
         gate_up = self.linear1(expert_input.rows, splits)
-        return self.linear2(weighted_swiglu(gate_up, expert_input.probs), splits)
+        down = partial(self.linear2, m_splits=splits)
+        return self.activate_into(weighted_swiglu, down, gate_up, expert_input.probs)
 
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:
         """See `LocalExperts.local_weights`."""

@@ -1,0 +1,173 @@
+"""Recomputation changes no number, counts no token twice, and keeps less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.build import build_model
+from megatron_moe.model.loss import loss_func
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.training.finalize_model_grads import finalize_model_grads
+
+VOCAB = 128
+SMALL = {
+    "seq_length": 16,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "moe_ffn_hidden_size": 24,
+    "num_layers": 3,
+    "moe_layer_freq": "[0,1,1]",
+}
+LATENT = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
+GROUPED = {
+    **LATENT,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+MODULES = ["core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"]
+WITHOUT_MOE = [module for module in MODULES if module != "moe"]
+
+
+def selective(*modules):
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def full(method, layers):
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def batch(run):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, VOCAB, (4, run.model.seq_length + 1), generator=generator)
+
+
+def one_step(run, micro_batch_size=4):
+    """Losses, gradients, the counts before the bias step and the bias after it, bytes kept, of four sequences."""
+    pg_collection = groups.initialize(run)
+    try:
+        seed_everything(run)
+        (chunk,) = build_model(run, pg_collection, VOCAB)
+        chunk.zero_grad_buffer()
+        losses, kept = [], []
+        for tokens in batch(run).split(micro_batch_size):
+            positions = torch.arange(run.model.seq_length).expand(len(tokens), -1)
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+                output = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+            kept.append(held_bytes(saved, chunk.module))
+            saved.clear()
+            losses.append(output.detach())
+            loss_func(torch.ones_like(output), output)[0].backward()
+        routers = [m for m in chunk.modules() if hasattr(m, "local_tokens_per_expert")]
+        counts = torch.stack([router.local_tokens_per_expert.clone() for router in routers])
+        finalize_model_grads([chunk])
+        gradients = {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
+        biases = torch.stack([router.expert_bias.clone() for router in routers])
+        return torch.cat(losses), gradients, counts, biases, max(kept)
+    finally:
+        groups.destroy()
+
+
+def held_bytes(saved, chunk):
+    """Bytes of what the graph keeps once the forward pass is over, each storage once, without the weights."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*chunk.parameters(), *chunk.buffers()]}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+    return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
+
+
+@pytest.fixture(scope="module")
+def without():
+    known = {}
+
+    def of(key, run):
+        if key not in known:
+            known[key] = one_step(run)
+        return known[key]
+
+    return of
+
+
+def assert_equal(got, wanted):
+    for index, what in ((0, "losses"), (2, "counts"), (3, "biases")):
+        assert torch.equal(got[index], wanted[index]), what
+    assert got[1].keys() == wanted[1].keys()
+    for name in wanted[1]:
+        assert torch.equal(got[1][name], wanted[1][name]), name
+
+
+CASES = [
+    *[("latent", selective(module)) for module in MODULES],
+    ("latent", selective(*WITHOUT_MOE)),
+    ("latent", selective("moe", "layernorm", "mlp", "mla_up_proj")),
+    *[("grouped", selective(module)) for module in ("core_attn", "layernorm", "moe_act")],
+    *[("latent", full(method, layers)) for method, layers in (("uniform", 1), ("uniform", 3), ("block", 2))],
+]
+
+
+def name_of(case):
+    return "-".join([case[0], *case[1].get("recompute_modules", [case[1].get("recompute_method", "")])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": True, "attention_dropout": 0.1, "hidden_dropout": 0.2}], ids=["fp32", "bf16, dropout"]
+)
+def test_recomputing_keeps_less_and_changes_no_bit(without, case, precision):
+    model, changes = case
+    run = replace(Run(), **{**(LATENT if model == "latent" else GROUPED), **precision})
+    wanted = without((model, *precision), run)
+    assert wanted[2].sum() == 2 * 4 * run.model.seq_length * run.moe.moe_router_topk
+    got = one_step(replace(run, **changes))
+    assert_equal(got, wanted)
+    assert got[4] < wanted[4]
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+def test_either_expert_backend_can_forget_its_activation(without, backend):
+    run = replace(Run(), **LATENT, moe_expert_backend=backend)
+    wanted = without(backend, run)
+    got = one_step(replace(run, **selective("moe_act")))
+    assert_equal(got, wanted)
+    assert got[4] < wanted[4]
+
+
+def test_dropout_is_drawn_at_all():
+    """Otherwise the cases above would prove nothing about it."""
+    run = replace(Run(), **LATENT)
+    assert not torch.equal(one_step(run)[0], one_step(replace(run, hidden_dropout=0.2))[0])
+
+
+@pytest.mark.parametrize("changes", [selective(*WITHOUT_MOE), full("uniform", 1)], ids=["selective", "full"])
+def test_accumulated_micro_batches_agree_with_one(without, changes):
+    run = replace(Run(), **LATENT, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    wanted = without("one micro-batch", run)
+    got = one_step(replace(run, **changes), micro_batch_size=1)
+    assert torch.equal(got[2], wanted[2])
+    assert torch.equal(got[3], wanted[3])
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
+    for name, gradient in wanted[1].items():
+        assert (got[1][name] - gradient).norm() < 1e-5 * gradient.norm().clamp_min(1e-12), name
+
+
+def test_nothing_is_kept_or_counted_in_evaluation():
+    run = replace(Run(), **LATENT, **selective(*WITHOUT_MOE))
+    pg_collection = groups.initialize(run)
+    try:
+        seed_everything(run)
+        (chunk,) = build_model(run, pg_collection, VOCAB)
+        tokens = batch(run)
+        positions = torch.arange(run.model.seq_length).expand(len(tokens), -1)
+        chunk.eval()
+        with torch.no_grad():
+            first, again = (chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for _ in range(2))
+        assert torch.equal(first, again)
+        assert all(not buffer.any() for name, buffer in chunk.named_buffers() if "local_tokens" in name)
+    finally:
+        groups.destroy()
