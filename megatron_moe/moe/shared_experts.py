@@ -12,6 +12,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.precision.declared import mixes_dtypes
+
+
+@mixes_dtypes("rows in the model's dtype are weighed in fp32 without a copy of them in fp32")
+def _weighed(output: Tensor, gate: Tensor) -> Tensor:
+    """[S, B, H] in the model's dtype times [S, B, 1] fp32 -> fp32."""
+    return output * gate
 
 
 class SharedExperts(MLP):
@@ -45,7 +52,7 @@ class SharedExperts(MLP):
         if self.gate_weight is not None:
             # The gate is one number per token; in fp32 it costs nothing.
             gate = torch.sigmoid(F.linear(hidden.float(), self.gate_weight.float()))
-            output = (output * gate).to(hidden.dtype)
+            output = _weighed(output, gate).to(hidden.dtype)
         return output
 
     def sharded_state_dict(

@@ -46,6 +46,10 @@ def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset
         ["--grad-reduce-in-bf16"],
         ["--no-accumulate-allreduce-grads-in-fp32", "--calculate-per-token-loss"],
         ["--use-distributed-optimizer", "--moe-z-loss-coeff", "1e-3"],
+        ["--moe-router-dtype", "fp64"],
+        ["--moe-shared-expert-gate"],
+        ["--fp32-residual-connection"],
+        ["--keep-fp32", "router", "first_layer"],
     ],
     ids=lambda flags: flags[0],
 )
