@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_HALF = (torch.bfloat16, torch.float16)
+_EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+"""The exponent's bits; all set in an infinity and in what is no number, which keep their value for another reason."""
+_MAGNITUDE = 0x7FFF
 _ONE = torch.ops.aten.add_.Tensor
 _MANY = torch.ops.aten._foreach_add_.List
 
@@ -45,7 +47,7 @@ class LostUpdates(TorchDispatchMode):
             pairs = list(zip(args[0], args[1]))
         else:
             return func(*args, **kwargs)
-        watched = [(to, added) for to, added in pairs if to.dtype in _HALF and to.dim() and kwargs.get("alpha", 1)]
+        watched = [(to, added) for to, added in pairs if to.dtype in _EXPONENT and to.dim() and kwargs.get("alpha", 1)]
         before = [to.clone() for to, _ in watched]
         result = func(*args, **kwargs)
         for (to, added), old in zip(watched, before):
@@ -53,9 +55,14 @@ class LostUpdates(TorchDispatchMode):
         return result
 
     def _count(self, to: Tensor, added: Tensor | float, before: Tensor) -> None:
-        something = (torch.as_tensor(added, device=to.device) != 0).expand_as(to)
-        kept = (to == before) & to.isfinite()  # infinity stays what it is for another reason
-        numbers = torch.stack([something.sum(), (something & kept).sum()])
+        # Integers: comparisons of half-precision numbers are several times as slow on a CPU.
+        bits, exponent = to.view(torch.int16), _EXPONENT[to.dtype]
+        kept = (bits == before.view(torch.int16)) & ((bits & exponent) != exponent)
+        if isinstance(added, Tensor) and added.dtype in _EXPONENT:
+            something = ((added.view(torch.int16) & _MAGNITUDE) != 0).expand_as(to)
+        else:
+            something = (torch.as_tensor(added, device=to.device) != 0).expand_as(to)
+        numbers = torch.stack([torch.count_nonzero(something), torch.count_nonzero(something & kept)])
         key = (to.untyped_storage().data_ptr() in self._gradients, to.device)
         self._seen[key] = self._seen[key] + numbers if key in self._seen else numbers
 

@@ -52,16 +52,16 @@ class Health:
 
     An addition is an element of an in-place addition in bf16 or fp16 to which something other than zero was added; it
     was swallowed where rounding left the element as it was. gradient_* are those into the gradient buffers, other_*
-    all others, over all ranks; 0 of 0 says that nothing is added up in low precision. dense_grad_norm and
-    expert_grad_norm are before clipping, of the experts' parameters and of all others; their squares add up to the
-    square of the step's grad_norm; none where a gradient was not finite. skipped_iterations, loss_scale_raised and
-    loss_scale_lowered count since iteration 0.
+    all others, over all ranks. Where the gradient buffers are fp32, gradient_* are 0 of 0 and the others are not
+    watched: none. expert_grad_norm and dense_grad_norm are before clipping, of the experts' parameters and of all
+    others; their squares add up to the square of the step's grad_norm; none where a gradient was not finite.
+    skipped_iterations, loss_scale_raised and loss_scale_lowered count since iteration 0.
     """
 
     gradient_additions: int
     gradient_swallowed: int
-    other_additions: int
-    other_swallowed: int
+    other_additions: int | None
+    other_swallowed: int | None
     dense_grad_norm: float | None
     expert_grad_norm: float | None
     skipped_iterations: int

@@ -40,9 +40,10 @@ class HealthProbe:
         self._routers = list(routers(model))
         self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
         self._grad_norms: tuple[float, float] | None = None
-        half = any(p.dtype in (torch.bfloat16, torch.float16) for chunk in model for p in chunk.parameters())
-        # An fp32 model adds nothing up in low precision: there is nothing to watch, and watching costs time.
-        self._lost = LostUpdates(_gradient_buffers(model)) if half else None
+        buffers = list(_gradient_buffers(model))
+        # Watching costs time at every operation; where gradients are added up in fp32 there is nothing to find.
+        half = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in buffers)
+        self._lost = LostUpdates(buffers) if half else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,18 +68,18 @@ class HealthProbe:
             progress: up to and with this step.
             pp: the pipeline group.
         """
-        additions = [0, 0, 0, 0]
+        additions, watching = [0, 0, 0, 0], self._lost is not None
         if self._lost is not None:
             additions = [*self._lost.counted(gradients=True), *self._lost.counted(gradients=False)]
-        counted = torch.tensor(additions, dtype=torch.int64, device=platform.device())
+        counted = torch.tensor([*additions, watching], dtype=torch.int64, device=platform.device())
         dist.all_reduce(counted)
-        gradient_additions, gradient_swallowed, other_additions, other_swallowed = counted.tolist()
+        gradient_additions, gradient_swallowed, other_additions, other_swallowed, watching_ranks = counted.tolist()
         dense, experts = (None if n is None or not math.isfinite(n) else n for n in self._grad_norms or (None, None))
         return Health(
             gradient_additions=gradient_additions,
             gradient_swallowed=gradient_swallowed,
-            other_additions=other_additions,
-            other_swallowed=other_swallowed,
+            other_additions=other_additions if watching_ranks else None,
+            other_swallowed=other_swallowed if watching_ranks else None,
             dense_grad_norm=dense,
             expert_grad_norm=experts,
             skipped_iterations=progress.skipped_iterations,

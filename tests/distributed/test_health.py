@@ -164,12 +164,11 @@ def test_measuring_changes_no_bit_of_a_run(gloo: Any, ranks: int, flags: dict[st
         assert layer.bias_min <= layer.bias_mean <= layer.bias_max and layer.bias_max > 0
 
 
-def test_a_run_in_fp32_reports_no_additions_and_one_with_fp32_gradients_none_into_them(gloo: Any) -> None:
-    fp32 = gloo.run(1, measured, flags={}, measure=True, taken=1)[0]["health"]
-    assert (fp32.gradient_additions, fp32.gradient_swallowed) == (0, 0)
-    assert (fp32.other_additions, fp32.other_swallowed) == (0, 0)
-    bf16 = gloo.run(1, measured, flags={"bf16": True}, measure=True, taken=1)[0]["health"]
-    assert (bf16.gradient_additions, bf16.gradient_swallowed) == (0, 0)
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_gradients_in_fp32_lose_nothing_and_nothing_else_is_watched(gloo: Any, flags: dict[str, Any]) -> None:
+    health = gloo.run(1, measured, flags=flags, measure=True, taken=1)[0]["health"]
+    assert (health.gradient_additions, health.gradient_swallowed) == (0, 0)
+    assert (health.other_additions, health.other_swallowed) == (None, None)
 
 
 def test_bf16_gradient_buffers_lose_additions_and_say_so(gloo: Any) -> None:
