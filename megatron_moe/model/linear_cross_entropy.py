@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     tiles.add_product(grad_hidden[tokens], tile, block)
                 if block_grad is not None:
                     tiles.add_product(block_grad, tile.t(), tiles.hidden[tokens])
-            if grad_weight is not None and not in_place:
+            if grad_weight is not None and block_grad is not None and not in_place:
                 grad_weight[rows] = block_grad
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 

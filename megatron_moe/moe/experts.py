@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,10 @@ class GroupedExperts(LocalExperts):
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
-        down = partial(self.grouped_linear, weights=self.weight2, offsets=offsets)
+
+        def down(hidden: Tensor) -> Tensor:
+            return self.grouped_linear(hidden, self.weight2, offsets)
+
         return self.activate_into(weighted_swiglu, down, gate_up, probs)
 
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:

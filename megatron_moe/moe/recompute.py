@@ -38,7 +38,7 @@ def forgetting(produce: Callable[..., Any], consume: Callable[..., Tensor], *inp
             parameters are found as usual.
         consume: takes them as its arguments; its result must depend on them.
     """
-    checkpoint = CheckpointWithoutOutput()
+    checkpoint = CheckpointWithoutOutput(fp8=None)  # its default, False, stands for "FP8, with Transformer Engine"
     produced = checkpoint.checkpoint(produce, *inputs)
     result = consume(*produced) if isinstance(produced, tuple) else consume(produced)
     checkpoint.discard_output_and_register_recompute(result)

@@ -59,7 +59,7 @@ def one_step(run, micro_batch_size=4):
         for tokens in batch(run).split(micro_batch_size):
             positions = torch.arange(run.model.seq_length).expand(len(tokens), -1)
             saved = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(keeper(saved), lambda tensor: tensor):
                 output = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
             kept.append(held_bytes(saved, chunk.module))
             saved.clear()
@@ -73,6 +73,14 @@ def one_step(run, micro_batch_size=4):
         return torch.cat(losses), gradients, counts, biases, max(kept)
     finally:
         groups.destroy()
+
+
+def keeper(saved):
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    return keep
 
 
 def held_bytes(saved, chunk):
