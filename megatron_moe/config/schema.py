@@ -158,7 +158,9 @@ class PrecisionConfig:
     bf16: bool = _flag(False, "weights and activations in bfloat16, fp32 master weights")
     fp16: bool = _flag(False, "weights and activations in float16, fp32 master weights, loss scaling")
     loss_scale: float | None = _flag(None, "fp16: constant loss scale; default: dynamic")
-    initial_loss_scale: float = _flag(2.0**32, "fp16: first dynamic loss scale")
+    initial_loss_scale: float = _flag(
+        2.0**16, "fp16: first dynamic loss scale; Megatron-LM's is 2^32, whose way down costs the first 16 steps"
+    )
     min_loss_scale: float = _flag(1.0, "fp16: smallest dynamic loss scale")
     loss_scale_window: int = _flag(1000, "fp16: steps without overflow before the scale doubles")
     hysteresis: int = _flag(2, "fp16: overflows before the scale halves")

@@ -140,11 +140,11 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             return decision
         counts = sum_over_ranks(counts, self.groups.tp_cp)  # [B, E], of the whole micro-batch
         tokens = counts.sum(dim=-1) // options.topk  # [B]
-        total, total_tokens = counts.sum(dim=0, keepdim=True), tokens.sum(dim=0, keepdim=True)
+        total, total_tokens = counts.sum(dim=0, keepdim=True), tokens.sum()
         distributions = _distributions(scores, options, is_padding)
         probs = decision.probs
         for name, coeff in options.aux_losses:
-            sets = (counts, tokens) if name == "seq_aux_loss" else (total, total_tokens)
+            sets = (counts, tokens) if name == "seq_aux_loss" else (total, total_tokens.view(1))
             probs = self._attach(probs, name, aux_loss(distributions, *sets, options.topk), coeff, total_tokens)
         if options.z_loss_coeff:
             value = z_loss(logits, total_tokens.clamp(min=1), is_padding)

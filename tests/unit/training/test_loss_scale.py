@@ -1,0 +1,95 @@
+"""fp16: the loss scale halves at an overflow, doubles after a window, and scales every loss alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+FP16 = {"fp16": True, "initial_loss_scale": 256.0}
+
+
+def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float]]:
+    """Per step: was it applied, and the scale that the next one uses."""
+    from megatron_moe.training.optimizer import shared_loss_scale
+    from tests.unit.training.test_step_transaction import Trainer
+
+    trainer = Trainer(flags)
+    scale = shared_loss_scale(trainer.optimizer)
+    weight = next(p for name, p in trainer.model[0].named_parameters() if name.endswith("mlp.experts.weight1"))
+    seen = []
+    for bad in spoiled:
+        hook = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf"))) if bad else None
+        applied = trainer.step().committed
+        if hook is not None:
+            hook.remove()
+        assert scale is not None
+        seen.append((applied, scale.scale.item()))
+    return seen
+
+
+def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(gloo):
+    flags = {**FP16, "loss_scale_window": 2, "hysteresis": 1}
+    (seen,) = gloo.run(1, scales, flags=flags, spoiled=[False, False, True, False, False, False])
+    # An overflow starts the window anew.
+    assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0), (True, 512.0), (True, 512.0)]
+
+
+def test_the_scale_has_a_floor(gloo):
+    flags = {**FP16, "min_loss_scale": 128.0, "hysteresis": 1}
+    (seen,) = gloo.run(1, scales, flags=flags, spoiled=[True, True, True])
+    assert seen == [(False, 128.0)] * 3
+
+
+def test_a_constant_scale_stays_and_an_overflow_is_skipped_all_the_same(gloo):
+    (seen,) = gloo.run(1, scales, flags={"fp16": True, "loss_scale": 64.0}, spoiled=[False, True, False])
+    assert seen == [(True, 64.0), (False, 64.0), (True, 64.0)]
+
+
+AUX = {
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (3.0, 2.0),
+    "moe_z_loss_coeff": 1.0,
+    "clip_grad": 0.0,
+}
+
+
+def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
+    """Gradients of all routers' weights as the optimizer uses them: fp32, unscaled."""
+    from megatron_moe.training import step as step_file
+    from tests.unit.training.test_step_transaction import Trainer
+
+    trainer = Trainer(flags)
+    weights = [p for name, p in trainer.model[0].named_parameters() if name.endswith("router.weight")]
+    seen: list[torch.Tensor] = []
+    clip = step_file.clip_gradients
+
+    def noting(*args: Any) -> None:
+        clip(*args)
+        seen.extend(getattr(weight, "main_param", weight).grad.clone() for weight in weights)
+
+    step_file.clip_gradients = noting
+    try:
+        assert trainer.step().committed
+    finally:
+        step_file.clip_gradients = clip
+    return seen
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it(gloo, per_token):
+    flags = {**AUX, "calculate_per_token_loss": per_token}
+    (plain,) = gloo.run(1, router_gradients, flags=flags)
+    (without,) = gloo.run(
+        1, router_gradients, flags={**flags, "moe_aux_loss_coeff": (1e-9, 1e-9), "moe_z_loss_coeff": 0.0}
+    )
+    # A loss per token is divided by the tokens at the end only: the same scale is 512 times as much on the way.
+    for scale in (1.0, 16.0) if per_token else (16.0, 4096.0):
+        (scaled,) = gloo.run(1, router_gradients, flags={**flags, "fp16": True, "loss_scale": scale})
+        for wanted, bare, found in zip(plain, without, scaled):
+            assert found.dtype == torch.float32
+            assert (wanted - bare).norm() > 2 * bare.norm(), "the losses in question do not rule the gradient"
+            assert (found - wanted).norm() < 0.01 * wanted.norm(), scale
