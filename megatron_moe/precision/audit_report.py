@@ -40,7 +40,7 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "Low-precision reductions",
         "low_precision_reductions",
         _FINDING,
-        "'result rounded': added in fp32 inside the kernel, rounded once; 'every addition rounds' means just that",
+        "'result rounded': added in fp32 inside the kernel, rounded once; the others add in it",
     ),
     (
         "Casts",
