@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe import platform
 from megatron_moe.config.derived import expert_tensor_parallel_size, virtual_pipeline_size
-from megatron_moe.config.schema import Run
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, flatten
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,12 @@ def initialize(run: Run) -> ProcessGroupCollection:
         expt_dp, tp_ep, tp_ep_pp, embd and pos_embd (None on a stage without embeddings), and the optimizer's.
 
     Raises:
-        ConfigError: the backend asked for cannot work here.
+        ConfigError: the backend asked for cannot work here, or the ranks were given different flags.
     """
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
         _join(platform.backend(run.parallel.distributed_backend), timeout)
+    _agree_on(run)
     layout = run.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -122,6 +125,20 @@ def destroy(abort: bool = False) -> None:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
+
+
+def _agree_on(run: Run) -> None:
+    """Refuse a job whose ranks were not given the same flags: in collectives it would hang, or mix fp16 with bf16."""
+    runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(runs, flatten(run))
+    for rank, other in enumerate(runs):
+        differing = [name for name in other if other[name] != runs[0][name]]
+        if differing:
+            shown = "; ".join(
+                f"--{name.replace('_', '-')} is {other[name]} on rank {rank} and {runs[0][name]} on rank 0"
+                for name in differing[:5]
+            )
+            raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
 
 
 def _join(backend: str, timeout: timedelta) -> None:
