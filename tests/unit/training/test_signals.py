@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_moe.training.signals import INTERRUPTED, StopSignals
@@ -50,6 +51,15 @@ def test_a_second_ctrl_c_does_not_disturb_the_way_out():
         time.sleep(0.1)
 
 
+def wait_until_asleep(pid: int) -> None:
+    """Until the main thread has used no processor time for half a second: it printed, and now waits in C."""
+    used, quiet = -1.0, 0
+    while quiet < 5:
+        time.sleep(0.1)
+        times = psutil.Process(pid).cpu_times()
+        quiet, used = (quiet + 1, used) if times.user + times.system == used else (0, times.user + times.system)
+
+
 def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
     # Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python.
     code = textwrap.dedent("""
@@ -65,6 +75,7 @@ def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        wait_until_asleep(child.pid)
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=20) == INTERRUPTED
     finally:
