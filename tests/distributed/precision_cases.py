@@ -24,6 +24,18 @@ SMALL = {
     "vocab_size": 256,
     "train_iters": 20,
 }
+SHARED = (
+    "seq_length hidden_size ffn_hidden_size num_layers init_method_std clip_grad lr mock_data vocab_size train_iters"
+)
+DENSE = {
+    **{name: SMALL[name] for name in SHARED.split()},
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "qk_layernorm": True,
+    "add_bias_linear": True,
+    "untie_embeddings_and_output_weights": False,
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "TP2, SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -37,8 +49,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def run_of(**flags: Any) -> Run:
-    return build({**SMALL, **flags})
+def run_of(base: dict[str, Any] = SMALL, **flags: Any) -> Run:
+    return build({**base, **flags})
 
 
 class Trainer:
@@ -302,3 +314,10 @@ def router_dtypes(run: Run) -> dict[str, Any]:
         "weights": {(str(p.dtype), str(p.main_grad.dtype)) for p in parameters.values()},
         "gradients": {name: p.main_grad.detach().clone() for name, p in parameters.items()},
     }
+
+
+def valid_loss(run: Run) -> float:
+    """Of a whole run, as its summary tells it."""
+    from megatron_moe.training.run import pretrain
+
+    return pretrain(run)["valid_loss"]

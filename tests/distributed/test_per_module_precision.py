@@ -46,13 +46,43 @@ def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained,
     assert wanted["losses"] == pytest.approx(trained()[0]["losses"], rel=1e-6)
 
 
+TP2_SP, PP2 = cases.LAYOUTS["TP2, SP"][1], cases.LAYOUTS["PP2"][1]
+OTHERS = {
+    "interleaved stages": (2, cases.SMALL, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "four ranks": (
+        4,
+        cases.SMALL,
+        {**TP2_SP, **PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
+    "fused loss": (1, cases.SMALL, {"cross_entropy_loss_fusion": True}),
+    "recomputed": (
+        1,
+        cases.SMALL,
+        {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "core_attn", "moe")},
+    ),
+    "dense, biased, tied over stages": (2, cases.DENSE, PP2),
+    "dense, biased, tied, split": (2, cases.DENSE, TP2_SP),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
+    ranks, base, flags = OTHERS[case]
+    fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags), steps=2)[0]
+    kept = gloo.run(ranks, cases.trained, run=cases.run_of(base, bf16=True, **ALL, **flags), steps=2)[0]
+    assert kept["losses"] == fp32["losses"]
+    assert kept["norms"] == pytest.approx(fp32["norms"], rel=1e-6)
+
+
 def _is_kept(name):
     kept = ("layernorm.weight", "router.weight")
     return name.endswith(kept) or name.startswith(("decoder.layers.1.", "decoder.layers.2.mlp.experts", "output_layer"))
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "half"),
+    [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
+)
 def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained, layout, half):
     flags = {"fp16": True, "initial_loss_scale": 256.0} if half == "fp16" else {"bf16": True}
     fp32, wanted, seen = trained(layout), trained(**flags, **SOME)[0], set()
@@ -149,3 +179,12 @@ def test_an_fp64_router_in_a_bf16_run_leaks_no_dtype(gloo):
     assert got["input gradients"] == {"torch.bfloat16"}
     for name, grad in wanted["gradients"].items():
         assert torch.allclose(got["gradients"][name], grad, rtol=2e-2, atol=2e-2 * grad.abs().max().item()), name
+
+
+def test_a_run_evaluates_in_fp32_if_it_is_told_to(gloo):
+    flags = {"bf16": True, "train_iters": 1, "eval_iters": 1, "global_batch_size": 2, "micro_batch_size": 2}
+    losses = [
+        gloo.run(1, cases.valid_loss, run=cases.run_of(**flags, eval_in_fp32=told))[0] for told in (False, True, True)
+    ]
+    assert losses[0] != losses[1] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

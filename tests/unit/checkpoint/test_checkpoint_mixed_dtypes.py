@@ -43,15 +43,14 @@ def own_tensors(state):
     return {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["whole", "distributed", "distributed, small buckets"])
 def test_mixed_weights_masters_and_moments_travel_through_all_layouts(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **KEPT}
     first = gloo.run(2, roundtrip.trained, flags={**flags, "save": str(tmp_path / "0")})[0]["checkpoint"]
     original = roundtrip.tensors(first)
-    half = torch.float16 if flags.get("fp16") else torch.bfloat16
     (main,) = {key.split(".decoder")[0] for key in original if "final_layernorm" in key and "param" in key}
     for key, weight in own_tensors(original).items():
-        assert weight.dtype == (torch.float32 if is_kept(key) else half), key
+        assert weight.dtype == (torch.float32 if is_kept(key) else torch.bfloat16), key
         # a master under another's name would not round to this weight
         master = original[f"{main}.{key}"]
         assert master.dtype == torch.float32 and torch.equal(master.to(weight.dtype), weight), key
