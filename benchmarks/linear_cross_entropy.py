@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -77,16 +76,17 @@ def one_step(losses: Losses, tokens: int, vocab: int, hidden_size: int, dtype: t
     step(numbers(8, 16), numbers(64, 16), torch.randint(0, 64, (8,), generator=generator))  # loads what it needs
     hidden, weight = numbers(tokens, hidden_size), numbers(vocab, hidden_size) * hidden_size**-0.5
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
-    before = _resident_kib()
+    before = _resident_kib("VmRSS")
     start = time.perf_counter()
     step(hidden, weight, labels)
     seconds = time.perf_counter() - start
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
+    return (_resident_kib("VmHWM") - before) / 1024, seconds
 
 
-def _resident_kib() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() // 1024
+def _resident_kib(which: str) -> int:
+    """VmRSS, the resident size, or VmHWM, its peak. That of getrusage is no use: it starts at the parent's size."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(which))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
