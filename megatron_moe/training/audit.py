@@ -61,7 +61,8 @@ def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
         raise ConfigError(
             f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
             f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
-            "--num-layers 2 --hidden-size 256 --num-experts 8, or raise --max-gib"
+            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
+            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
         )
 
 
