@@ -119,9 +119,9 @@ def grads_in_fp32(run: Run) -> bool:
 
 
 def health_interval(run: Run) -> int:
-    """Iterations between health measurements; 0: never."""
+    """Iterations between health measurements; 0: never. A measured step is slower, so not every one unless asked."""
     given = run.logging.health_interval
-    return run.logging.log_interval if given is None else given
+    return max(run.logging.log_interval, 10) if given is None else given
 
 
 def ffn_hidden_size(run: Run) -> int:

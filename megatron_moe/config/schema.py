@@ -301,7 +301,7 @@ class LoggingConfig:
         0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )
     health_interval: int | None = _flag(
-        None, "iterations between measurements of routing and rounding; 0: never; default: log-interval"
+        None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"
     )
     health_sample_tokens: int = _flag(
         256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"
