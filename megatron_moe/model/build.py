@@ -15,6 +15,7 @@ from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.model.embedding import ExactEmbedding
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.held import held_by_model
@@ -141,6 +142,8 @@ def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp
         )
     if isinstance(chunk, FusedLoss):
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
+    if chunk.pre_process and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself
+        ExactEmbedding.take_over(chunk.embedding.word_embeddings)
     chunk.to(platform.device())
     keep_in_fp32(chunk, run, config)
     initialize_weights(chunk, run.training.seed)

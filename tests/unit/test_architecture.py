@@ -63,11 +63,18 @@ DOORS: dict[str, set[str]] = {
     "distributed.finalize_model_grads": {"training/finalize_model_grads.py"},
     # bricks: what our own modules are built of, or put into the engine's
     "tensor_parallel": {"model/mla.py", "model/spec.py", "moe/layer.py"},
+    "tensor_parallel.mappings": {"model/embedding.py"},
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py"},
     "tensor_parallel.random": {"checkpoint/random_state.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
-    "tensor_parallel.layers": {"model/spec.py", "model/loss_head.py", "moe/layer.py", "model/initialize.py"},
+    "tensor_parallel.layers": {
+        "model/spec.py",
+        "model/embedding.py",
+        "model/loss_head.py",
+        "moe/layer.py",
+        "model/initialize.py",
+    },
     "transformer.module.MegatronModule": {
         "model/mla.py",
         "moe/experts.py",

@@ -120,7 +120,11 @@ CONFIG = {
         {"recompute_granularity": "full", "recompute_method": "uniform"},
         {"recompute_num_layers": 2},
     ),
-    "recompute_modules": (("mlp",), {"recompute_granularity": "selective"}, {"recomputed_modules": ("mlp",), "recompute_modules": []}),
+    "recompute_modules": (
+        ("mlp",),
+        {"recompute_granularity": "selective"},
+        {"recomputed_modules": ("mlp",), "recompute_modules": []},
+    ),
 }
 DDP = {
     "overlap_grad_reduce": (True, {}, {"overlap_grad_reduce": True}),

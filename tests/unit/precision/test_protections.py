@@ -244,7 +244,7 @@ def a_skipped_step_changes(restored: bool) -> list[str]:
 
 def test_without_the_snapshot_a_skipped_step_moves_the_bias(gloo):
     assert gloo.run(1, a_skipped_step_changes, restored=True) == [[]]
-    assert gloo.run(1, a_skipped_step_changes, restored=False) == [["weights", "bias"]]  # a state dict holds the bias too
+    assert gloo.run(1, a_skipped_step_changes, restored=False) == [["weights", "bias"]]  # weights: the state dict
 
 
 def counted_under_recomputation(guarded: bool) -> tuple[int, int]:
