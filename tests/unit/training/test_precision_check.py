@@ -1,0 +1,80 @@
+"""A dtype that changes in the middle of a run stops it at the next check, by name and with when it changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+
+TINY = {
+    **PRESETS["tiny"],
+    "mock_data": True,
+    "vocab_size": 100,
+    "train_iters": 6,
+    "eval_iters": 0,
+    "check_precision_interval": 2,
+}
+
+
+def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
+    """The message that a run ends with in which something is cast after step `at`."""
+    import torch
+
+    from megatron_moe.precision.contract import PrecisionError
+    from megatron_moe.training import loop
+    from megatron_moe.training.optimizer import parts
+    from megatron_moe.training.run import pretrain
+
+    steps, train_step = [], loop.train_step
+
+    def casting(model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        result = train_step(model, optimizer, *rest, **options)
+        steps.append(result)
+        if len(steps) == at and what == "moment":
+            part = parts(optimizer)[0]
+            state = part.optimizer.state[part.get_parameters()[0]]
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        if len(steps) == at and what == "gradient":
+            weight = next(p for name, p in model[0].named_parameters() if name.endswith("final_layernorm.weight"))
+            weight.main_grad = weight.main_grad.bfloat16()
+        if len(steps) == at and what == "bias":
+            router = next(m for m in model[0].modules() if type(m).__name__ == "TopKRouter")
+            router._buffers["expert_bias"] = router.expert_bias.half()
+        return result
+
+    loop.train_step = casting
+    try:
+        pretrain(build({**TINY, **flags}))
+    except PrecisionError as error:
+        return f"after {len(steps)} steps: {error}"
+    finally:
+        loop.train_step = train_step
+    return f"after {len(steps)} steps: nothing was noticed"
+
+
+SINCE = "changed between training (iteration 2) and training (iteration 4)"
+
+
+def test_a_moment_that_turned_bf16_stops_the_run_by_name(gloo):
+    (told,) = gloo.run(1, stopped, what="moment", at=4, flags={"bf16": True})
+    assert told.startswith("after 4 steps: precision contract broken at training (iteration 4): ")
+    assert told.endswith(f"weight (exp_avg) is torch.bfloat16, must be torch.float32: {SINCE}")
+
+
+def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
+    (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
+    wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE
+    assert told == f"after 4 steps: precision contract broken at training (iteration 4): {wanted}"
+
+
+def test_a_bias_that_was_cast_is_not_computed_with(gloo):
+    (told,) = gloo.run(1, stopped, what="bias", at=3, flags={"bf16": True})
+    assert told.startswith("after 3 steps") and "expert_bias is torch.float16, must be torch.float32" in told
+
+
+def test_without_an_interval_the_moment_is_noticed_where_the_run_saves_and_nothing_is_saved(gloo, tmp_path):
+    flags = {"bf16": True, "check_precision_interval": 0, "save": str(tmp_path)}
+    (told,) = gloo.run(1, stopped, what="moment", at=6, flags=flags)
+    assert told.startswith("after 6 steps: precision contract broken at saving (iteration 6): ")
+    assert not list(tmp_path.glob("iter_*"))
