@@ -67,8 +67,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Router logits [T, E] in the router's dtype, from [T, H] in the model's."""
-        dtype = self.options.router_dtype
-        return F.linear(hidden.to(dtype), self.weight.to(dtype))
+        return _GateProduct.apply(hidden, self.weight, self.options.router_dtype)
 
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
         """Choose and weigh the experts of each token, count them, and attach the auxiliary losses.
@@ -158,6 +157,27 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         # here are those of the micro-batch over all ranks that share it.
         scaled = value * coeff * num_tokens if self.options.per_token_loss else value * coeff
         return MoEAuxLossAutoScaler.apply(probs, scaled)
+
+
+class _GateProduct(torch.autograd.Function):
+    """hidden weight^T in a wider dtype. Keeps the operands as they came, which others keep too; left to itself,
+    autograd would keep a copy of all hidden states in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight = ctx.saved_tensors
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mm(grad.t(), hidden.to(grad.dtype)).to(weight.dtype)
+        return grad_hidden, grad_weight, None
 
 
 def _distributions(scores: Tensor, options: MoEOptions, is_padding: Tensor | None) -> Tensor:

@@ -114,3 +114,27 @@ def test_masks_are_refused():
     config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, sequence_parallel=False)
     with pytest.raises(ValueError, match="causal only"):
         SDPACoreAttention(config, 1, AttnMaskType.padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's kernels take half precision as it is")
+def test_half_precision_operands_are_kept_as_they_are_and_the_numbers_are_those_of_wide_copies(widths, dtype):
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    ours, theirs = inputs(widths, dtype), inputs(widths, dtype)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = core_attention(scale=0.3)(*ours)
+    wide = [tensor.float() for tensor in theirs]
+    wanted = core_attention(scale=0.3)(*wide).to(dtype)
+    assert torch.equal(output, wanted)
+    grad = torch.randn(output.shape).to(dtype)
+    output.backward(grad)
+    wanted.backward(grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs))
+    wide_and_large = [tensor for tensor in kept if tensor.dim() == 4 and tensor.dtype == torch.float32]
+    assert len(wide_and_large) == 1  # the context

@@ -90,6 +90,24 @@ def test_the_gate_computes_in_fp32_from_half_precision_storage(dtype: torch.dtyp
     assert r.route(hidden).probs.dtype == torch.float32
 
 
+def test_the_gate_keeps_no_fp32_copy_of_the_hidden_states() -> None:
+    gate, hidden = router().bfloat16(), tokens(64, torch.bfloat16).requires_grad_()
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = gate.gate(hidden)
+    assert [tensor.dtype for tensor in kept] == [torch.bfloat16] * 2
+    grad = torch.randn(logits.shape)
+    logits.backward(grad)
+    wide = [hidden.detach().clone().requires_grad_(), gate.weight.detach().clone().requires_grad_()]
+    torch.nn.functional.linear(wide[0].float(), wide[1].float()).backward(grad)
+    assert torch.equal(hidden.grad, wide[0].grad) and torch.equal(gate.weight.grad, wide[1].grad)
+
+
 def test_fp64_routing_is_fp64() -> None:
     assert router(moe_router_dtype="fp64").route(tokens()).probs.dtype == torch.float64
 

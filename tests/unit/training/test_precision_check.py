@@ -19,7 +19,6 @@ TINY = {
 
 def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
     """The message that a run ends with in which something is cast after step `at`."""
-    import torch
 
     from megatron_moe.precision.contract import PrecisionError
     from megatron_moe.training import loop
