@@ -48,7 +48,11 @@ def check(command, folder, monkeypatch):
     """Parse and check a training command where it would run: a repository with the configs and nothing else."""
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
     monkeypatch.chdir(folder)
-    rules.check(cli.parse([*command.flags, "--dry-run"]), command.world_size)
+    run = cli.parse([*command.flags, "--dry-run"])
+    if run.precision.print_precision:
+        rules.check_model(run, command.world_size)
+    else:
+        rules.check(run, command.world_size)
 
 
 def recorded(script, folder, status=0):
