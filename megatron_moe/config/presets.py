@@ -49,7 +49,7 @@ _DEMO: dict[str, Any] = {
     # So few steps are little time: at DeepSeek's 1e-3 the bias would not get past the spread of the scores, and a layer
     # stays on its first favourites (load 3.9 of at most 4 after 40 steps; with 1e-2 it is 1.2 after 100).
     "moe_router_bias_update_rate": 1e-2,
-    # At 2e-3 two runs that differ in rounding only end 0.35 % apart after 400 steps, at 1e-3 0.1 to 0.2 %.
+    # At 2e-3 a bf16 run ended 0.32 % from an fp32 one after 400 steps, at 1e-3 0.08 to 0.2 % (docs/precision.md).
     "lr": 1e-3,
     "min_lr": 1e-4,
     "lr_decay_style": "cosine",
