@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,14 @@ class Skipped(Exception):
     """A contestant that cannot compete here; the message says why."""
 
 
-class Contestant:
+class Contestant(ABC):
     """One step is a forward and a backward pass over the whole problem, to the input and all weights."""
 
+    @abstractmethod
     def step(self) -> None:
         """Run one step; this is what is timed."""
-        raise NotImplementedError
 
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027 (the bound has no gradients to forget)
         """Forget the gradients of the last step, as an optimizer would; not timed."""
 
     def results(self) -> dict[str, Tensor]:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-
-
-def _load(name):
-    path = Path(__file__).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("model_cases")
-layouts = _load("test_model_layouts")
+from tests.distributed import model_cases as cases
+from tests.distributed import test_model_layouts as layouts
 
 TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +10,8 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-
-HERE = Path(__file__).parent
-
-
-def _load(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("model_cases", HERE / "model_cases.py")
-steps = _load("step_cases", HERE.parent / "unit" / "training" / "test_step_transaction.py")
+from tests.distributed import model_cases as cases
+from tests.unit.training import test_step_transaction as steps
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}

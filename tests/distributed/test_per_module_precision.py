@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-_PATH = Path(__file__).with_name("precision_cases.py")
-_SPEC = importlib.util.spec_from_file_location("precision_cases", _PATH)
-cases = sys.modules["precision_cases"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cases)
+from tests.distributed import precision_cases as cases
 
 ALL = {"keep_fp32": ("*",), "fp32_residual_connection": True}
 SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.mlp.experts", "output_layer", "softmax")}

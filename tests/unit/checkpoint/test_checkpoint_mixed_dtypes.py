@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-_PATH = Path(__file__).with_name("test_checkpoint_roundtrip.py")
-_SPEC = importlib.util.spec_from_file_location("checkpoint_roundtrip", _PATH)
-roundtrip = sys.modules["checkpoint_roundtrip"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(roundtrip)
+from tests.unit.checkpoint import test_checkpoint_roundtrip as roundtrip
 
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = {"keep_fp32": ["norms", "decoder.layers.2.mlp.experts", "*.mlp.router", "decoder.layers.1.self_attention"]}
