@@ -77,6 +77,10 @@ class ModelConfig:
     cross_entropy_chunk_tokens: int | None = _flag(
         None, "tokens per chunk of the fused loss; default 1024, with which a chunk's fp32 logits take at most 32 MiB"
     )
+    mtp_num_layers: int | None = _flag(
+        None, "multi-token prediction: layers that predict further tokens (DeepSeek-V3); none: the next token only"
+    )
+    mtp_loss_scaling_factor: float = _flag(0.1, "weight of the mean loss of the multi-token prediction layers")
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ class MoEConfig:
     moe_router_bias_update_rate: float = _flag(1e-3, "step of the expert bias, per optimizer step")
     moe_router_dtype: str = _flag("fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: tuple[str, ...] = _flag(
-        ("none",), "auxiliary losses", choices=("none", "aux_loss", "seq_aux_loss")
+        ("none",),
+        "auxiliary losses, or sinkhorn: a choice of experts that is balanced within the micro-batch",
+        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"),
     )
     moe_aux_loss_coeff: tuple[float, ...] = _flag((0.0,), "coefficient of each auxiliary loss")
     moe_z_loss_coeff: float | None = _flag(None, "coefficient of the router z-loss")
@@ -123,6 +129,29 @@ class MoEConfig:
     moe_shared_expert_intermediate_size: int | None = _flag(None, "width of the shared expert; none: no shared expert")
     moe_shared_expert_gate: bool = _flag(False, "gate the shared expert's output (Qwen2-MoE)")
     moe_router_bias_center: bool = _flag(False, "take the mean off the expert bias after every update")
+    moe_global_aux_loss_counts: str = _flag(
+        "batch",
+        "global_aux_loss: balance the whole global batch, at the price of one more forward pass where it has several "
+        "micro-batches per rank, or the micro-batches so far (Megatron-LM's)",
+        choices=("batch", "running"),
+    )
+    moe_input_jitter_eps: float | None = _flag(
+        None, "multiply the router's input by noise out of [1 - eps, 1 + eps] in training"
+    )
+    moe_expert_capacity_factor: float | None = _flag(
+        None, "an expert takes at most this times its even share of a micro-batch's choices; none: no token is dropped"
+    )
+    moe_token_drop_policy: str = _flag(
+        "probs",
+        "which choices are dropped beyond the capacity: those of least weight, or the last of the sequence",
+        choices=("probs", "position"),
+    )
+    moe_pad_expert_input_to_capacity: bool = _flag(
+        False, "pad each expert's rows to the capacity, so that shapes never change"
+    )
+    moe_router_force_load_balancing: bool = _flag(
+        False, "for benchmarks only: send tokens round robin whatever the router says; such a model is not trained"
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +178,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = _flag(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = _flag(False, "gather parameters while the forward pass runs (distributed optimizer)")
     ddp_bucket_size: int | None = _flag(None, "parameters per gradient bucket; default: the engine's")
+    cp_comm_type: str = _flag(
+        "all_gather", "how context-parallel ranks share keys and values: all are gathered", choices=("all_gather",)
+    )
 
 
 @dataclass(frozen=True)
@@ -302,6 +334,9 @@ class LoggingConfig:
     )
     health_interval: int | None = _flag(
         None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"
+    )
+    list_advisories: bool = _flag(
+        False, "print the known defects of the engine, which of them these flags meet, what is done, and stop"
     )
     health_sample_tokens: int = _flag(
         256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"

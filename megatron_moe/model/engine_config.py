@@ -67,7 +67,9 @@ TRANSLATED: dict[str, str] = {
             "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
             "moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff "
             "moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend moe_shared_expert_intermediate_size "
-            "moe_shared_expert_gate moe_router_bias_center "
+            "moe_shared_expert_gate moe_router_bias_center moe_global_aux_loss_counts moe_input_jitter_eps "
+            "moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity "
+            "moe_router_force_load_balancing mtp_num_layers mtp_loss_scaling_factor "
             "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size "
             "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
             "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
@@ -104,6 +106,7 @@ TRANSLATED: dict[str, str] = {
     "seq_length": "given to the schedules with every step",
     "vocab_size": "the padded vocabulary is an argument of build_model",
     "make_vocab_size_divisible_by": "the padded vocabulary is an argument of build_model",
+    "cp_comm_type": "model/attention.py",
     "distributed_backend": "parallel/groups.py",
     "distributed_timeout_minutes": "parallel/groups.py",
     **dict.fromkeys(

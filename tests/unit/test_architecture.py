@@ -30,6 +30,8 @@ ROOMS = (
     "checkpoint",
     "report",
     "training",
+    "planning",
+    "doctor",
 )
 
 # Engine module (`megatron.core.` left out) -> the files that may import from it, or from below it. The longest entry

@@ -52,6 +52,10 @@ _PROBABILITY = Range(low=0, below=1)
 # Every field that holds numbers and is not checked whole by a rule of its own; a test holds the list complete.
 RANGES: dict[str, Range] = {
     "num_layers": _POSITIVE_COUNT,
+    "mtp_num_layers": _POSITIVE_COUNT,
+    "mtp_loss_scaling_factor": _NOT_NEGATIVE,
+    "moe_input_jitter_eps": Range(above=0, below=1),
+    "moe_expert_capacity_factor": _POSITIVE,
     "hidden_size": _POSITIVE_COUNT,
     "ffn_hidden_size": _POSITIVE_COUNT,
     "num_attention_heads": _POSITIVE_COUNT,
