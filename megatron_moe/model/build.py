@@ -13,7 +13,6 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_moe import platform
 from megatron_moe.config import derived
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.model.embedding import ExactEmbedding
 from megatron_moe.model.engine_config import ddp_config, transformer_config
@@ -68,7 +67,12 @@ def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_model(
-    run: Run, pg_collection: Any, padded_vocab_size: int, wrap: bool = True, guard: PrecisionGuard | None = None
+    run: Run,
+    pg_collection: Any,
+    padded_vocab_size: int,
+    wrap: bool = True,
+    guard: PrecisionGuard | None = None,
+    draw: bool = True,
 ) -> list[torch.nn.Module]:
     """This rank's part of the model, one chunk per virtual pipeline stage (one without the interleaved schedule).
 
@@ -78,22 +82,21 @@ def build_model(
         padded_vocab_size: rows of the embedding table, a multiple of TP.
         wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
         guard: is told the dtypes after building and after each wrapping; one of its own if None.
+        draw: the weights, on this machine's device. Without it they stay where they were allocated, unfilled: for a
+            model on torch's meta device, which has shapes and no storage.
 
     Returns:
         The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
 
     Raises:
-        ConfigError: for context parallelism, or for Transformer Engine where it is missing.
+        ConfigError: for Transformer Engine where it is missing.
     """
-    if run.parallel.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {run.parallel.context_parallel_size}: sequences cannot be split over ranks yet; "
-            "use --context-parallel-size 1"
-        )
     config = transformer_config(run)
     num_chunks = derived.virtual_pipeline_size(run)
     stages = [None] if num_chunks is None else list(range(num_chunks))
-    chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, padded_vocab_size, stage) for stage in stages]
+    chunks: list[torch.nn.Module] = [
+        _chunk(run, config, pg_collection, padded_vocab_size, stage, draw) for stage in stages
+    ]
     guard = guard or PrecisionGuard()
     guard.check("building", held_by_model(run, chunks))
     if not wrap:
@@ -119,7 +122,9 @@ def build_model(
     return chunks
 
 
-def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp_stage: int | None) -> LanguageModel:
+def _chunk(
+    run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp_stage: int | None, draw: bool
+) -> LanguageModel:
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
     last_chunk = (derived.virtual_pipeline_size(run) or 1) - 1
@@ -144,9 +149,11 @@ def _chunk(run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
     if chunk.pre_process and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself
         ExactEmbedding.take_over(chunk.embedding.word_embeddings)
-    chunk.to(platform.device())
+    if draw:
+        chunk.to(platform.device())
     keep_in_fp32(chunk, run, config)
-    initialize_weights(chunk, run.training.seed)
+    if draw:
+        initialize_weights(chunk, run.training.seed)
     install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
 

@@ -111,10 +111,8 @@ class AllToAllDispatcher(Dispatcher):
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts, group=group)
-        # The splits are needed on the host; the one synchronisation of a layer.
-        rows_to_ep = counts.sum(dim=1).tolist()
+        rows_to_ep, recv_splits = self.splits(counts, received_counts)
         send_splits = [n for n in rows_to_ep for _ in range(etp)]
-        recv_splits = received_counts.sum(dim=1).tolist()
 
         pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
@@ -134,6 +132,13 @@ class AllToAllDispatcher(Dispatcher):
             ),
             plan,
         )
+
+    def splits(self, counts: Tensor, received_counts: Tensor) -> tuple[list[int], list[int]]:
+        """Rows for each EP rank, rows from each rank of the group, on the host: a layer's one synchronisation.
+
+        counts: [EP, e], rows for each expert. received_counts: [ranks, e], rows from each rank for each local expert.
+        """
+        return counts.sum(dim=1).tolist(), received_counts.sum(dim=1).tolist()
 
     def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
         leaving = copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
@@ -191,13 +196,17 @@ class AllGatherDispatcher(Dispatcher):
         elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
         local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)  # sorts last, and is cut off
         order, inverse, ends = _sort_by_expert(local_ids, self.num_local_experts)
-        num_rows = int(ends[-1])
+        num_rows = self.rows_here(ends)
         order = order[:num_rows]
         slots = inverse.clamp(max=num_rows)
         plan = GatherPlan(SortPlan(source=order // topk, slots=slots.view(-1, topk)))
         rows = copy_rows(tokens, plan.sort.source, plan.sort.slots, partial=True)
         weights = copy_rows(probs.flatten(), order, slots.unsqueeze(1), partial=True)
         return ExpertInput(rows, weights, ends.to(torch.int32)), plan
+
+    def rows_here(self, ends: Tensor) -> int:
+        """Rows for this rank's experts, on the host: a layer's one synchronisation. ends: [e]."""
+        return int(ends[-1])
 
     def combine(self, rows: Tensor, plan: GatherPlan) -> Tensor:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))

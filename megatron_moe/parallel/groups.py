@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe import platform
 from megatron_moe.config.derived import expert_tensor_parallel_size, virtual_pipeline_size
@@ -75,6 +76,23 @@ def initialize(run: Run) -> ProcessGroupCollection:
     if not dist.is_initialized():
         _join(platform.backend(run.parallel.distributed_backend), timeout)
     _agree_on(run)
+    return _build(run)
+
+
+def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
+    """The groups as rank `rank` of `world_size` would see them, in this process alone: collectives return at once and
+    move nothing. For laying out a job that is not there. `destroy` takes them away.
+
+    Raises:
+        RuntimeError: there is a default process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("an imagined job needs a process that is in no process group")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    return _build(run)
+
+
+def _build(run: Run) -> ProcessGroupCollection:
     layout = run.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
