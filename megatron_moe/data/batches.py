@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.parallel.sequence_chunks import context_parallel_slice
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 Batch = dict[str, "Tensor | None"]
@@ -129,16 +130,6 @@ class Receiver:
         batch: Batch = dict(zip(KEYS, packed.unbind()))
         batch["loss_mask"] = packed[KEYS.index("loss_mask")].float()
         return batch
-
-
-def context_parallel_slice(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The part of [..., S] that one context-parallel rank works on, [..., S / size].
-
-    Of 2 x size equal chunks, rank r has number r and number 2 x size - 1 - r, so that a causal attention costs every
-    rank the same (the engine's convention).
-    """
-    chunks = tensor.chunk(2 * size, dim=-1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=-1)
 
 
 def batch_iterator(

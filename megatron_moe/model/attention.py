@@ -7,6 +7,7 @@ attention) and holds the whole score matrix.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.model.context_parallel import OverRanks, attend_lower_right, attend_on_cpu, for_kernels
+from megatron_moe.model.flash_cpu import attend_block, block_gradients, of_one_width, wide
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -30,10 +32,14 @@ class SDPACoreAttention(torch.nn.Module):
         layer_number: unused; part of the protocol.
         attn_mask_type: causal, the only one there is.
         softmax_scale: factor on q k^T; default 1 / sqrt(key width).
-        k_channels, v_channels, cp_comm_type, attention_type, attention_dropout, pg_collection: the protocol's.
+        k_channels, v_channels, cp_comm_type, attention_type, attention_dropout: the protocol's.
+        pg_collection: process groups, of which `cp` is used.
+
+    Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence_chunks.py`), and attends to
+    the whole of it.
 
     Raises:
-        ConfigError: with context parallelism, which it does not support.
+        ValueError: another mask than the causal one, or context parallelism without its process group.
     """
 
     def __init__(
@@ -50,18 +56,17 @@ class SDPACoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"--context-parallel-size {config.context_parallel_size}: this attention does not split a sequence "
-                "over ranks yet; use --context-parallel-size 1"
-            )
         if attn_mask_type != AttnMaskType.causal:
             raise ValueError(f"attention is causal only, not {attn_mask_type.name}")
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
         # Under sequence parallelism the engine has switched to the rank's own random stream around the whole layer.
         self._own_stream = not config.sequence_parallel
-        self._kernel = _attend_cuda if platform.has_cuda() else _attend_cpu
+        self._kernel: Callable[..., Tensor] = _attend_cuda if platform.has_cuda() else _attend_cpu
+        if config.context_parallel_size > 1:
+            if pg_collection is None:
+                raise ValueError("attention under context parallelism needs pg_collection, for its group cp")
+            self._kernel = OverRanks(attend_lower_right if platform.has_cuda() else attend_on_cpu, pg_collection.cp)
 
     def forward(
         self,
@@ -73,7 +78,8 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [S, B, n, dk], key [S, B, g, dk], value [S, B, g, dv] -> [S, B, n x dv] in the query's dtype.
+        """query [S, B, n, dk], key [S, B, g, dk], value [S, B, g, dv] -> [S, B, n x dv] in the query's dtype, S / CP in
+        place of S under context parallelism.
 
         The mask is causal by construction: `attention_mask` must be None, as must biases and packed sequences.
         """
@@ -91,16 +97,11 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """[B, n, S, dk], [B, g, S, dk], [B, g, S, dv] -> [B, n, S, dv], in fp32.
-
-    torch's flash kernel for CPU wants equal widths, or the whole score matrix is built: the narrower side is padded
-    with zeros. Its backward pass in bf16 takes 2.5 to 4 times as long as in fp32, so everything is in fp32; on the way
-    the tensors become contiguous, which the kernel likes too.
-    """
+    """[B, n, S, dk], [B, g, S, dk], [B, g, S, dv] -> [B, n, S, dv], in fp32."""
     if query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _FlashInFp32.apply(query, key, value, scale)
     value_width = value.shape[-1]
-    query, key, value = _of_one_width(query, key, value)
+    query, key, value = of_one_width(query, key, value)
     context = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=key.shape[1] != query.shape[1]
     )
@@ -113,8 +114,7 @@ class _FlashInFp32(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        wide = _of_one_width(query, key, value)
-        context, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, True, scale=scale)
+        context, logsumexp = attend_block(*of_one_width(query, key, value), scale, True)
         ctx.save_for_backward(query, key, value, context, logsumexp)
         ctx.scale = scale
         return context[..., : value.shape[-1]]
@@ -123,42 +123,21 @@ class _FlashInFp32(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _wide(grad, context.shape[-1] - value.shape[-1]),
-            *_of_one_width(query, key, value),
+        gradients = block_gradients(
+            wide(grad, context.shape[-1] - value.shape[-1]),
+            *of_one_width(query, key, value),
             context,
             logsumexp,
-            0.0,
+            ctx.scale,
             True,
-            scale=ctx.scale,
         )
         narrow = (g[..., : t.shape[-1]].to(t.dtype) for g, t in zip(gradients, (query, key, value)))
         return (*narrow, None)
 
 
-def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 and contiguous, the narrower of keys and values padded with zeros."""
-    key_width, value_width = query.shape[-1], value.shape[-1]
-    missing = max(0, value_width - key_width)
-    return _wide(query, missing), _wide(key, missing), _wide(value, max(0, key_width - value_width))
-
-
-def _wide(tensor: Tensor, padding: int) -> Tensor:
-    """fp32, contiguous, the last dimension longer by `padding` zeros."""
-    if padding:
-        return F.pad(tensor.float(), (0, padding))
-    return tensor.to(torch.float32, memory_format=torch.contiguous_format)
-
-
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """As `_attend_cpu`, in the input's dtype. Of the CUDA kernels without a score matrix, the flash kernel knows
-    grouped-query attention but neither fp32 nor two widths; the memory-efficient one knows these but no groups, so keys
-    and values are repeated for it.
-    """
-    grouped = key.shape[1] != query.shape[1]
-    if grouped and (query.dtype == torch.float32 or value.shape[-1] != query.shape[-1]):
-        times = query.shape[1] // key.shape[1]
-        key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
+    """As `_attend_cpu`, in the input's dtype."""
+    key, value, grouped = for_kernels(query, key, value)
     return F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=grouped
     )

@@ -72,7 +72,7 @@ TRANSLATED: dict[str, str] = {
             "moe_router_force_load_balancing mtp_num_layers mtp_loss_scaling_factor "
             "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size "
             "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+            "context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size "
             "bf16 fp16 attention_softmax_in_fp32 fp32_residual_connection calculate_per_token_loss "
             "recompute_granularity recompute_method recompute_num_layers recompute_modules"
         ).split(),
@@ -106,7 +106,6 @@ TRANSLATED: dict[str, str] = {
     "seq_length": "given to the schedules with every step",
     "vocab_size": "the padded vocabulary is an argument of build_model",
     "make_vocab_size_divisible_by": "the padded vocabulary is an argument of build_model",
-    "cp_comm_type": "model/attention.py",
     "distributed_backend": "parallel/groups.py",
     "distributed_timeout_minutes": "parallel/groups.py",
     **dict.fromkeys(
@@ -171,6 +170,8 @@ def _sizes(run: Run) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "transformer_impl": model.transformer_impl,
+        "mtp_num_layers": model.mtp_num_layers,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
     }
 
 
@@ -216,6 +217,7 @@ def _layout(run: Run) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers,
         "context_parallel_size": layout.context_parallel_size,
+        "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention has to be told
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": derived.expert_tensor_parallel_size(run),
         # With two stages and several chunks each, a batched send and receive pairs up the wrong messages: both

@@ -17,6 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.parallel.sequence_chunks import context_parallel_slice, holder
 
 Chunks = Sequence[torch.nn.Module]
 
@@ -29,7 +30,8 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
-        tokens: [B, S] int64 on the device, the same on every rank; S is a multiple of TP under sequence parallelism.
+        tokens: [B, S] int64 on the device, the same on every rank; S / CP is a multiple of TP under sequence
+            parallelism, and S of 2 x CP under context parallelism.
         position: index of the last token that is known, below S.
 
     Returns:
@@ -39,10 +41,12 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
     batch, length = tokens.shape
     # The interleaved schedule wants as many micro-batches as stages: the same one again, the first answer counts.
     repeats = groups.pp.size() if len(chunks) > 1 else 1
+    # Of the ranks that share the sequence one holds the position; the others' logits are of another, and not used.
+    cp_rank, index = holder(position, length, groups.cp.size())
     with _evaluation(chunks):
         outputs = get_forward_backward_func()(
-            forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: logits[:, position]),
-            data_iterator=[_micro_batches(tokens, repeats) for _ in chunks],
+            forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: logits[:, index]),
+            data_iterator=[_micro_batches(tokens, repeats, groups.cp) for _ in chunks],
             model=list(chunks),
             num_microbatches=repeats,
             seq_length=length,
@@ -54,7 +58,10 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
         logits = _gather_vocabulary(outputs[0].float(), groups.tp)
     else:
         logits = torch.empty(0, device=tokens.device)
-    return _from_last_stage(logits, batch, groups.pp)
+    logits = _from_last_stage(logits, batch, groups.pp)
+    if groups.cp.size() > 1:
+        dist.broadcast(logits, dist.get_global_rank(groups.cp, cp_rank), group=groups.cp)
+    return logits
 
 
 def generate(
@@ -113,9 +120,11 @@ def _agreed(token: int) -> int:
     return int(shared)
 
 
-def _micro_batches(tokens: Tensor, repeats: int) -> Iterator[tuple[Tensor, Tensor, None]]:
-    """(tokens, positions, no mask) as the model's forward takes them."""
+def _micro_batches(tokens: Tensor, repeats: int, cp: Any) -> Iterator[tuple[Tensor, Tensor, None]]:
+    """This rank's (tokens, positions, no mask) as the model's forward takes them."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if cp.size() > 1:
+        tokens, positions = (context_parallel_slice(whole, cp.rank(), cp.size()) for whole in (tokens, positions))
     return iter([(tokens, positions, None)] * repeats)
 
 

@@ -52,7 +52,7 @@ class LatentAttention(MegatronModule):
         submodules: what it is built from.
         layer_number: global, one-based.
         attn_mask_type, cp_comm_type, pp_layer_offset, name: the engine's protocol.
-        pg_collection: process groups; `tp` is used.
+        pg_collection: process groups; `tp` is used, and `cp` where a sequence is split over ranks.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class LatentAttention(MegatronModule):
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
-        self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
+        cp_place = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
+        self.rotary = Rotary(config, *cp_place) if config.position_embedding_type == "rope" else None
         self.recompute_core = recomputes(config, "core_attn")
         self.recompute_up = recomputes(config, "mla_up_proj")
         self._build_projections(config, submodules)
@@ -148,7 +149,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, H], bias or None); S is this rank's part under sequence parallelism.
+        """[S, B, H] -> ([S, B, H], bias or None); S is this rank's part under sequence and context parallelism.
 
         Raises:
             ValueError: for masks, outside rotary tables, packed sequences or inference caches: there are none.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.parallel.sequence_chunks import context_parallel_slice
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
@@ -34,12 +35,13 @@ class Rotary:
     Args:
         config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
             rotary_scaling_factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim.
+        cp_rank, cp_size: this rank's place among those that share a sequence.
 
     Raises:
         ConfigError: only a part of the positional width is to be rotated; latent attention has a width for it.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, cp_rank: int = 0, cp_size: int = 1) -> None:
         width = config.qk_pos_emb_head_dim
         if config.rotary_percent != 1.0:
             raise ConfigError(
@@ -53,10 +55,12 @@ class Rotary:
             factor = config.rotary_scaling_factor
             self.frequencies = _interpolated(self.frequencies, config)
             self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
+        self._cp_rank, self._cp_size = cp_rank, cp_size
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[S, B, heads, width] -> the same, row s rotated for position s; computed in fp32, returned in x's dtype."""
+        """[S / CP, B, heads, width] -> the same, each row rotated for its position in the sequence; computed in fp32,
+        returned in x's dtype."""
         cos, sin = self.tables(x.shape[0], x.device)
         pairs = x.float().unflatten(-1, (-1, 2))
         first, second = pairs.unbind(-1)
@@ -64,10 +68,14 @@ class Rotary:
         return rotated.flatten(-2).to(x.dtype)
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [length, 1, 1, width / 2], amplitude included; kept for the next call."""
+        """cos and sin of the `length` positions that this rank holds, fp32 [length, 1, 1, width / 2], amplitude
+        included; kept for the next call."""
         key = (length, device)
         if key not in self._tables:
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies)[:, None, None, :]
+            positions = torch.arange(length * self._cp_size, dtype=torch.float32)
+            if self._cp_size > 1:
+                positions = context_parallel_slice(positions, self._cp_rank, self._cp_size)
+            angles = torch.outer(positions, self.frequencies)[:, None, None, :]
             cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
             self._tables[key] = cos.to(device), sin.to(device)
         return self._tables[key]

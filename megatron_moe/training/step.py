@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
@@ -131,16 +131,20 @@ def train_step(
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
     """The schedule's callback: one micro-batch through one model chunk; the loss function it applies on the last stage.
 
-    tokens, labels and loss_mask are [B, S]; a stage that holds neither end of the pipeline ignores them.
+    tokens, labels and loss_mask are [B, S / CP]; a stage that holds neither end of the pipeline ignores them.
     """
     batch = next(batches)
     # No attention mask: attention is causal by construction.
     output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(loss_func, batch["loss_mask"])
+    # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
+    per_token = get_model_config(chunk).calculate_per_token_loss
+    shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp
+    return output, partial(loss_func, batch["loss_mask"], shared_by=shared_by)
 
 
 def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """Loss sum and token count of this rank's micro-batches, counted by one TP rank of the last stage and no other.
+    """Loss sum and token count of this rank's micro-batches (under context parallelism of its part of them), counted
+    by one TP rank of the last stage and no other.
 
     Args:
         losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.

@@ -56,11 +56,16 @@ def forward_backward(run: Run, chunks: list[torch.nn.Module], pg_collection: Any
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    from megatron_moe.parallel.sequence_chunks import context_parallel_slice
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
     from megatron_moe.training.step import forward_step, local_loss, sum_over_job
 
     dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
-    batch = global_batch(run.model.seq_length)
+    cp = pg_collection.cp
+    batch = {
+        key: context_parallel_slice(tensor, cp.rank(), cp.size())
+        for key, tensor in global_batch(run.model.seq_length).items()
+    }
     share = SEQUENCES // dp_size
     rows = range(dp_rank * share, (dp_rank + 1) * share)
     micro_batches = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in rows]

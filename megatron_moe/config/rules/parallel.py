@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
 
 
-def context_parallel_is_one(run: Run, world_size: int) -> None:
-    """The core attention does not exchange keys and values between ranks."""
-    if run.parallel.context_parallel_size > 1:
+def sequence_divides_by_context_parallel(run: Run, world_size: int) -> None:
+    """Every context-parallel rank holds an early and a late chunk of the sequence, all equally long."""
+    cp, length = run.parallel.context_parallel_size, run.model.seq_length
+    if cp > 1 and length % (2 * cp):
         raise refuse(
             run,
-            ("context_parallel_size",),
-            "the attention does not split a sequence over ranks; use --context-parallel-size 1",
+            ("seq_length", "context_parallel_size"),
+            f"the sequence must divide into 2 x CP = {2 * cp} chunks; use"
+            f" --seq-length {nearest_multiples(length, 2 * cp)}",
+        )
+
+
+def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> None:
+    """Transformer Engine's attention asserts that keys and values are of one width where it gathers them."""
+    if (
+        run.parallel.context_parallel_size > 1
+        and run.model.multi_latent_attention
+        and run.model.transformer_impl == "transformer_engine"
+    ):
+        raise refuse(
+            run,
+            ("transformer_impl", "multi_latent_attention", "context_parallel_size"),
+            "Transformer Engine's attention does not gather keys and values of two widths; use"
+            " --transformer-impl local or --context-parallel-size 1",
         )
 
 
@@ -87,13 +106,24 @@ def experts_with_tensor_parallel_need_sequence_parallel(run: Run, world_size: in
 
 
 def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
-    """With sequence parallelism every TP rank holds an equal piece of the sequence."""
-    tp = run.parallel.tensor_model_parallel_size
-    if run.parallel.sequence_parallel and run.model.seq_length % tp:
+    """With sequence parallelism every TP rank holds an equal piece of the sequence, or of a CP rank's part of it."""
+    tp, cp, length = (
+        run.parallel.tensor_model_parallel_size,
+        run.parallel.context_parallel_size,
+        run.model.seq_length,
+    )
+    if run.parallel.sequence_parallel and cp == 1 and length % tp:
         raise refuse(
             run,
             ("seq_length", "tensor_model_parallel_size"),
-            f"the sequence must divide by TP; use --seq-length {nearest_multiples(run.model.seq_length, tp)}",
+            f"the sequence must divide by TP; use --seq-length {nearest_multiples(length, tp)}",
+        )
+    if run.parallel.sequence_parallel and cp > 1 and length // cp % tp:
+        raise refuse(
+            run,
+            ("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+            f"a CP rank's {length // cp} tokens must divide by TP; use"
+            f" --seq-length {nearest_multiples(length, math.lcm(2 * cp, tp * cp))}",
         )
 
 

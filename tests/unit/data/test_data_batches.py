@@ -12,12 +12,12 @@ from megatron_moe.data.batches import (
     KEYS,
     batch_iterator,
     batch_iterators,
-    context_parallel_slice,
     micro_batch_indices,
 )
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
+from megatron_moe.parallel.sequence_chunks import context_parallel_slice
 
 S = 8
 MOCK_S = 128  # mock data is 68 million tokens, whose index grows with 1 / S

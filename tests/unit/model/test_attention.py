@@ -9,7 +9,6 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.model.attention import SDPACoreAttention
 
 # (query heads, key/value heads, key width, value width)
@@ -102,8 +101,8 @@ def test_dropout_acts_in_training_only(one_process):
     assert relative_error(attention(*tensors), reference(*tensors, scale=24**-0.5)) < 1e-6
 
 
-def test_context_parallelism_is_refused():
-    with pytest.raises(ConfigError, match="--context-parallel-size 2.*use --context-parallel-size 1"):
+def test_context_parallelism_needs_its_group():
+    with pytest.raises(ValueError, match="pg_collection"):
         core_attention(context_parallel_size=2)
 
 

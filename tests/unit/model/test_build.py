@@ -123,13 +123,6 @@ def test_transformer_engine_is_refused_where_it_is_missing(one_process):
         build(transformer_impl="transformer_engine")
 
 
-def test_context_parallelism_is_refused(one_process):
-    run = Run()
-    pg_collection = groups.initialize(run)
-    with pytest.raises(ConfigError, match="--context-parallel-size 2"):
-        build_model(replace(run, context_parallel_size=2), pg_collection, 256)
-
-
 def test_building_is_silent():
     """No warning of the engine's on the user's screen, neither of a deprecation nor of a class it does not know."""
     code = (

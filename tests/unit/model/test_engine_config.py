@@ -101,6 +101,7 @@ CONFIG = {
         {"num_layers_in_last_pipeline_stage": 1},
     ),
     "context_parallel_size": (2, {}, {"context_parallel_size": 2}),
+    "cp_comm_type": ("all_gather", {}, {"cp_comm_type": "all_gather"}),
     "expert_model_parallel_size": (2, EXPERTS, {"expert_model_parallel_size": 2}),
     "expert_tensor_parallel_size": (1, {"tensor_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}),
     "bf16": (True, {}, {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}),
@@ -210,11 +211,14 @@ def test_sequence_parallelism_needs_tensor_parallelism():
     assert transformer_config(replace(Run(), sequence_parallel=True)).sequence_parallel is False
 
 
+SINGLE = ("normalization", "optimizer", "cp_comm_type")
+
+
 def test_defaults_differ_from_the_tested_values():
     """Else the tests above could not fail; fields with a single possible value are the exception."""
     run = Run()
     for table in (CONFIG, DDP, OPTIMIZER):
         for name, (value, _, _) in table.items():
             section = next(section for section in SECTIONS if name in fields(section))
-            assert getattr(getattr(run, section), name) != value or name in ("normalization", "optimizer"), name
+            assert getattr(getattr(run, section), name) != value or name in SINGLE, name
     assert engine_config.params_dtype(run) is torch.float32
