@@ -13,6 +13,8 @@ import sys
 
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
 
@@ -25,10 +27,10 @@ def main(argv: list[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         run = cli.parse(argv)
-        if run.precision.print_precision:
+        if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
             if rank == 0:
-                print(table.text(run), flush=True)
+                print(_asked_for(run, world_size), flush=True)
             return 0
         rules.check(run, world_size)
         # Not before the flags are right: loading torch and the engine takes seconds.
@@ -47,6 +49,13 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     return 0
+
+
+def _asked_for(run: Run, world_size: int) -> str:
+    """What a run's flags mean, instead of the run."""
+    if run.precision.print_precision:
+        return table.text(run)
+    return advisories.text(run, world_size, advisories.engine_version())
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_moe.platform.cpu_adaptor import install
 
 if TYPE_CHECKING:
+    from megatron_moe.platform.advisories import engine_version
     from megatron_moe.platform.hardware import (
         backend,
         device,
-        engine_version,
         has_cuda,
         have_apex,
         have_transformer_engine,
+        imagining,
         local_rank,
         max_memory_bytes,
         synchronize,
@@ -31,6 +32,7 @@ __all__ = [
     "has_cuda",
     "have_apex",
     "have_transformer_engine",
+    "imagining",
     "install",
     "local_rank",
     "max_memory_bytes",
@@ -41,4 +43,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("megatron_moe.platform.hardware"), name)
+    room = "advisories" if name == "engine_version" else "hardware"
+    return getattr(import_module(f"megatron_moe.platform.{room}"), name)

@@ -25,6 +25,7 @@ from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.platform import advisories
 from megatron_moe.precision.guard import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
@@ -96,7 +97,8 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     if run.checkpoint.save is not None and place.rank == 0:
         claim_root(Path(run.checkpoint.save))
     reporter.start(_facts(job))
-    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run)):
+    known = advisories.start_lines(run, place.world_size, platform.engine_version(), cuda=platform.has_cuda())
+    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run), *known):
         reporter.message(note)
     return job
 
@@ -165,7 +167,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "device": str(platform.device()),
         "ranks": place.world_size,
         "layout": ", ".join(
-            f"{axis} {getattr(place, f'{axis.lower()}_size')}" for axis in ("TP", "PP", "DP", "EP", "ETP")
+            f"{axis} {getattr(place, f'{axis.lower()}_size')}" for axis in ("TP", "CP", "PP", "DP", "EP", "ETP")
         ),
         "dtype": derived.params_dtype_name(run),
         "parameters": parameters,

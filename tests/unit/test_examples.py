@@ -49,7 +49,7 @@ def check(command, folder, monkeypatch):
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
     monkeypatch.chdir(folder)
     run = cli.parse([*command.flags, "--dry-run"])
-    if run.precision.print_precision:
+    if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, command.world_size)
     else:
         rules.check(run, command.world_size)
