@@ -5,22 +5,37 @@ Read at the moment of the question; nothing is remembered but what cannot change
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import importlib.metadata
 import os
-import re
 import resource
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
 from megatron_moe.config.errors import ConfigError
 
+_imagined: ContextVar[str | None] = ContextVar("imagined", default=None)
+
+
+@contextlib.contextmanager
+def imagining(kind: str) -> Iterator[None]:
+    """A machine of another kind, "cuda" or "cpu", without storage: what is built in here is built as it would be there,
+    on torch's meta device. For a plan on paper."""
+    token = _imagined.set(kind)
+    try:
+        yield
+    finally:
+        _imagined.reset(token)
+
 
 def has_cuda() -> bool:
-    """True where torch sees a CUDA device."""
-    return torch.cuda.is_available()
+    """True where torch sees a CUDA device, or one is imagined."""
+    imagined = _imagined.get()
+    return torch.cuda.is_available() if imagined is None else imagined == "cuda"
 
 
 def local_rank() -> int:
@@ -29,7 +44,9 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device of this process: cuda:LOCAL_RANK, or cpu where there is no CUDA."""
+    """The device of this process: cuda:LOCAL_RANK, cpu where there is no CUDA, meta where the machine is imagined."""
+    if _imagined.get() is not None:
+        return torch.device("meta")
     return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
 
 
@@ -80,11 +97,6 @@ def have_transformer_engine() -> bool:
 def have_apex() -> bool:
     """True where apex's optimizers can be imported and there is a CUDA device for them."""
     return has_cuda() and _importable("apex.optimizers")
-
-
-def engine_version() -> tuple[int, ...]:
-    """megatron-core's version, for example (0, 16, 1); read from its metadata, without importing it."""
-    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("megatron-core"))[:3])
 
 
 def _importable(name: str) -> bool:
