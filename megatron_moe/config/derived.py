@@ -240,27 +240,39 @@ def _mlp_parameters(run: Run, width: int) -> int:
     return (up + 1) * h * width + ((up * width + h) if run.model.add_bias_linear else 0)
 
 
+def _layer_parameters(run: Run, is_moe: int, experts_counted: int) -> int:
+    """One transformer layer, its two norms among it."""
+    h = run.model.hidden_size
+    rest = _attention_parameters(run) + 2 * h
+    if not is_moe:
+        return rest + _mlp_parameters(run, ffn_hidden_size(run))
+    shared = run.moe.moe_shared_expert_intermediate_size
+    rest += (run.moe.num_experts or 0) * h + experts_counted * _mlp_parameters(run, moe_ffn_hidden_size(run))
+    rest += _mlp_parameters(run, shared) if shared else 0
+    return rest + (h if run.moe.moe_shared_expert_gate else 0)
+
+
 def _parameters(run: Run, padded_vocab: int, experts_counted: int) -> int:
     h, pattern = run.model.hidden_size, moe_layer_pattern(run)
     tables = (2 if run.model.untie_embeddings_and_output_weights else 1) * padded_vocab * h
-    every_layer = run.model.num_layers * (_attention_parameters(run) + 2 * h)
-    dense = (len(pattern) - sum(pattern)) * _mlp_parameters(run, ffn_hidden_size(run))
-    moe_layer = 0
-    if run.moe.num_experts is not None:
-        shared = run.moe.moe_shared_expert_intermediate_size
-        moe_layer = run.moe.num_experts * h + experts_counted * _mlp_parameters(run, moe_ffn_hidden_size(run))
-        moe_layer += _mlp_parameters(run, shared) if shared else 0
-        moe_layer += h if run.moe.moe_shared_expert_gate else 0
-    return tables + every_layer + dense + sum(pattern) * moe_layer + h
+    dense, moe = (_layer_parameters(run, is_moe, experts_counted) for is_moe in (0, 1))
+    num_moe = sum(pattern)
+    decoder = (len(pattern) - num_moe) * dense + num_moe * moe + h
+    # A depth: a layer like the last, the product that merges two vectors, three norms. The tables are the model's own.
+    depth = (moe if pattern[-1] else dense) + 2 * h * h + 3 * h
+    return tables + decoder + (run.model.mtp_num_layers or 0) * depth
 
 
 def parameter_count(run: Run, padded_vocab: int) -> int:
-    """Trainable parameters of the whole model (expert_bias is a buffer and not among them)."""
+    """Trainable parameters of the whole model (expert_bias is a buffer and not among them).
+
+    The layers of multi-token prediction are among them; the two tables that these share with the model count once.
+    """
     return _parameters(run, padded_vocab, run.moe.num_experts or 0)
 
 
 def active_parameter_count(run: Run, padded_vocab: int) -> int:
-    """Parameters that one token meets: K of the E experts, everything else."""
+    """Parameters that one token meets in training: K of the E experts, everything else."""
     return _parameters(run, padded_vocab, run.moe.moe_router_topk)
 
 
@@ -289,4 +301,6 @@ def flops_per_token(run: Run, padded_vocab: int) -> float:
         moe_layer = 2 * h * run.moe.num_experts + 2 * matrices * h * width
     num_moe = sum(pattern)
     forward = m.num_layers * attention + (m.num_layers - num_moe) * dense + num_moe * moe_layer + 2 * h * padded_vocab
-    return 3.0 * forward
+    # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
+    depth = attention + (moe_layer if pattern[-1] else dense) + 4 * h * h + 2 * h * padded_vocab
+    return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)

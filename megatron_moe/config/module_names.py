@@ -20,7 +20,7 @@ def aliases(run: Run) -> dict[str, str]:
     return {
         "embedding": EMBEDDING,
         "output_layer": OUTPUT_LAYER,
-        "norms": "*layernorm",
+        "norms": "*norm",
         "router": "*.mlp.router",
         "experts": "*.mlp.experts",
         "shared_experts": "*.mlp.shared_experts",
@@ -38,14 +38,15 @@ def modules(run: Run) -> dict[str, tuple[str, ...]]:
     each layer computes for itself.
     """
     found: dict[str, tuple[str, ...]] = {EMBEDDING: (), f"{EMBEDDING}.word_embeddings": ("weight",)}
-    for layer, is_moe in enumerate(derived.moe_layer_pattern(run)):
-        name = f"decoder.layers.{layer}"
-        found[name] = ()
-        found[f"{name}.input_layernorm"] = ("weight",)
-        found.update({f"{name}.self_attention{tail}": own for tail, own in _attention(run).items()})
-        found[f"{name}.pre_mlp_layernorm"] = ("weight",)
-        found.update({f"{name}.mlp{tail}": own for tail, own in (_experts(run) if is_moe else _mlp(run)).items()})
+    pattern = derived.moe_layer_pattern(run)
+    for layer, is_moe in enumerate(pattern):
+        found.update(_layer(run, f"decoder.layers.{layer}", is_moe))
     found[FINAL_NORM] = ("weight",)
+    for depth in range(run.model.mtp_num_layers or 0):
+        name = f"mtp.layers.{depth}"
+        found.update({name: (), **{f"{name}.{part}": ("weight",) for part in ("enorm", "hnorm", "eh_proj")}})
+        found.update(_layer(run, f"{name}.transformer_layer", pattern[-1]))
+        found[f"{name}.final_layernorm"] = ("weight",)
     found[OUTPUT_LAYER] = ("weight",)
     return found
 
@@ -89,6 +90,17 @@ def near_names(run: Run, pattern: str) -> list[str]:
 def _inside(name: str, chosen: Iterable[str]) -> bool:
     parts = name.split(".")
     return any(".".join(parts[:length]) in chosen for length in range(1, len(parts)))
+
+
+def _layer(run: Run, name: str, is_moe: int) -> dict[str, tuple[str, ...]]:
+    mlp = _experts(run) if is_moe else _mlp(run)
+    return {
+        name: (),
+        f"{name}.input_layernorm": ("weight",),
+        **{f"{name}.self_attention{tail}": own for tail, own in _attention(run).items()},
+        f"{name}.pre_mlp_layernorm": ("weight",),
+        **{f"{name}.mlp{tail}": own for tail, own in mlp.items()},
+    }
 
 
 def _attention(run: Run) -> dict[str, tuple[str, ...]]:

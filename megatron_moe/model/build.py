@@ -22,7 +22,8 @@ from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.kept_fp32 import keep_in_fp32
 from megatron_moe.model.loss_head import FusedLoss
 from megatron_moe.model.mla import ReplicatedLinear
-from megatron_moe.model.spec import LOCAL, block_spec
+from megatron_moe.model.mtp import FurtherPredictions, without_second_table
+from megatron_moe.model.spec import LOCAL, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.declared import returns_wider
@@ -35,7 +36,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @returns_wider("the loss per token is fp32")
-class LanguageModel(CopiesShareGroups, GPTModel):
+class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
     Parallel linear layers and all Transformer Engine modules carry an `_extra_state` that is empty without FP8. It is
@@ -128,6 +129,7 @@ def _chunk(
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
     last_chunk = (derived.virtual_pipeline_size(run) or 1) - 1
+    is_last = pp_rank == pp_size - 1 and vp_stage in (None, last_chunk)
     model_class = FusedLossLanguageModel if run.model.cross_entropy_loss_fusion else LanguageModel
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
         chunk = model_class(
@@ -136,18 +138,20 @@ def _chunk(
             vocab_size=padded_vocab_size,
             max_sequence_length=derived.max_position_embeddings(run),
             pre_process=pp_rank == 0 and vp_stage in (None, 0),
-            post_process=pp_rank == pp_size - 1 and vp_stage in (None, last_chunk),
+            post_process=is_last,
             parallel_output=True,
             share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
             position_embedding_type=run.model.position_embedding_type,
             rotary_percent=run.model.rotary_percent,
             rotary_base=run.model.rotary_base,
+            mtp_block_spec=prediction_spec(config, pg_collection) if is_last else None,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+    without_second_table(chunk)
     if isinstance(chunk, FusedLoss):
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
-    if chunk.pre_process and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself
+    if hasattr(chunk, "embedding") and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself
         ExactEmbedding.take_over(chunk.embedding.word_embeddings)
     if draw:
         chunk.to(platform.device())

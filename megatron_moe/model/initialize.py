@@ -46,6 +46,7 @@ _SPLITS: dict[tuple[str, str], Split] = {
     ("linear_fc1", "bias"): _ROWS,
     ("linear_fc2", "weight"): _COLUMNS,
     ("linear_fc2", "bias"): _WHOLE,
+    ("eh_proj", "weight"): _ROWS,
     ("router", "weight"): _WHOLE,
     ("shared_experts", "gate_weight"): _WHOLE,
     **{
@@ -57,6 +58,8 @@ _SPLITS: dict[tuple[str, str], Split] = {
             "q_layernorm",
             "k_layernorm",
             "kv_layernorm",
+            "enorm",
+            "hnorm",
         )
     },
 }
@@ -93,7 +96,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
         _mark(parameter, split)
         if parameter_name == "bias":
             parameter.zero_()
-        elif module_name.endswith("layernorm"):
+        elif module_name.endswith("norm"):
             parameter.fill_(1.0)
         else:
             width = output_std if module_name in _OUTPUT_PROJECTIONS else std

@@ -43,10 +43,10 @@ def _emits(name: str, module: torch.nn.Module, config: Any, kept: frozenset[str]
         return None  # the gate computes in fp32 or wider by itself, and its probs are never narrow
     if name == module_names.OUTPUT_LAYER:
         return Emits(as_computed=True)  # only the loss reads logits, in fp32
-    if name == module_names.FINAL_NORM and module_names.OUTPUT_LAYER in kept:
+    if name.endswith(".final_layernorm") and module_names.OUTPUT_LAYER in kept:
         return Emits(as_computed=True)  # nothing between the two needs the model's dtype
     if name.startswith(module_names.EMBEDDING):
         return Emits(partial(getattr, config, "pipeline_dtype"))  # it starts the residual stream
-    if name.endswith("layernorm") and config.fp32_residual_connection:
+    if name.endswith("norm") and config.fp32_residual_connection:
         return Emits(partial(getattr, config, "params_dtype"))  # it reads the stream for a module of the model's dtype
     return Emits()

@@ -69,11 +69,14 @@ class FusedLoss:
             layer.__class__ = OutputLayerWithLoss
             layer.chunk_tokens = chunk_tokens
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
-        """The engine's last step of a forward pass: logits without labels, losses with them."""
-        if labels is None or not self.post_process:  # type: ignore[attr-defined]
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
-        tied = self.share_embeddings_and_output_weights  # type: ignore[attr-defined]
-        weight = self.shared_embedding_or_output_weight() if tied else None  # type: ignore[attr-defined]
-        losses, _ = self.output_layer(hidden_states, weight=weight, labels=labels)  # type: ignore[attr-defined]
+    def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        losses, _ = self.output_layer(hidden, weight=weight, labels=labels)
         return losses
+
+    def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
+        """The engine's last step of a forward pass: logits without labels, losses with them."""
+        if labels is None or not self.post_process or self.config.mtp_num_layers:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
+        return self.token_losses(hidden_states, labels)

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -28,6 +29,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
+from megatron_moe.model.mtp import PredictionLayer, PredictionParts
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.residual import fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
@@ -112,6 +114,18 @@ def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> 
         layer_spec(config, chosen, pg_collection, bool(moe)) for moe in config.moe_layer_freq[first : first + count]
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
+
+
+def prediction_spec(config: Any, pg_collection: Any) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers of multi-token prediction, each with a transformer layer of the kind of the model's last; None
+    without the flag."""
+    if not config.mtp_num_layers:
+        return None
+    chosen = parts(config.transformer_impl)
+    last = layer_spec(config, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
+    submodules = PredictionParts(chosen.norm, chosen.column_linear, last, pg_collection)
+    depth = ModuleSpec(module=PredictionLayer, submodules=submodules)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * config.mtp_num_layers)
 
 
 def layer_spec(config: Any, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:

@@ -48,6 +48,7 @@ class Interval:
         width = len(str(train_iters)) if train_iters else 6
         parts = [f"iteration {last.iteration:>{width}}" + (f"/{train_iters}" if train_iters else "")]
         parts.append(f"loss {math.fsum(taken) / len(taken):.4f}" if taken else f"loss {last.loss:.4f}")
+        parts.extend(self._further_losses())
         parts.append(f"lr {last.learning_rate:.2e}")
         parts.append("grad norm -" if last.grad_norm is None else f"grad norm {last.grad_norm:.3f}")
         parts.append(f"{_rate([r.tokens for r in self._records], seconds):,.0f} tok/s")
@@ -66,6 +67,12 @@ class Interval:
             parts.append(f"SKIPPED {skipped} (loss scale {last.loss_scale:g})")
         parts.append(f"left {duration(last.seconds_left)}")
         return " | ".join(parts)
+
+    def _further_losses(self) -> list[str]:
+        """The means of multi-token prediction's depths, as those of the loss."""
+        taken = [record.mtp_losses for record in self._records if not record.skipped] or [self._records[-1].mtp_losses]
+        means = [math.fsum(losses) / len(losses) for losses in zip(*taken)]
+        return [f"mtp {' '.join(f'{mean:.4f}' for mean in means)}"] if means else []
 
 
 def status(record: StepRecord, expert_load: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.report.health_record import Health, health_from_json
@@ -24,7 +24,7 @@ class StepRecord:
     whole model, the E counts of the step over all ranks; it may be empty, and with it expert_load none, at a step whose
     counts were not gathered. expert_load is max / mean of those counts in the worst layer,
     empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank. health is there at
-    the steps of --health-interval.
+    the steps of --health-interval. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
     """
 
     iteration: int
@@ -48,6 +48,7 @@ class StepRecord:
     global_batch_size: int
     memory_bytes: int
     health: Health | None = None
+    mtp_losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
     plain = _plain(StepRecord, line)
     plain["tokens_per_expert"] = {int(layer): counts for layer, counts in plain["tokens_per_expert"].items()}
     plain["health"] = health_from_json(line.get("health"))  # lines of earlier versions have none
+    plain["mtp_losses"] = [math.nan if loss is None else loss for loss in line.get("mtp_losses", ())]
     return StepRecord(**plain)
 
 

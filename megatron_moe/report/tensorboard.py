@@ -58,6 +58,8 @@ class TensorBoardSink(Sink):
             scalars[f"experts_by_layer/load_max_over_mean_{layer}"] = load_max_over_mean(counts)
         for name, value in record.aux_losses.items():
             scalars[f"loss/{name}"] = value
+        for depth, loss in enumerate(record.mtp_losses, start=1):
+            scalars[f"loss/mtp_{depth}"] = loss
         if record.health is not None:
             scalars.update(health_scalars(record.health))
         for tag, number in scalars.items():

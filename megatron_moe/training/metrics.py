@@ -124,4 +124,5 @@ class Meter:
             global_batch_size=global_batch_size,
             memory_bytes=platform.max_memory_bytes(),
             health=health,
+            mtp_losses=list(result.mtp_losses),
         )

@@ -22,6 +22,7 @@ from megatron_moe.data.batches import Batch
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
+from megatron_moe.training.global_batch import tell_of_global_batch
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
 from megatron_moe.training.timers import timed
@@ -36,7 +37,7 @@ class StepResult:
     loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
     before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
     is False where a loss or a gradient was not finite: weights, moments, expert_bias and the learning-rate schedule are
-    then as they were.
+    then as they were. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
     """
 
     committed: bool
@@ -47,6 +48,7 @@ class StepResult:
     loss_scale: float
     next_loss_scale: float
     router_update: RouterUpdate
+    mtp_losses: tuple[float, ...] = ()
 
 
 def connect(model: Model, optimizer: MegatronOptimizer) -> None:
@@ -84,6 +86,16 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     snapshot = RouterSnapshot.capture(model)
+    batches = tell_of_global_batch(
+        model,
+        batches,
+        forward_step,
+        num_micro_batches=num_micro_batches,
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        pg_collection=pg_collection,
+    )
+    take_further_losses(model)  # of a pass that was no step
     updates: list[RouterUpdate] = []
 
     def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -110,8 +122,10 @@ def train_step(
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
     if probe is not None and not overflow:
         probe.see_gradients(optimizer)
-    loss_sum, tokens, bad_ranks = sum_over_job(
-        *local_loss(losses, pg_collection), 0.0 if math.isfinite(grad_norm) else 1.0
+    loss_sum, tokens, bad_ranks, *further = sum_over_job(
+        *local_loss(losses, pg_collection),
+        0.0 if math.isfinite(grad_norm) else 1.0,
+        *local_further_losses(model, pg_collection),
     )
     committed = bad_ranks == 0 and math.isfinite(loss_sum)
     if committed:
@@ -125,7 +139,8 @@ def train_step(
         scale.commit(found_inf=not committed)
     next_scale = used_scale if scale is None else float(scale.scale.item())
     loss = loss_sum / tokens if tokens else math.nan
-    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, next_scale, updates[0])
+    mtp_losses = tuple(total / count if count else math.nan for total, count in zip(further[::2], further[1::2]))
+    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, next_scale, updates[0], mtp_losses)
 
 
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -135,7 +150,9 @@ def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tens
     """
     batch = next(batches)
     # No attention mask: attention is causal by construction.
-    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
+    mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp
@@ -153,6 +170,22 @@ def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupColle
         return 0.0, 0.0
     total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
     return float(total[0]), float(total[1])
+
+
+def take_further_losses(model: Model) -> Tensor | None:
+    """[D, 2] loss sum and targets of each depth of multi-token prediction since they were last taken, of this rank's
+    tokens; None without such depths, and on every stage but the last."""
+    if not get_model_config(model[-1]).mtp_num_layers:
+        return None
+    return get_attr_wrapped_model(model[-1], "take_further_losses")()
+
+
+def local_further_losses(model: Model, pg_collection: ProcessGroupCollection) -> list[float]:
+    """Loss sum and targets of each depth in turn, as many numbers on every rank, counted as `local_loss` counts."""
+    taken = take_further_losses(model)
+    if taken is None or pg_collection.tp.rank() != 0:
+        return [0.0, 0.0] * (get_model_config(model[-1]).mtp_num_layers or 0)
+    return taken.flatten().tolist()
 
 
 def sum_over_job(*values: float) -> list[float]:

@@ -48,8 +48,10 @@ DOORS: dict[str, set[str]] = {
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
     "parallel_state": {"parallel/groups.py", "moe/groups.py"},
     "transformer": {"model/spec.py"},
+    "transformer.spec_utils": {"model/spec.py", "model/mtp.py"},
+    "transformer.transformer_layer": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_config": {"model/engine_config.py"},
-    "transformer.moe": {"moe/router.py"},
+    "transformer.moe": {"moe/aux_losses.py"},
     # the engine's own configurations, all made in one place
     "distributed.DistributedDataParallelConfig": {"model/engine_config.py"},
     "optimizer.OptimizerConfig": {"model/engine_config.py"},
@@ -60,14 +62,15 @@ DOORS: dict[str, set[str]] = {
     "pipeline_parallel.get_forward_backward_func": {
         "training/step.py",
         "training/evaluate.py",
+        "training/global_batch.py",
         "model/generate.py",
     },
     "distributed.finalize_model_grads": {"training/finalize_model_grads.py"},
     # bricks: what our own modules are built of, or put into the engine's
-    "tensor_parallel": {"model/mla.py", "model/spec.py", "moe/layer.py"},
-    "tensor_parallel.mappings": {"model/embedding.py"},
-    "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py"},
-    "tensor_parallel.random": {"checkpoint/random_state.py"},
+    "tensor_parallel": {"model/mla.py", "model/mtp.py", "model/spec.py", "moe/layer.py"},
+    "tensor_parallel.mappings": {"model/embedding.py", "model/mtp.py"},
+    "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
+    "tensor_parallel.random": {"checkpoint/random_state.py", "training/global_batch.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
     "tensor_parallel.layers": {
@@ -79,6 +82,7 @@ DOORS: dict[str, set[str]] = {
     },
     "transformer.module.MegatronModule": {
         "model/mla.py",
+        "model/mtp.py",
         "moe/experts.py",
         "moe/layer.py",
         "moe/router.py",
@@ -95,12 +99,18 @@ DOORS: dict[str, set[str]] = {
         "data/datasets.py",
         "checkpoint/state.py",
         "training/evaluate.py",
+        "training/global_batch.py",
         "training/metrics.py",
         "training/optimizer.py",
         "training/step.py",
     },
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
-    "utils.get_model_config": {"training/step.py", "training/finalize_model_grads.py", "training/timers.py"},
+    "utils.get_model_config": {
+        "training/global_batch.py",
+        "training/step.py",
+        "training/finalize_model_grads.py",
+        "training/timers.py",
+    },
     "utils.get_attr_wrapped_model": {"model/generate.py"},
 }
 

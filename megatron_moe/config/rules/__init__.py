@@ -27,6 +27,8 @@ RULES: tuple[Rule, ...] = (
     model.yarn_betas_are_ordered,
     model.rotary_width_is_even,
     model.sequence_fits_positions,
+    model.prediction_weight_needs_its_layers,
+    model.predictions_fit_the_sequence,
     # experts
     moe.moe_flags_need_experts,
     moe.layer_pattern_fits,

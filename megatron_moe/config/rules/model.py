@@ -173,3 +173,24 @@ def transformer_engine_is_installed(run: Run, world_size: int) -> None:
             "Transformer Engine is not installed; install the extra [gpu], or use --transformer-impl local and"
             " --moe-expert-backend grouped_mm",
         )
+
+
+def prediction_weight_needs_its_layers(run: Run, world_size: int) -> None:
+    """Without layers of multi-token prediction there is no loss to weigh."""
+    if set_among(run, ("mtp_loss_scaling_factor",)) and run.model.mtp_num_layers is None:
+        raise refuse(
+            run,
+            ("mtp_loss_scaling_factor", "mtp_num_layers"),
+            "only multi-token prediction reads this; add --mtp-num-layers 1 or drop it",
+        )
+
+
+def predictions_fit_the_sequence(run: Run, world_size: int) -> None:
+    """Depth k predicts k + 1 tokens ahead: in a shorter sequence no position has that target."""
+    depths, length = run.model.mtp_num_layers, run.model.seq_length
+    if depths is not None and depths >= length:
+        raise refuse(
+            run,
+            ("mtp_num_layers", "seq_length"),
+            f"the last depths would have no target; use --mtp-num-layers {max(length - 1, 1)} or less",
+        )

@@ -39,12 +39,21 @@ def test_flops_per_token_of_qwen3_30b_match_the_published_ratio():
 
 
 def test_flops_per_token_of_deepseek_v3_match_the_published_ratio():
-    # Published with one multi-token-prediction depth: a further MoE layer, a 2H x H projection and the head again.
-    run = run_of("--preset deepseek-v3")
-    longer = schema.replace(run, num_layers=62, moe_layer_freq="[0]*3+[1]*59")
-    hidden, vocab = run.model.hidden_size, run.model.vocab_size
-    flops = derived.flops_per_token(longer, vocab) + 3 * (4 * hidden**2 + 2 * hidden * vocab)
-    assert flops / 1e9 == pytest.approx(260.64, abs=0.05)
+    # Published with one multi-token-prediction depth.
+    run = run_of("--preset deepseek-v3 --mtp-num-layers 1")
+    assert derived.flops_per_token(run, run.model.vocab_size) / 1e9 == pytest.approx(260.64, abs=0.05)
+
+
+def test_one_depth_of_deepseek_v3_adds_its_published_size():
+    # 685B in the published files: 671B, and 14B of the depth with its own copies of both tables.
+    alone, deeper = run_of("--preset deepseek-v3"), run_of("--preset deepseek-v3 --mtp-num-layers 1")
+    hidden, vocab = alone.model.hidden_size, alone.model.vocab_size
+    added = derived.parameter_count(deeper, vocab) - derived.parameter_count(alone, vocab)
+    a_layer_more = schema.replace(alone, num_layers=62, moe_layer_freq="[0]*3+[1]*59")
+    layer = derived.parameter_count(a_layer_more, vocab) - derived.parameter_count(alone, vocab)
+    assert added == layer + 2 * hidden**2 + 3 * hidden
+    assert round((added + 2 * vocab * hidden) / 1e9) == 13  # told as 14: 11.61 + 1.85 = 13.46
+    assert round((derived.parameter_count(deeper, vocab) + 2 * vocab * hidden) / 1e9, 1) == 684.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -17,6 +17,8 @@ FLAGS = [
     "--preset tiny-gqa",
     "--preset tiny-gqa --qk-layernorm --add-qkv-bias --no-untie-embeddings-and-output-weights",
     f"{DENSE} --add-bias-linear",
+    "--preset tiny --mtp-num-layers 2",
+    f"{DENSE} --mtp-num-layers 1",
     f"{DENSE} --no-swiglu --kv-channels 16",
 ]
 
@@ -36,4 +38,6 @@ def test_active_parameters_leave_out_the_experts_not_chosen(flags):
     idle = derived.parameter_count(run, 256) - derived.active_parameter_count(run, 256)
     one_expert = 3 * run.model.hidden_size * derived.moe_ffn_hidden_size(run)
     idle_experts = (run.moe.num_experts or run.moe.moe_router_topk) - run.moe.moe_router_topk
-    assert idle == sum(derived.moe_layer_pattern(run)) * idle_experts * one_expert
+    pattern = derived.moe_layer_pattern(run)
+    moe_layers = sum(pattern) + pattern[-1] * (run.model.mtp_num_layers or 0)
+    assert idle == moe_layers * idle_experts * one_expert

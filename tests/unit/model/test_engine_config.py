@@ -52,6 +52,8 @@ CONFIG = {
     "attention_dropout": (0.1, {}, {"attention_dropout": 0.1}),
     "hidden_dropout": (0.1, {}, {"hidden_dropout": 0.1}),
     "init_method_std": (0.3, {}, {"init_method_std": 0.3}),
+    "mtp_num_layers": (2, {}, {"mtp_num_layers": 2}),
+    "mtp_loss_scaling_factor": (0.3, {"mtp_num_layers": 1}, {"mtp_loss_scaling_factor": 0.3}),
     "transformer_impl": ("transformer_engine", {}, {"transformer_impl": "transformer_engine"}),
     "num_experts": (8, {}, {"num_moe_experts": 8}),
     "moe_layer_freq": ("[0]+[1]*3", EXPERTS, {"moe_layer_freq": [0, 1, 1, 1]}),

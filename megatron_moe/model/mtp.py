@@ -1,0 +1,225 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers behind the last one that predict further.
+
+Depth k (from 1) takes the hidden state of depth k - 1 (depth 0: the model's own, behind its final norm) and the
+embedding of the k-th token ahead, merges them into one vector, runs one transformer layer over the sequence, and
+predicts the token behind: k + 1 ahead. Embedding and output layer are the model's own.
+
+The model's output is what it is without these layers: the loss of the next token. Its gradient holds the others':
+position s of the output also carries factor / D times the losses with which the D depths predicted that position's
+label, each from k positions before. So whatever the loss function does with a label's loss (mask it, divide by the
+tokens of a micro-batch or of the global batch, scale it), it does with all predictions of that label, and no layout,
+micro-batch size or normalisation weighs them otherwise. DeepSeek-V3 divides so too: by all T tokens, though depth k has
+k targets fewer in every sequence.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_moe.model.residual import residual_dtype
+from megatron_moe.parallel.sequence_shift import shifted
+
+
+@dataclass(frozen=True)
+class PredictionParts:
+    """What a depth is built from: two norms of its inputs and one of its output, the product that merges the inputs
+    (column-parallel), and a transformer layer."""
+
+    norm: type
+    column_linear: type
+    transformer_layer: ModuleSpec
+    pg_collection: Any
+    """Process groups; what the engine hands to a layer is all it knows in one release and two groups in another."""
+
+
+class PredictionLayer(MegatronModule):
+    """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock; its parameters have the names
+    that Megatron-LM's checkpoints give them.
+
+    The engine's own layer is not used: it has other names in every release, numbers the layer as the first ones, skips
+    recomputation by blocks, and merges into the model's dtype where the residual stream is fp32.
+
+    Args:
+        config: the engine's configuration.
+        submodules: the classes.
+        layer_number: the depth, from 1. The transformer layer within is number num_layers + depth of the model.
+        vp_stage: which chunk of the pipeline stage this is.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: PredictionParts,
+        layer_number: int = 1,
+        vp_stage: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        pg_collection = submodules.pg_collection
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.enorm = submodules.norm(**norm)
+        self.hnorm = submodules.norm(**norm)
+        self.eh_proj = submodules.column_linear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+        # The engine adds the layers of the stages before this one to the number.
+        before = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        self.transformer_layer = build_module(
+            submodules.transformer_layer,
+            config=config,
+            layer_number=config.num_layers + layer_number - before,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+        self.final_layernorm = submodules.norm(**norm)
+
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """The name under which a later release of the engine looks for the transformer layer."""
+        return self.transformer_layer
+
+    def forward(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        """Hidden states of the depth before and the embeddings of the tokens ahead, both [S, B, H] (this rank's part of
+        the sequence under sequence parallelism) -> the same of this depth, behind its norm."""
+        if self.config.recompute_granularity == "full" and self.training:
+            return checkpoint(self._predict, False, hidden, embedded, rotary_pos_emb)
+        return self._predict(hidden, embedded, rotary_pos_emb)
+
+    def _predict(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        # Under sequence parallelism ranks drop out other parts of the sequence: as the engine's block has it.
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
+            hidden, _ = self.transformer_layer(
+                hidden_states=self._merge(hidden, embedded), attention_mask=None, rotary_pos_emb=rotary_pos_emb
+            )
+        return self.final_layernorm(hidden)
+
+    def _merge(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        dtype = self.config.params_dtype  # norms that are kept in fp32 may hand on fp32
+        both = torch.cat((self.enorm(embedded).to(dtype), self.hnorm(hidden).to(dtype)), dim=-1)
+        part, _ = self.eh_proj(both)
+        merged = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
+        if self.config.sequence_parallel:
+            merged = scatter_to_sequence_parallel_region(merged, group=self.tp_group)
+        return merged.to(residual_dtype(self.config.fp32_residual_connection, dtype))
+
+
+class FurtherPredictions:
+    """Mixed into the engine's GPTModel, before it: multi-token prediction in training, and nothing of it otherwise.
+
+    Attributes:
+        further_losses: [D, 2] fp64 or None: of each depth the sum of its losses in nats, unweighted, and the number of
+            targets that the loss mask keeps, over all micro-batches since it was taken.
+    """
+
+    further_losses: Tensor | None = None
+
+    def take_further_losses(self) -> Tensor | None:
+        """`further_losses`, and begin anew. None on a chunk without these layers, and before a micro-batch."""
+        taken, self.further_losses = self.further_losses, None
+        return taken
+
+    def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
+        logits, _ = self.output_layer(hidden, weight=self._tied_weight())
+        return self.compute_language_model_loss(labels, logits)
+
+    def _postprocess(
+        self: Any,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        """The engine's last step of a forward pass: logits [B, S, V / TP] without labels, losses [B, S] with them."""
+        if not (self.post_process and self.config.mtp_num_layers):
+            return super()._postprocess(  # type: ignore[misc]
+                hidden_states=hidden_states,
+                input_ids=input_ids,
+                position_ids=position_ids,
+                labels=labels,
+                rotary_pos_emb=rotary_pos_emb,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                loss_mask=loss_mask,
+                runtime_gather_output=runtime_gather_output,
+                **rest,
+            )
+        if labels is None:
+            logits, _ = self.output_layer(
+                hidden_states, weight=self._tied_weight(), runtime_gather_output=runtime_gather_output
+            )
+            return logits.transpose(0, 1).contiguous()
+        losses = self.token_losses(hidden_states, labels)
+        if not self.training:
+            return losses
+        further = self._further(hidden_states, input_ids, position_ids, labels, rotary_pos_emb, loss_mask)
+        weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
+        # Adds zero, and a gradient; a loss that is not finite makes the output so, and the step is skipped.
+        return losses + (weighted - weighted.detach())
+
+    def _further(
+        self: Any,
+        hidden: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        rotary_pos_emb: Tensor | None,
+        loss_mask: Tensor | None,
+    ) -> Tensor:
+        """[D, B, S] fp32: the loss with which each depth predicted the label at position s; 0 for the first k."""
+        group = self.pg_collection.cp
+        found, targets = [], []
+        for depth, layer in enumerate(self.mtp.layers, start=1):
+            ahead = self.embedding(input_ids=shifted(input_ids, depth, group), position_ids=position_ids)
+            hidden = layer(hidden, ahead, rotary_pos_emb)
+            losses = self.token_losses(hidden, shifted(labels, depth, group))
+            found.append(shifted(losses, -depth, group))
+            targets.append(shifted(torch.ones_like(labels), -depth, group))
+        further = torch.stack(found)
+        if torch.is_grad_enabled():
+            self._count(further.detach(), torch.stack(targets), loss_mask)
+        return further
+
+    def _count(self, losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> None:
+        kept = targets.double() if loss_mask is None else targets * loss_mask.double()
+        sums = torch.stack([(losses.double() * kept).sum((1, 2)), kept.sum((1, 2))], dim=-1)
+        self.further_losses = sums if self.further_losses is None else self.further_losses + sums
+
+    def _tied_weight(self: Any) -> Tensor | None:
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
+
+def without_second_table(chunk: Any) -> None:
+    """Drop the table that the engine gives a tied output layer on the last stage beside the embedding it needs there:
+    it would never be used, so data parallelism would wait for its gradient for ever."""
+    if chunk.share_embeddings_and_output_weights and chunk.post_process and chunk.mtp_process:
+        chunk.output_layer.weight = None
