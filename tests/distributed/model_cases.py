@@ -132,8 +132,10 @@ def continuation(run: Run, temperature: float) -> list[int]:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import generate
     from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
 
     pg_collection = groups.initialize(run)
+    seed_everything(run)
     chunks = build_model(run, pg_collection, VOCAB)
     prompt = global_batch(run.model.seq_length)["tokens"].flatten().tolist()[: run.model.seq_length + 3]
     counts = [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if "local_tokens" in name]

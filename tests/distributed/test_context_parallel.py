@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.parallel.sequence_chunks import in_order
 from tests.distributed import model_cases as cases
 from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, VPP2, oracle, relative_error  # noqa: F401
 from tests.distributed.test_model_layouts import test_a_layout_agrees_with_one_rank as agrees
@@ -37,3 +38,174 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS])
 def test_a_layout_with_split_sequences_agrees_with_one_rank(gloo, oracle, model, ranks, layout):  # noqa: F811
     agrees(gloo, oracle, model, ranks, layout)
+
+
+# ---- the attention alone
+
+
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def attention_on_a_rank() -> dict[tuple, list[torch.Tensor]]:
+    """By (widths, dtype, path), this rank's part of the output, and of the gradients of query, key and value."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_moe.model.attention import SDPACoreAttention
+    from megatron_moe.model.context_parallel import OverRanks, attend_lower_right
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+
+    world = torch.distributed.get_world_size()
+    pg_collection = groups.initialize(replace(Run(), context_parallel_size=world))
+    place = pg_collection.cp.rank(), world
+    config = SimpleNamespace(context_parallel_size=world, attention_dropout=0.0, sequence_parallel=False)
+    found = {}
+    for path in ("this machine's", "torch's"):
+        attention = SDPACoreAttention(config, 1, AttnMaskType.causal, softmax_scale=0.3, pg_collection=pg_collection)
+        if path == "torch's":
+            attention._kernel = OverRanks(attend_lower_right, pg_collection.cp)
+        for name, widths in WIDTHS.items():
+            for dtype in DTYPES:
+                whole = [tensor.detach() for tensor in inputs(widths, dtype)]
+                own = [context_parallel_slice(tensor, *place, dim=0).requires_grad_() for tensor in whole]
+                output = attention(*own)
+                output.backward(context_parallel_slice(upstream(widths, dtype), *place, dim=0))
+                found[name, dtype, path] = [output.detach(), *(tensor.grad for tensor in own)]
+    return found
+
+
+def upstream(widths, dtype):
+    shape = (24, 2, widths[0] * widths[3])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_over_ranks_is_attention_over_the_sequence(gloo, size):
+    """Ours rounds once, to the operands' dtype; torch's own for half precision on a CPU rounds in between."""
+    results = gloo.run(size, attention_on_a_rank)
+    for name, dtype, path in results[0]:
+        widths, bound = WIDTHS[name], DTYPES[dtype] * (3 if path == "torch's" else 1)
+        whole = [tensor.detach().double().requires_grad_() for tensor in inputs(widths, dtype)]
+        output = reference(*whole, scale=0.3)
+        output.backward(upstream(widths, dtype).double())
+        ranks = zip(*(rank[name, dtype, path] for rank in results))
+        for parts, wanted in zip(ranks, (output, *(tensor.grad for tensor in whole)), strict=True):
+            assert parts[0].dtype == dtype
+            assert relative_error(in_order(torch.cat(parts), size), wanted) < bound, (name, dtype, path)
+
+
+def kept_bytes(size: int) -> int:
+    """Bytes that autograd keeps of an attention."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_moe.model.attention import SDPACoreAttention
+    from megatron_moe.parallel import groups
+
+    pg_collection = groups.initialize(replace(Run(), context_parallel_size=size))
+    config = SimpleNamespace(context_parallel_size=size, attention_dropout=0.0, sequence_parallel=False)
+    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, pg_collection=pg_collection)
+    own = [torch.randn(512 // size, 1, 4, width).bfloat16().requires_grad_() for width in (24, 24, 16)]
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(*own)
+    return sum(kept.values())
+
+
+def test_what_a_rank_keeps_for_the_backward_pass_falls_with_the_number_of_ranks(gloo):
+    alone, two, four = (gloo.run(size, kept_bytes, size=size)[0] for size in (1, 2, 4))
+    assert two <= 0.51 * alone
+    assert four <= 0.26 * alone
+
+
+def dropped(rate: float) -> dict[str, torch.Tensor]:
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_moe.model.attention import SDPACoreAttention
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
+
+    run = replace(Run(), context_parallel_size=2)
+    pg_collection = groups.initialize(run)
+    seed_everything(run)
+    config = SimpleNamespace(context_parallel_size=2, attention_dropout=rate, sequence_parallel=False)
+    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, pg_collection=pg_collection)
+    ones = [torch.ones(24, 1, 4, 16) for _ in range(3)]
+    trained = attention(*ones)
+    return {"trained": trained, "evaluated": attention.eval()(*ones)}
+
+
+def test_dropout_drops_weights_in_training_only_and_differently_on_each_rank(gloo):
+    one, other = gloo.run(2, dropped, rate=0.5)
+    for found in (one, other):
+        assert torch.allclose(found["evaluated"], torch.ones(24, 1, 64))  # weights add up to one
+        assert (found["trained"][-12:] != 1).any()
+        assert abs(found["trained"].mean() - 1) < 0.3  # what is kept is scaled up
+    assert not torch.equal(one["trained"], other["trained"])
+
+
+# ---- the loss
+
+
+def masked_step(run: Run, masks: str) -> dict[str, object]:
+    """`cases.one_step` with other loss masks, and the routers' bias after it."""
+    from megatron_moe.moe.state import routers
+
+    plain, found = cases.global_batch, []
+
+    def batch(length: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(cases.SEQUENCES, length)
+        if masks == "uneven":
+            for row in range(cases.SEQUENCES):
+                mask[row, : 3 * row + 1] = 0
+        if masks == "one rank without":
+            mask[:, length // 4 : -(length // 4)] = 0  # of two ranks the second
+        return {**plain(length), "loss_mask": mask}
+
+    def seen(chunk: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, object]:
+        found.extend(router.expert_bias.clone() for router in routers([chunk]))
+        return tensors(chunk, weights)
+
+    tensors = cases._tensors
+    cases.global_batch, cases._tensors = batch, seen
+    try:
+        return {**cases.one_step(run), "biases": found}
+    finally:
+        cases.global_batch, cases._tensors = plain, tensors
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of micro-batches", "mean of tokens"])
+@pytest.mark.parametrize("masks", ["uneven", "one rank without"])
+def test_ranks_with_unequally_many_loss_tokens_have_the_loss_and_gradients_of_one_rank(gloo, masks, per_token):
+    run = replace(Run(), **MODELS["experts"], calculate_per_token_loss=per_token)
+    wanted = gloo.run(1, masked_step, run=run, masks=masks)[0]
+    for rank in gloo.run(2, masked_step, run=replace(run, **CP2), masks=masks):
+        assert rank["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert rank["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-6)
+        for name, (_, _, grad) in rank["tensors"].items():
+            assert relative_error(grad, wanted["tensors"][name][2]) < 2e-6, name
+        assert len(rank["biases"]) == len(wanted["biases"]) > 0
+        for got, bias in zip(rank["biases"], wanted["biases"]):
+            assert bias.any()
+            assert torch.equal(got.view(torch.int32), bias.view(torch.int32))
+
+
+# ---- the rest of a run
+
+
+@pytest.mark.parametrize("layout", [CP2, CP4, {**CP2, **SP2}, {**CP2, **VPP2}], ids=["CP2", "CP4", "CP2-SP2", "CP2-VPP2"])
+def test_a_prompt_is_continued_as_on_one_rank(gloo, layout):
+    run = replace(Run(), **{**MODELS["experts"], "init_method_std": 0.2})
+    wanted = gloo.run(1, cases.continuation, run=run, temperature=1.0)[0]
+    ranks = 2 if layout == CP2 else 4
+    assert gloo.run(ranks, cases.continuation, run=replace(run, **layout), temperature=1.0) == [wanted] * ranks
