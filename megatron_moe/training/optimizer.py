@@ -64,6 +64,19 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
+def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """First and last + 1 element of the flattened parameter whose reduced gradient this rank has.
+
+    All of it, but with a distributed optimizer the rank's shard of it, which may be empty.
+    """
+    sharded = [part for part in parts(optimizer) if hasattr(part, "model_param_gbuf_map")]
+    for part in sharded:
+        if parameter in part.model_param_gbuf_map:
+            owned = part._get_model_param_range_map(parameter)["param"]
+            return owned.start, owned.end
+    return (0, 0) if sharded else (0, parameter.numel())
+
+
 class SharedLossScale:
     """One fp16 loss scale for all chained optimizers, updated once a step by what all ranks agreed on.
 

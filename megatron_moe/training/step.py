@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -23,7 +23,6 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import tell_of_global_batch
-from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
 from megatron_moe.training.timers import timed
 
@@ -51,6 +50,16 @@ class StepResult:
     mtp_losses: tuple[float, ...] = ()
 
 
+class StepProbe(Protocol):
+    """Who looks at a step without changing it: `training/health.py`, and the doctor."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Forward and backward of all micro-batches run within."""
+
+    def see_gradients(self, optimizer: Any) -> None:
+        """Called with the reduced gradients, before they are clipped; on all ranks, not after an overflow."""
+
+
 def connect(model: Model, optimizer: MegatronOptimizer) -> None:
     """Tell the engine's schedules how to scale the loss and when to hold back gradient reduction. Once per run."""
     overlap = model[0].ddp_config.overlap_grad_reduce
@@ -72,7 +81,7 @@ def train_step(
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroupCollection,
-    probe: HealthProbe | None = None,
+    probe: StepProbe | None = None,
 ) -> StepResult:
     """Run one global batch through forward, backward, reduction and update.
 

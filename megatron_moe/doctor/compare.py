@@ -1,0 +1,172 @@
+"""A layout's result against the oracle's: what differs, by how much, and how much is allowed.
+
+In fp32 two layouts add the same products in another order. That moves a loss or a norm by some 1e-7 of itself and a
+gradient by some 1e-6 of its norm; the tolerances stand a decade or more above that, and far below what a missing
+reduction, a wrong scale or a lost token does. Counts, expert_bias and initial weights are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.doctor.assemble import Whole, step_of
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest relative errors that are no difference.
+
+    Attributes:
+        scalar: of loss, gradient norm and auxiliary losses.
+        gradient: norm of a gradient's error over the norm of the gradient. A gradient smaller than `floor` of the joint
+            norm is measured against that share of it: what is almost nothing has no digits of its own.
+        update: norm of the error of what the steps added to a weight, over the norm of what they added. Adam divides
+            by the gradient's own size, so entries that are almost zero may step either way.
+        flips: choices of experts that may fall otherwise in a layer and step; beyond none, expert_bias may differ by
+            one update per expert concerned.
+    """
+
+    scalar: float = 1e-5
+    gradient: float = 1e-4
+    update: float = 2e-2
+    floor: float = 1e-3
+    flips: int = 0
+
+
+FP32 = Tolerances()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity that is not the oracle's.
+
+    error is relative, `allowed` its tolerance; both are 0 where bits are compared, and `error` is then the largest
+    absolute difference. step 0 is before the first.
+    """
+
+    quantity: str
+    name: str
+    step: int
+    error: float
+    allowed: float
+    detail: str = ""
+
+    @property
+    def badness(self) -> float:
+        """How far beyond what is allowed; bits that differ are worse than any tolerance."""
+        return self.error / self.allowed if self.allowed and self.error == self.error else float("inf")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All differences, first step first and within it worst first, and the largest error of each kind of quantity."""
+
+    differences: list[Difference]
+    largest: dict[str, float]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+
+def compare(got: Whole, wanted: Whole, tolerances: Tolerances = FP32) -> Comparison:
+    """Hold everything that a layout did against the oracle."""
+    measured = [*_scalars(got, wanted, tolerances), *_layers(got, wanted, tolerances)]
+    measured += [*_tensors(got, wanted, tolerances)]
+    largest: dict[str, float] = {}
+    for one in measured:
+        kind = one.quantity.partition(",")[0].partition(" after")[0]
+        largest[kind] = max(largest.get(kind, 0.0), one.error)
+    differences = [one for one in measured if not one.error <= one.allowed]
+    for pair in got.disagreements:
+        along = " and ".join(axis.upper() for axis in pair.axes) or "no axis"
+        detail = f"ranks {pair.ranks[0]} and {pair.ranks[1]}, which differ along {along}, should hold the same bits"
+        differences.append(Difference(f"copies of {pair.quantity}", pair.name, pair.step, pair.error, 0.0, detail))
+    differences += [
+        Difference(quantity, name, step_of(quantity), float("inf"), 0.0, "no rank has all of it")
+        for quantity, name in got.missing
+    ]
+    differences.sort(key=lambda one: (one.step, -one.badness, -one.error))
+    return Comparison(differences, largest)
+
+
+def _relative(got: float, wanted: float) -> float:
+    return abs(got - wanted) / max(abs(wanted), 1e-30) if got != wanted else 0.0
+
+
+def _scalars(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Difference]:
+    for number, (mine, theirs) in enumerate(zip(got.steps, wanted.steps, strict=True), start=1):
+        for key, quantity in (("loss", "loss"), ("grad_norm", "gradient norm")):
+            detail = f"{mine[key]:.9g}, the oracle's {theirs[key]:.9g}"
+            yield Difference(quantity, "", number, _relative(mine[key], theirs[key]), tolerances.scalar, detail)
+        for key, quantity in (("tokens", "tokens of the batch"), ("committed", "step applied")):
+            detail = f"{mine[key]}, the oracle's {theirs[key]}"
+            yield Difference(quantity, "", number, float(abs(mine[key] - theirs[key])), 0.0, detail)
+
+
+def _layers(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Difference]:
+    for number, (mine, theirs) in enumerate(zip(got.steps, wanted.steps, strict=True), start=1):
+        for name in sorted({*mine["layers"], *theirs["layers"]}):
+            if name not in mine["layers"] or name not in theirs["layers"]:
+                yield Difference("token counts", name, number, float("inf"), 0.0, "one of the two has no such layer")
+                continue
+            layer, oracle = mine["layers"][name], theirs["layers"][name]
+            off = layer["counts"] - oracle["counts"]
+            total, meant = int(layer["counts"].sum()), int(oracle["counts"].sum())
+            detail = f"{total} choices in all, the oracle's {meant}; expert by expert off by {off.tolist()}"
+            flips = int(off.abs().sum()) / 2 if total == meant else float("inf")
+            yield Difference("token counts", name, number, flips, tolerances.flips, detail)
+            if layer["expert_bias"] is not None:
+                moved = (layer["expert_bias"] - oracle["expert_bias"]).double().abs()
+                same = torch.equal(layer["expert_bias"].view(torch.int32), oracle["expert_bias"].view(torch.int32))
+                error = 0.0 if same or tolerances.flips else float(moved.max())
+                detail = f"{int((moved > 0).sum())} of {moved.numel()} experts differ, by at most {error:.3g}"
+                yield Difference("expert_bias", name, number, error, 0.0, detail)
+            for loss in sorted({*layer["aux_losses"], *oracle["aux_losses"]}):
+                a, b = (side["aux_losses"].get(loss, float("nan")) for side in (layer, oracle))
+                detail = f"{a:.9g}, the oracle's {b:.9g}"
+                yield Difference(loss.replace("_", " "), name, number, _relative(a, b), tolerances.scalar, detail)
+
+
+def _tensors(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Difference]:
+    start, oracle_start = got.tensors["initial weight"], wanted.tensors["initial weight"]
+    for quantity, theirs in wanted.tensors.items():
+        mine, step = got.tensors[quantity], step_of(quantity)
+        total = float(torch.stack([t.double().norm() for t in theirs.values()]).norm())
+        for name in sorted({*mine, *theirs}):
+            if name not in mine or name not in theirs:
+                yield Difference(quantity, name, step, float("inf"), 0.0, "one of the two has no such tensor")
+                continue
+            a, b = mine[name].double(), theirs[name].double()
+            if quantity == "initial weight":
+                error = 0.0 if torch.equal(mine[name], theirs[name]) else float((a - b).abs().max())
+                yield Difference(quantity, name, step, error, 0.0, "largest difference of an element")
+                continue
+            floor, allowed = tolerances.floor * total, tolerances.gradient
+            if quantity.startswith("weight"):
+                a, b, allowed = a - start[name].double(), b - oracle_start[name].double(), tolerances.update
+                floor = 1e-12
+            error = float((a - b).norm() / b.norm().clamp_min(max(floor, 1e-30)))
+            yield Difference(quantity, name, step, error, allowed, factor_text(a, b) if error > allowed else "")
+
+
+def factor(got: Tensor, wanted: Tensor) -> float | None:
+    """The number that `got` is `wanted` times, where it is so to one per cent."""
+    square = float((wanted * wanted).sum())
+    if not square:
+        return None
+    scale = float((got * wanted).sum()) / square
+    return scale if float((got - scale * wanted).norm()) < 0.01 * max(abs(scale), 0.01) * square**0.5 else None
+
+
+def factor_text(got: Tensor, wanted: Tensor) -> str:
+    """Says so where one tensor is a multiple of the other."""
+    if float(got.abs().max()) == 0.0:
+        return "all zeros"
+    scale = factor(got, wanted)
+    return f"{scale:.4g} times the oracle's" if scale is not None and abs(scale - 1) > 1e-3 else ""

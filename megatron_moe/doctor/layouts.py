@@ -1,0 +1,173 @@
+"""Which layouts the doctor tries: those of a run at size two, every kind of parallelism alone, together and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import Any
+
+from megatron_moe.config import rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import ParallelConfig, Run, replace
+
+DENSE = ("TP", "PP", "CP", "DP")
+_SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A name, the number of ranks, what it sets in a run, and the kinds of parallelism in it."""
+
+    name: str
+    ranks: int
+    flags: dict[str, Any]
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is tried, and what is not, each with the rule that refuses it."""
+
+    layouts: list[Layout]
+    refused: list[tuple[Layout, str]]
+    reduced_from: str
+    """The run's own layout, as the flags give it; empty where they give none."""
+
+
+def alone(run: Run) -> Run:
+    """The oracle's run: the same model on one rank, each step as plain as it can be."""
+    plain = {name: getattr(ParallelConfig(), name) for name in vars(run.parallel)}
+    return replace(
+        run,
+        **plain,
+        use_distributed_optimizer=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_modules=None,
+    )
+
+
+def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
+    """Layouts for the small copy of a run.
+
+    Args:
+        own: the run as the flags give it: which kinds of parallelism are in use. All that fit, if it names none.
+        copy: its small copy.
+        max_ranks: 4 or 8.
+        wanted: names or patterns; all if empty.
+
+    Raises:
+        ConfigError: for a wanted name that none of the layouts has, and where every layout is refused.
+    """
+    used = {kind for kind, name in _SIZES.items() if getattr(own.parallel, name) > 1}
+    kinds = used | {"DP"} if used else {*DENSE, "EP"}
+    if copy.moe.num_experts is None:
+        kinds.discard("EP")
+    layouts = list(_all(own, kinds, max_ranks))
+    if wanted:
+        for pattern in wanted:
+            if not any(fnmatchcase(layout.name, pattern) for layout in layouts):
+                raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
+        layouts = [layout for layout in layouts if any(fnmatchcase(layout.name, pattern) for pattern in wanted)]
+    good, refused = [], []
+    for layout in layouts:
+        try:
+            rules.check(replace(copy, **layout.flags), layout.ranks)
+            good.append(layout)
+        except ConfigError as error:
+            refused.append((layout, str(error)))
+    if not good:
+        raise ConfigError(f"no layout of two or more ranks can train this model; {refused[0][0].name}: {refused[0][1]}")
+    shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
+    return Choice(good, refused, ", ".join(shown))
+
+
+def _all(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
+    """Smallest first: singles, then pairs, then triples on eight ranks; each without and with expert parallelism."""
+    dense = [kind for kind in DENSE if kind in kinds]
+    most = max_ranks.bit_length() - 1
+    fullest: Layout | None = None
+    for number in range(1, most + 1):
+        for chosen in combinations(dense, number):
+            for experts in (False, True) if "EP" in kinds else (False,):
+                for etp in _expert_tensor_sizes(own, chosen, experts, 2**number):
+                    fullest = _layout(own, chosen, experts, etp)
+                    yield fullest
+    if fullest is not None:
+        yield from _without_extras(own, fullest)
+
+
+def _expert_tensor_sizes(own: Run, chosen: Sequence[str], experts: bool, ranks: int) -> list[int | None]:
+    """ETP values to try: the run's own relation to TP where it fits, both where the run does not say."""
+    if own.moe.num_experts is None or "TP" not in chosen:
+        return [None] if _fits(chosen, experts, 1, ranks) else []
+    given = own.parallel.expert_tensor_parallel_size
+    same = given == own.parallel.tensor_model_parallel_size
+    sizes = [2, 1] if given is None and experts else [2] if given is None or same else [1]
+    fitting: list[int | None] = [etp for etp in sizes if _fits(chosen, experts, etp, ranks)]
+    return fitting or [1] * _fits(chosen, experts, 1, ranks)
+
+
+def _fits(chosen: Sequence[str], experts: bool, etp: int, ranks: int) -> bool:
+    return ranks % ((2 if experts else 1) * etp * (2 if "PP" in chosen else 1)) == 0
+
+
+def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> Layout:
+    p, flags = own.parallel, dict[str, Any]()
+    for kind in (*chosen, *(["EP"] if experts else [])):
+        if kind in _SIZES:
+            flags[_SIZES[kind]] = 2
+    if "TP" in chosen:
+        flags["sequence_parallel"] = p.sequence_parallel or own.moe.num_experts is not None
+        flags["expert_tensor_parallel_size"] = etp
+    if "PP" in chosen:
+        if p.num_layers_per_virtual_pipeline_stage is not None:
+            flags["num_layers_per_virtual_pipeline_stage"] = 1
+        elif p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None:
+            first = p.decoder_first_pipeline_num_layers is not None
+            flags[f"decoder_{'first' if first else 'last'}_pipeline_num_layers"] = 1
+    if own.optimizer.use_distributed_optimizer:
+        flags["use_distributed_optimizer"] = True
+    for name in ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"):
+        if getattr(p, name) != getattr(ParallelConfig(), name):
+            flags[name] = getattr(p, name)
+    words = [f"{kind.lower()}2" for kind in chosen] + (["ep2"] if experts else [])
+    if etp is not None and experts:
+        words.append(f"etp{etp}")
+    return Layout("-".join(words), 2 ** len(chosen), flags, frozenset({*chosen, *(["EP"] if experts else [])}))
+
+
+def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
+    """The last and fullest layout with one of the run's extras dropped, to see whether it is that one."""
+    extras = {
+        "distributed-optimizer": ("use_distributed_optimizer", "overlap_param_gather"),
+        "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
+        "virtual-stages": ("num_layers_per_virtual_pipeline_stage",),
+        "uneven-stages": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    }
+    for word, names in extras.items():
+        if any(name in fullest.flags for name in names):
+            flags = {name: value for name, value in fullest.flags.items() if name not in names}
+            yield Layout(f"{fullest.name}-no-{word}", fullest.ranks, flags, fullest.kinds)
+    if own.training.recompute_granularity is not None:
+        plain = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers", "modules")}
+        yield Layout(f"{fullest.name}-no-recompute", fullest.ranks, {**fullest.flags, **plain}, fullest.kinds)
+
+
+def common_to(failed: Sequence[Layout], passed: Sequence[Layout]) -> list[str]:
+    """Kinds of parallelism, alone or as a pair, that every layout that failed has and none that passed."""
+    if not failed:
+        return []
+    shared = frozenset.intersection(*(layout.kinds for layout in failed))
+    groups = [frozenset(group) for size in (1, 2) for group in combinations(sorted(shared), size)]
+    telling = [group for group in groups if not any(group <= layout.kinds for layout in passed)]
+    smallest = min((len(group) for group in telling), default=0)
+    return ["+".join(sorted(group)) for group in telling if len(group) == smallest]

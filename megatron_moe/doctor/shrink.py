@@ -1,0 +1,129 @@
+"""A small copy of a run's model: every feature that it has, at sizes that a laptop trains in milliseconds.
+
+Kept: the kind of attention, biases, norms, tied or separate embeddings, the pattern of dense and MoE layers, scores,
+groups, expert bias, shared expert, balancing losses and their coefficients, capacity, multi-token prediction, per-token
+loss, recomputation, dispatcher. Changed: sizes, data, the learning rate's course, and what draws random numbers, since
+two layouts draw differently. Computed in fp32, where a difference of layouts stands out from rounding.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run, flatten, replace
+
+LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
+VOCABULARY, PADDED_VOCABULARY = 250, 256
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
+
+# Sections, and single flags, that say nothing about which model is trained.
+_FORGOTTEN_SECTIONS = ("data", "checkpoint", "logging")
+_FORGOTTEN = (
+    "rampup_batch_size",
+    "eval_interval",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "exit_signal_handler",
+    "distributed_backend",
+    "lr_decay_iters",
+    "lr_warmup_iters",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "lr_decay_style",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "min_lr",
+)
+
+
+def small(run: Run) -> Run:
+    """The small copy of `run`, for any of the doctor's layouts; its own layout is left as it is."""
+    defaults, flat = flatten(Run()), flatten(run)
+    for name in flat:
+        if _section(run, name) in (*_FORGOTTEN_SECTIONS, "precision") or name in _FORGOTTEN:
+            flat[name] = defaults[name]
+    flat |= {
+        **_sizes(run),
+        **_experts(run),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "moe_input_jitter_eps": None,
+        "moe_router_force_load_balancing": False,
+        "transformer_impl": "local",
+        "lr_decay_style": "constant",
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "eval_iters": 0,
+        "mock_data": True,
+    }
+    return replace(Run(), **flat)
+
+
+def changes(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
+    """Fields in which the small copy differs, with both values."""
+    before, after = flatten(run), flatten(copy)
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
+def _section(run: Run, name: str) -> str:
+    return next(section for section, part in vars(run).items() if hasattr(part, name))
+
+
+def _sizes(run: Run) -> dict[str, Any]:
+    m = run.model
+    sizes: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": HEADS,
+        "seq_length": LENGTH,
+        "max_position_embeddings": None,
+        "vocab_size": VOCABULARY,
+        "make_vocab_size_divisible_by": 8,
+        # Wide enough for logits that choose: at the usual 0.02 such a small model is almost linear.
+        "init_method_std": 0.1,
+        "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, 2),
+    }
+    if run.training.recompute_num_layers is not None:
+        sizes["recompute_num_layers"] = 1
+    if m.cross_entropy_chunk_tokens is not None:
+        sizes["cross_entropy_chunk_tokens"] = 16
+    if m.multi_latent_attention:
+        sizes |= {**_LATENT, "q_lora_rank": None if m.q_lora_rank is None else _LATENT["q_lora_rank"]}
+    else:
+        sizes["kv_channels"] = None if m.kv_channels is None else 16
+        if m.group_query_attention:
+            groups = derived.num_query_groups(run)
+            sizes["num_query_groups"] = 1 if groups == 1 else HEADS if groups == m.num_attention_heads else 2
+    return sizes
+
+
+def _experts(run: Run) -> dict[str, Any]:
+    moe = run.moe
+    if moe.num_experts is None:
+        return {}
+    sizes: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "moe_ffn_hidden_size": WIDTH,
+        "moe_router_topk": min(moe.moe_router_topk, 2),
+        "moe_layer_freq": _pattern(derived.moe_layer_pattern(run)),
+        "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
+    }
+    if moe.moe_shared_expert_intermediate_size is not None:
+        sizes["moe_shared_expert_intermediate_size"] = WIDTH
+    if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
+        all_chosen = moe.moe_router_group_topk == moe.moe_router_num_groups
+        sizes["moe_router_num_groups"] = 2 if all_chosen else 4
+        sizes["moe_router_group_topk"] = min(moe.moe_router_group_topk, 2, sizes["moe_router_topk"])
+    return sizes
+
+
+def _pattern(pattern: list[int]) -> int | str:
+    """LAYERS entries with the same runs of dense and MoE layers, each cut to one layer and the last filled up."""
+    if len(set(pattern)) == 1:
+        return 1 if pattern[0] else str([0] * LAYERS)
+    runs = [kind for kind, _ in groupby(pattern)][:LAYERS]
+    return str([*runs, *runs[-1:] * (LAYERS - len(runs))])

@@ -1,0 +1,16 @@
+#!/usr/bin/env python3
+"""Does this model train the same under every layout? See `megatron_moe/doctor/cli.py`.
+
+python tools/doctor.py --preset demo --json doctor.json
+python tools/doctor.py --config run.yaml --tensor-model-parallel-size 8 --expert-model-parallel-size 16
+python tools/doctor.py --preset tiny --layouts 'ep2*' tp2-pp2
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_moe.doctor.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
