@@ -38,12 +38,28 @@ class ExpertInput:
 
 
 class Dispatcher(ABC):
-    """Carries tokens to the experts of `num_experts` that live on this rank, and back."""
+    """Carries tokens to the experts of `num_experts` that live on this rank, and back.
 
-    def __init__(self, num_experts: int, groups: MoEGroups) -> None:
+    Args:
+        drops: whether decisions come with choices that are not kept, and so are not dispatched. How many rows there are
+            is then a matter of the data, which the local dispatcher too has to wait for on the host.
+    """
+
+    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False) -> None:
         self.num_experts = num_experts
         self.groups = groups
+        self.drops = drops
         self.num_local_experts = num_experts // groups.ep_size
+
+    def destinations(self, decision: RoutingDecision) -> Tensor:
+        """[T, K] int64, the expert of each choice; `num_experts`, which sorts last, for one that is not kept."""
+        if decision.kept is None:
+            return decision.expert_ids
+        return decision.expert_ids.masked_fill(~decision.kept, self.num_experts)
+
+    def rows_here(self, ends: Tensor) -> int:
+        """Rows for this rank's experts, on the host: a layer's one synchronisation. ends: [e]."""
+        return int(ends[-1])
 
     @abstractmethod
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
@@ -75,14 +91,21 @@ class LocalDispatcher(Dispatcher):
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
         num_tokens, topk = decision.expert_ids.shape
-        order, inverse, ends = _sort_by_expert(decision.expert_ids, self.num_experts)
+        order, inverse, ends = _sort_by_expert(self.destinations(decision), self.num_experts)
+        if self.drops:
+            order, inverse = _first_rows(order, inverse, self.rows_here(ends))
         plan = SortPlan(source=order // topk, slots=inverse.view(num_tokens, topk))
-        rows = copy_rows(hidden, plan.source, plan.slots)
-        probs = copy_rows(decision.probs.flatten(), order, inverse.unsqueeze(1))
+        rows = copy_rows(hidden, plan.source, plan.slots, partial=self.drops)
+        probs = copy_rows(decision.probs.flatten(), order, inverse.unsqueeze(1), partial=self.drops)
         return ExpertInput(rows, probs, ends.to(torch.int32)), plan
 
     def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
-        return sum_copies(rows, plan.source, plan.slots)
+        return sum_copies(rows, plan.source, plan.slots, partial=self.drops)
+
+
+def _first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The first rows of a sort; in its inverse those that are cut off stand behind the last row."""
+    return order[:num_rows], inverse.clamp(max=num_rows)
 
 
 @dataclass(frozen=True)
@@ -106,7 +129,7 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        order, inverse, ends = _sort_by_expert(decision.expert_ids, self.num_experts)
+        order, inverse, ends = _sort_by_expert(self.destinations(decision), self.num_experts)
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self.groups.ep_size, self.num_local_experts)
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
@@ -114,10 +137,13 @@ class AllToAllDispatcher(Dispatcher):
         rows_to_ep, recv_splits = self.splits(counts, received_counts)
         send_splits = [n for n in rows_to_ep for _ in range(etp)]
 
+        if self.drops:
+            order, inverse = _first_rows(order, inverse, sum(rows_to_ep))
         pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
-        arrived = all_to_all_rows(copy_rows(hidden, sent.source, sent.slots), send_splits, recv_splits, group)
-        weights = copy_rows(decision.probs.flatten(), pairs, slots)
+        leaving = copy_rows(hidden, sent.source, sent.slots, partial=self.drops)
+        arrived = all_to_all_rows(leaving, send_splits, recv_splits, group)
+        weights = copy_rows(decision.probs.flatten(), pairs, slots, partial=self.drops)
         arrived_weights = all_to_all_rows(weights, send_splits, recv_splits, group)
 
         local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
@@ -143,19 +169,19 @@ class AllToAllDispatcher(Dispatcher):
     def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
         leaving = copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
         home = all_to_all_rows(leaving, plan.recv_splits, plan.send_splits, self.groups.expert)
-        return sum_copies(home, plan.sent.source, plan.sent.slots)
+        return sum_copies(home, plan.sent.source, plan.sent.slots, partial=self.drops)
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:
     """The sorted choices with one copy per ETP rank, in the order they are sent, and where the copies stand.
 
     Args:
-        order, inverse: [N], of the sort by expert.
+        order, inverse: [N] and [T x K], of the sort by expert; N in the inverse for a choice that is not sent.
         rows_to_ep: rows for each EP rank; they are neighbours in the sort.
         etp: copies of each.
 
     Returns:
-        choice [N x ETP] that each sent row carries, and slots [N, ETP] of each choice.
+        choice [N x ETP] that each sent row carries, and slots [T x K, ETP] of each choice.
     """
     if etp == 1:
         return order, inverse.unsqueeze(1)
@@ -167,7 +193,8 @@ def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int
     lengths = torch.cat([torch.full_like(block, block.shape[0]) for block in blocks])
     copies = torch.arange(etp, device=order.device)
     sent_slot = (starts * etp + (position - starts)).unsqueeze(1) + lengths.unsqueeze(1) * copies
-    return order[sent_position], sent_slot[inverse]
+    behind = sent_slot.new_full((1, etp), order.shape[0] * etp)
+    return order[sent_position], torch.cat([sent_slot, behind])[inverse]
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -192,21 +219,15 @@ class AllGatherDispatcher(Dispatcher):
         group, topk = self.groups.expert, decision.expert_ids.shape[1]
         tokens = all_gather_rows(hidden, group)
         probs = all_gather_rows(decision.probs, group)
-        local_ids = all_gather_rows(decision.expert_ids, group) - self.groups.ep_rank * self.num_local_experts
+        local_ids = all_gather_rows(self.destinations(decision), group) - self.groups.ep_rank * self.num_local_experts
         elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
         local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)  # sorts last, and is cut off
         order, inverse, ends = _sort_by_expert(local_ids, self.num_local_experts)
-        num_rows = self.rows_here(ends)
-        order = order[:num_rows]
-        slots = inverse.clamp(max=num_rows)
+        order, slots = _first_rows(order, inverse, self.rows_here(ends))
         plan = GatherPlan(SortPlan(source=order // topk, slots=slots.view(-1, topk)))
         rows = copy_rows(tokens, plan.sort.source, plan.sort.slots, partial=True)
         weights = copy_rows(probs.flatten(), order, slots.unsqueeze(1), partial=True)
         return ExpertInput(rows, weights, ends.to(torch.int32)), plan
-
-    def rows_here(self, ends: Tensor) -> int:
-        """Rows for this rank's experts, on the host: a layer's one synchronisation. ends: [e]."""
-        return int(ends[-1])
 
     def combine(self, rows: Tensor, plan: GatherPlan) -> Tensor:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -214,8 +235,11 @@ class AllGatherDispatcher(Dispatcher):
         return reduce_scatter_rows(sums, self.groups.expert).to(rows.dtype)
 
 
-def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups) -> Dispatcher:
+def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
     """The dispatcher for `--moe-token-dispatcher-type`; without expert parallelism, the local one.
+
+    Args:
+        drops: whether experts have a capacity.
 
     Raises:
         ValueError: for a kind that is none of these, or experts that do not divide among the ranks.
@@ -228,4 +252,4 @@ def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups) -> Dispatch
     if kind not in kinds:
         raise ValueError(f"--moe-token-dispatcher-type {kind}: not one of {', '.join(kinds)}")
     chosen = LocalDispatcher if groups.expert.size() == 1 else kinds[kind]
-    return chosen(num_experts, groups)
+    return chosen(num_experts, groups, drops)

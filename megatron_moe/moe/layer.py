@@ -11,10 +11,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_moe.moe.dispatch import build_dispatcher
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.padded_dispatch import build_layer_dispatcher
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups
@@ -55,7 +55,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         options = MoEOptions.from_engine_config(config)
         groups = moe_groups(pg_collection)
         self.router = TopKRouter(config, pg_collection, is_mtp_layer)
-        self.dispatcher = build_dispatcher(options.dispatcher, options.num_experts, groups)
+        self.dispatcher = build_layer_dispatcher(options, groups)
         self.experts = _build_experts(config, options, groups)
         self.shared_experts: SharedExperts | None = None
         if options.shared_ffn_hidden_size:

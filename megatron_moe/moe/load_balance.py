@@ -9,6 +9,10 @@ EXACT_FP32_INTEGER = 2**24
 """Every integer up to this one is a float32; a count beyond it would be rounded."""
 
 
+class LostTokens(RuntimeError):
+    """A step's counts are not its tokens x K: some were lost on the way, or counted twice."""
+
+
 def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:
@@ -68,30 +72,28 @@ def updated_expert_bias(
     return (wide - wide.mean(dim=-1, keepdim=True)).to(torch.float32)
 
 
-def aux_loss(scores: Tensor, tokens_per_expert: Tensor, num_tokens: Tensor, topk: int) -> Tensor:
-    """This rank's share of the load-balancing loss (Switch, arXiv 2101.03961, for K choices).
+def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """This rank's share of a load-balancing loss (Switch, arXiv 2101.03961, for K choices), summed over its tokens.
 
     For one set of tokens the loss is E x sum_i f_i P_i, with f_i the share of the choices that fell on expert i and
-    P_i the mean score of expert i. With B sets it is their mean, weighted by tokens: one set per sequence gives
-    DeepSeek-V3's sequence-wise loss, one set for the whole micro-batch the usual one. f and the numbers of tokens are
-    over all ranks that share the micro-batch; the scores are this rank's, so the sum of all ranks' shares is the loss.
+    P_i the mean score of expert i. Returned is loss x tokens, summed over the sets: divided by the tokens it is their
+    mean, weighted by tokens. f is over all ranks that share a set; the scores are this rank's, so that the sum of all
+    ranks' shares is the whole.
 
     Args:
-        scores: [T, E] fp32, one distribution per valid local token, rows of padding zero; token t is in set t % B.
-        tokens_per_expert: [B, E].
-        num_tokens: [B], valid tokens of each set.
-        topk: K.
+        scores: [T, E] fp32 or fp64, one distribution per valid local token, rows of padding zero; token t is in set
+            t % B.
+        tokens_per_expert: [B, E] int64, choices per set and expert over all ranks that share the set.
     """
     num_sets, num_experts = tokens_per_expert.shape
-    counts, num_tokens = tokens_per_expert.to(scores.dtype), num_tokens.to(scores.dtype).clamp(min=1)
-    score_sums = scores.view(-1, num_sets, num_experts).sum(dim=0)
-    losses = num_experts * (counts * score_sums).sum(dim=-1) / (topk * num_tokens.square())
-    return (losses * num_tokens).sum() / num_tokens.sum()
+    choices = tokens_per_expert.sum(dim=-1, keepdim=True).clamp(min=1)
+    f = (tokens_per_expert.double() / choices).to(scores.dtype)  # counts of a global batch may pass 2^24
+    return num_experts * (f * scores.view(-1, num_sets, num_experts).sum(dim=0)).sum()
 
 
-def z_loss(logits: Tensor, num_tokens: Tensor, is_padding: Tensor | None = None) -> Tensor:
-    """This rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): mean over tokens of logsumexp(logits)^2."""
+def z_loss_share(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    """This rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): the sum over tokens of logsumexp(logits)^2."""
     squares = torch.logsumexp(logits, dim=-1).square()
     if is_padding is not None:
         squares = squares.masked_fill(is_padding, 0.0)
-    return squares.sum() / num_tokens
+    return squares.sum()

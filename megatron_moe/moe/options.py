@@ -35,6 +35,13 @@ class MoEOptions:
     router_dtype: torch.dtype
     aux_losses: tuple[tuple[str, float], ...]
     z_loss_coeff: float
+    global_counts: str
+    sinkhorn: bool
+    force_load_balancing: bool
+    input_jitter_eps: float | None
+    capacity_factor: float | None
+    drop_policy: str
+    pad_to_capacity: bool
     per_token_loss: bool
     dispatcher: str
     backend: str
@@ -42,13 +49,20 @@ class MoEOptions:
     recompute_activation: bool
     recompute_shared_experts: bool
 
+    @property
+    def chooses_by_score(self) -> bool:
+        """Whether a token's experts depend on its own scores and the bias alone, also in training."""
+        return not (self.sinkhorn or self.force_load_balancing)
+
     @classmethod
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
         A plain TransformerConfig works: it lacks the fields that this project adds (group score, probability
-        normalisation, expert backend, centred bias), which then take the defaults of `config/schema.py`. The gate is
-        computed in fp32 unless the configuration asks for fp64; there is no way to ask for less.
+        normalisation, expert backend, centred bias, counts of the global loss), which then take the defaults of
+        `config/schema.py`. The gate is computed in fp32 unless the configuration asks for fp64; there is no way to ask
+        for less. Sinkhorn brings weights of its own, Megatron-LM's: the sigmoid for K = 1, else the softmax over all
+        experts, not normalised.
         """
         topk = config.moe_router_topk
         sigmoid = config.moe_router_score_function == "sigmoid"
@@ -58,6 +72,10 @@ class MoEOptions:
         kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
+        score_function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
+        if "sinkhorn" in kinds:
+            score_function, pre_softmax = "sigmoid" if topk == 1 else "softmax", topk > 1
+            norm_topk_prob = False
         return cls(
             num_experts=config.num_moe_experts,
             topk=topk,
@@ -65,8 +83,8 @@ class MoEOptions:
             ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
             shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-            score_function=config.moe_router_score_function,
-            pre_softmax=config.moe_router_pre_softmax,
+            score_function=score_function,
+            pre_softmax=pre_softmax,
             norm_topk_prob=norm_topk_prob,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
@@ -78,6 +96,13 @@ class MoEOptions:
             router_dtype=_ROUTER_DTYPES[config.moe_router_dtype],
             aux_losses=tuple((k, c) for k, c in zip(kinds, coeffs) if k != "none" and c),
             z_loss_coeff=config.moe_z_loss_coeff or 0.0,
+            global_counts=getattr(config, "moe_global_aux_loss_counts", "batch"),
+            sinkhorn="sinkhorn" in kinds,
+            force_load_balancing=bool(config.moe_router_force_load_balancing),
+            input_jitter_eps=config.moe_input_jitter_eps,
+            capacity_factor=config.moe_expert_capacity_factor,
+            drop_policy=config.moe_token_drop_policy,
+            pad_to_capacity=config.moe_pad_expert_input_to_capacity,
             per_token_loss=config.calculate_per_token_loss,
             dispatcher=config.moe_token_dispatcher_type,
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_moe.moe.aux_losses import GlobalBatch, build_aux_losses
+from megatron_moe.moe.capacity import build_limit
+from megatron_moe.moe.choice import build_choice
 from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, aux_loss, count_tokens, z_loss
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, count_tokens
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import RoutingDecision, route
+from megatron_moe.moe.routing import MicroBatch, RoutingDecision, route
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.parallel.collectives import sum_over_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.fp32_state import Fp32State
 
@@ -25,7 +26,9 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     State, float32 under every cast and move (see `Fp32State`):
         expert_bias: [E], saved in checkpoints; None where the bias is not enabled.
-        local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`.
+        local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`: what
+            the experts got.
+        local_dropped_per_expert: [E], beside it the choices that were beyond the experts' capacity; None without one.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
@@ -39,7 +42,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         is_mtp_layer: accepted for the engine's protocol; routing is the same.
     """
 
-    fp32_state = ("expert_bias", "local_tokens_per_expert")
+    fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config)
@@ -56,9 +59,16 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         zeros = torch.zeros(options.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", zeros.clone() if options.enable_expert_bias else None)
         self.register_buffer("local_tokens_per_expert", zeros.clone(), persistent=False)
+        dropped = None if options.capacity_factor is None else zeros.clone()
+        self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
+        self.perturb = Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _as_it_is
+        self.choose = build_choice(options, self.groups)
+        self.limit = build_limit(options, self.groups)
+        self.aux_losses = build_aux_losses(options, self.groups)
         self.counted_tokens = 0
-        self.aux_loss_totals: dict[str, Tensor] = {}
-        self.counted_micro_batches = 0
+        self.valid_tokens: int | Tensor = 0  # a tensor where there was padding, which is not counted on the host
+        self.global_batch: GlobalBatch | None = None  # told by a step for its own time
+        self.ahead: Tensor | None = None  # [E] int64, held while a global batch is counted ahead of its step
         self.probe: RoutingProbe | None = None  # held during the steps that are measured
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -83,16 +93,26 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         Raises:
             OverflowError: before a count could pass 2^24, from where fp32 rounds integers.
         """
+        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        hidden = self.perturb(hidden, self.training)
         logits = self.gate(hidden)
-        decision, scores = route(logits, self.expert_bias, self.options, is_padding)
+        decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+        decision = self.limit(decision, micro_batch)
         # Recomputation runs the forward twice, first without gradients: only the pass that has a backward counts.
-        if not (self.training and torch.is_grad_enabled()):
+        counting = self.training and torch.is_grad_enabled()
+        if not counting and self.ahead is None:
             return decision
-        counts = count_tokens(decision.expert_ids, self.options.num_experts, is_padding, num_sequences)
-        self._add_counts(counts.sum(dim=0), hidden.shape[0])
+        # What the tokens ask for, also where an expert has no room for it: balance is a matter of the demand.
+        demand = count_tokens(decision.expert_ids, self.options.num_experts, is_padding, num_sequences)
+        if self.ahead is not None:
+            self.ahead += demand.sum(dim=0)
+            return decision
+        self._add_counts(demand.sum(dim=0), decision, micro_batch)
         if self.probe is not None:
             self.probe.see(self, hidden, logits, scores, decision, is_padding)
-        return self._attach_aux_losses(decision, logits, scores, counts, is_padding)
+        if self.aux_losses is None:
+            return decision
+        return self.aux_losses.attach(decision, logits, scores, demand, is_padding, self.global_batch)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
         """The engine's protocol: (probs [T, E], routing_map [T, E] bool) of the same decision, in dense form.
@@ -109,54 +129,59 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, decision.expert_ids, True)
         if is_padding is not None:
             routing_map &= ~is_padding.unsqueeze(1)
+        if decision.kept is not None:
+            routing_map &= torch.zeros_like(routing_map).scatter_(1, decision.expert_ids, decision.kept)
         return probs, routing_map
 
     def reset_counts(self) -> None:
-        """Start counting anew: a committed or an abandoned step is over."""
+        """Start counting anew, knowing nothing of a global batch: a committed or an abandoned step is over."""
         self.local_tokens_per_expert.zero_()
-        self.counted_tokens = 0
-        self.aux_loss_totals = {}
-        self.counted_micro_batches = 0
+        if self.local_dropped_per_expert is not None:
+            self.local_dropped_per_expert.zero_()
+        self.counted_tokens = self.valid_tokens = 0
+        self.global_batch = self.ahead = None
+        if self.aux_losses is not None:
+            self.aux_losses.reset()
 
     @torch.no_grad()
-    def _add_counts(self, counts: Tensor, num_tokens: int) -> None:
+    def _add_counts(self, demand: Tensor, decision: RoutingDecision, micro_batch: MicroBatch) -> None:
         # An expert gets at most one choice per token, so the number of tokens bounds every count without a sync.
+        num_tokens, is_padding = decision.expert_ids.shape[0], micro_batch.is_padding
         if self.counted_tokens + num_tokens > EXACT_FP32_INTEGER:
             raise OverflowError(
                 f"layer {self.layer_number}: {self.counted_tokens + num_tokens} tokens on one rank in one step; counts "
                 f"are exact up to {EXACT_FP32_INTEGER}. Use a smaller --global-batch-size or more data-parallel ranks."
             )
         self.counted_tokens += num_tokens
-        self.counted_micro_batches += 1
-        self.local_tokens_per_expert += counts.to(torch.float32)
+        self.valid_tokens += num_tokens if is_padding is None else (~is_padding).sum()
+        if decision.kept is None:
+            self.local_tokens_per_expert += demand.to(torch.float32)
+            return
+        kept = torch.zeros_like(demand).scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
+        self.local_tokens_per_expert += kept.to(torch.float32)
+        self.local_dropped_per_expert += (demand - kept).to(torch.float32)
 
-    def _attach_aux_losses(
-        self, decision: RoutingDecision, logits: Tensor, scores: Tensor, counts: Tensor, is_padding: Tensor | None
-    ) -> RoutingDecision:
-        """Let the losses' gradients enter the graph at the probs, with the scale that the engine's schedule sets."""
-        options = self.options
-        if not options.aux_losses and not options.z_loss_coeff:
-            return decision
-        counts = sum_over_ranks(counts, self.groups.tp_cp)  # [B, E], of the whole micro-batch
-        tokens = counts.sum(dim=-1) // options.topk  # [B]
-        total, total_tokens = counts.sum(dim=0, keepdim=True), tokens.sum()
-        distributions = _distributions(scores, options, is_padding)
-        probs = decision.probs
-        for name, coeff in options.aux_losses:
-            sets = (counts, tokens) if name == "seq_aux_loss" else (total, total_tokens.view(1))
-            probs = self._attach(probs, name, aux_loss(distributions, *sets, options.topk), coeff, total_tokens)
-        if options.z_loss_coeff:
-            value = z_loss(logits, total_tokens.clamp(min=1), is_padding)
-            probs = self._attach(probs, "z_loss", value, options.z_loss_coeff, total_tokens)
-        return decision._replace(probs=probs)
 
-    def _attach(self, probs: Tensor, name: str, value: Tensor, coeff: float, num_tokens: Tensor) -> Tensor:
-        previous = self.aux_loss_totals.get(name)
-        self.aux_loss_totals[name] = value.detach() if previous is None else previous + value.detach()
-        # With a per-token loss the engine divides all gradients by the tokens of the global batch; the tokens counted
-        # here are those of the micro-batch over all ranks that share it.
-        scaled = value * coeff * num_tokens if self.options.per_token_loss else value * coeff
-        return MoEAuxLossAutoScaler.apply(probs, scaled)
+class Jitter:
+    """The router's input, and nothing else, times noise out of [1 - eps, 1 + eps], in training.
+
+    The noise is drawn from torch's generator of the device, which recomputation puts back before it runs again; within
+    the engine's block, under sequence parallelism, that is a stream of each TP rank's own. It depends on the layout, as
+    dropout does. The product is in the router's dtype: in bf16 noise of 1 % would have four values.
+    """
+
+    def __init__(self, eps: float, dtype: torch.dtype) -> None:
+        self.eps, self.dtype = eps, dtype
+
+    def __call__(self, hidden: Tensor, training: bool) -> Tensor:
+        if not training:
+            return hidden
+        noise = torch.empty(hidden.shape, dtype=self.dtype, device=hidden.device)
+        return hidden.to(self.dtype) * noise.uniform_(1 - self.eps, 1 + self.eps)
+
+
+def _as_it_is(hidden: Tensor, training: bool) -> Tensor:
+    return hidden
 
 
 class _GateProduct(torch.autograd.Function):
@@ -178,10 +203,3 @@ class _GateProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.mm(grad.t(), hidden.to(grad.dtype)).to(weight.dtype)
         return grad_hidden, grad_weight, None
-
-
-def _distributions(scores: Tensor, options: MoEOptions, is_padding: Tensor | None) -> Tensor:
-    """Scores [T, E] that sum to one per token, rows of padding zero."""
-    if options.score_function == "sigmoid":
-        scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
-    return scores if is_padding is None else scores.masked_fill(is_padding.unsqueeze(-1), 0.0)

@@ -6,6 +6,8 @@ section 2.1.2). There is one decision, as indices [T, K]; nothing here builds a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,15 +16,35 @@ from torch import Tensor
 from megatron_moe.moe.options import MoEOptions
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What is known of the T tokens that a router is given.
+
+    is_padding: [T] bool, True for padding; None if no token is. num_sequences: B; token t is of sequence t % B, as in
+    the engine's [S, B] order. training: whether the module trains.
+    """
+
+    is_padding: Tensor | None
+    num_sequences: int
+    training: bool
+
+
 class RoutingDecision(NamedTuple):
     """Which experts a token goes to, and with which weight.
 
     expert_ids: [T, K] int64, the chosen experts of each token, all different.
     probs: [T, K] in the router's dtype (fp32), the weights of the experts' outputs; 0 for padded tokens.
+    kept: [T, K] bool, False for choices that are not dispatched, whose weight is 0: padding, and what is beyond an
+        expert's capacity. None where there is no capacity: all are dispatched.
     """
 
     expert_ids: Tensor
     probs: Tensor
+    kept: Tensor | None = None
+
+
+Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
+"""(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, K different experts each."""
 
 
 def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
@@ -77,7 +99,7 @@ def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: M
 
 
 def route(
-    logits: Tensor, expert_bias: Tensor | None, options: MoEOptions, is_padding: Tensor | None = None
+    logits: Tensor, expert_bias: Tensor | None, options: MoEOptions, micro_batch: MicroBatch, choose: Choice
 ) -> tuple[RoutingDecision, Tensor]:
     """Decide once for every token.
 
@@ -85,19 +107,20 @@ def route(
         logits: [T, E], fp32 or fp64.
         expert_bias: [E] fp32, or None.
         options: the layer's choices.
-        is_padding: [T] bool, True for a token that is padding: its weights are 0, so that it reaches no output and
-            sends no gradient.
+        micro_batch: what the tokens are. The weights of padding are 0, so that it reaches no output and sends no
+            gradient.
+        choose: which experts; see moe/choice.py.
 
     Returns:
         The decision, and the scores [T, E] that the auxiliary losses use. The weights of a token with a logit that is
         not finite are NaN.
     """
     scores = scores_from_logits(logits, options)
-    expert_ids = choose_experts(scores, expert_bias, options)
+    expert_ids = choose(logits, scores, expert_bias, micro_batch)
     # A sigmoid turns an infinite logit into a score of 1, and nothing downstream would notice that the gate overflowed.
     # 0 x infinity is NaN: such a token's weights become NaN, the loss with them, and the step is not applied.
     overflow = logits.detach().sum(dim=-1, keepdim=True) * 0.0
     probs = weigh_experts(logits, scores, expert_ids, options) + overflow
-    if is_padding is not None:
-        probs = probs.masked_fill(is_padding.unsqueeze(-1), 0.0)
+    if micro_batch.is_padding is not None:
+        probs = probs.masked_fill(micro_batch.is_padding.unsqueeze(-1), 0.0)
     return RoutingDecision(expert_ids, probs), scores

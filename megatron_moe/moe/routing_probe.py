@@ -54,7 +54,9 @@ class RoutingProbe:
         """Take one micro-batch: [T, H] hidden states, what was computed from them, and what was decided."""
         valid = None if is_padding is None else (~is_padding).nonzero().squeeze(-1)
         number = logits.shape[0] if valid is None else valid.shape[0]
-        sample = evenly(number, self._share(), logits.device)
+        # Where the choice is not by score there is no margin, and no other choice in fp64.
+        share = self._share() if router.options.chooses_by_score else 0
+        sample = evenly(number, share, logits.device)
         if valid is not None:
             sample, logits = valid[sample], logits[valid]
         if self.sums is None or self.margin_histogram is None or self.max_logit is None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-_DEPTH = 3
-"""Groups lie in a module, in a record of groups, or in a dispatcher's record of groups."""
+_DEPTH = 4
+"""Groups lie in a module, in a record of groups, in a dispatcher's record, or in that of the one it wraps."""
 
 
 class CopiesShareGroups:

@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads as engine_finalize_mo
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_moe.moe.load_balance import updated_expert_bias
+from megatron_moe.moe.load_balance import LostTokens, updated_expert_bias
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.state import routers
 from megatron_moe.precision.contract import PrecisionError
@@ -23,14 +23,17 @@ from megatron_moe.precision.contract import PrecisionError
 class RouterUpdate:
     """What the routers of this rank's layers did in the step, over the whole global batch.
 
-    layer_numbers: global, one-based. tokens_per_expert: one [E] int64 per layer, exact. expert_bias: one [E] fp32 per
-    layer after the update, or None. aux_losses: mean over micro-batches of each loss, unscaled, per layer.
+    layer_numbers: global, one-based. tokens_per_expert: one [E] int64 per layer, exact: what the experts got.
+    expert_bias: one [E] fp32 per layer after the update, or None. aux_losses: per layer each loss, without its
+    coefficient, as the mean over the tokens of the global batch. dropped_per_expert: one [E] int64 per layer, exact,
+    beside tokens_per_expert: choices beyond the experts' capacity; None for a layer without one.
     """
 
     layer_numbers: tuple[int, ...]
     tokens_per_expert: tuple[Tensor, ...]
     expert_bias: tuple[Tensor | None, ...]
     aux_losses: tuple[dict[str, Tensor], ...]
+    dropped_per_expert: tuple[Tensor | None, ...]
 
 
 @torch.no_grad()
@@ -59,6 +62,7 @@ def finalize_model_grads(
 
     Raises:
         PrecisionError: if a count or a bias is not float32: it would have been rounded already.
+        LostTokens: if a router's counts are not its tokens x K.
     """
     with _engine_bias_update_off(get_model_config(model[0])):
         engine_finalize_model_grads(model, num_tokens, pg_collection, force_all_reduce, **engine_options)
@@ -68,51 +72,80 @@ def finalize_model_grads(
 def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     """The bias step of all routers of `model`, with ONE all-reduce of all counts, in int64."""
     found = list(routers(model))
-    counts = _global_counts(found)
-    aux_losses = _global_aux_losses(found)
-    for router, tokens_per_expert in zip(found, counts):
+    kept, dropped, tokens = _global_counts(found)
+    _require_conservation(found, kept, dropped, tokens)
+    aux_losses = _global_aux_losses(found, tokens)
+    for router, got, turned_away in zip(found, kept, dropped):
         if router.expert_bias is not None:
             rate, center = router.options.bias_update_rate, router.options.bias_center
-            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, tokens_per_expert, rate, center))
+            router.expert_bias.copy_(updated_expert_bias(router.expert_bias, got + turned_away, rate, center))
         router.reset_counts()
     return RouterUpdate(
         layer_numbers=tuple(router.layer_number or 0 for router in found),
-        tokens_per_expert=tuple(counts),
+        tokens_per_expert=tuple(kept),
         expert_bias=tuple(None if r.expert_bias is None else r.expert_bias.clone() for r in found),
         aux_losses=tuple(aux_losses),
+        dropped_per_expert=tuple(
+            None if r.local_dropped_per_expert is None else turned_away for r, turned_away in zip(found, dropped)
+        ),
     )
 
 
-def _global_counts(found: list[TopKRouter]) -> list[Tensor]:
-    """Counts of each layer over TP x CP x DP, [E] int64 each. Layers may differ in E."""
+def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Per layer, over TP x CP x DP, int64: choices dispatched to each expert [E], choices dropped [E], and tokens [1].
+
+    Layers may differ in E.
+    """
     if not found:
-        return []
+        return [], [], []
     for router in found:
         for name in router.fp32_state:
             tensor = getattr(router, name)
             if tensor is not None and tensor.dtype != torch.float32:
                 raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
-    local = torch.cat([router.local_tokens_per_expert for router in found]).to(torch.int64)
+    kept = [router.local_tokens_per_expert for router in found]
+    dropped = [torch.zeros_like(k) if (d := r.local_dropped_per_expert) is None else d for r, k in zip(found, kept)]
+    tokens = [torch.as_tensor(router.valid_tokens, device=k.device).view(1) for router, k in zip(found, kept)]
+    local = torch.cat([tensor.to(torch.int64) for tensor in (*kept, *dropped, *tokens)])
     group = found[0].groups.tp_dp_cp
     if group.size() > 1:
         dist.all_reduce(local, group=group)
-    return list(local.split([router.options.num_experts for router in found]))
+    experts = [router.options.num_experts for router in found]
+    total = list(local.split([*experts, *experts, *[1 for _ in found]]))
+    return total[: len(found)], total[len(found) : 2 * len(found)], total[2 * len(found) :]
 
 
-def _global_aux_losses(found: list[TopKRouter]) -> list[dict[str, Tensor]]:
-    """Each layer's losses, as the mean over the micro-batches of the global batch."""
-    names = [(i, name) for i, router in enumerate(found) for name in sorted(router.aux_loss_totals)]
+def _require_conservation(
+    found: list[TopKRouter], kept: list[Tensor], dropped: list[Tensor], tokens: list[Tensor]
+) -> None:
+    """Every token of the global batch was given K experts in every layer, once."""
+    if not found:
+        return
+    counted = torch.stack([torch.stack([k.sum(), d.sum(), t.sum()]) for k, d, t in zip(kept, dropped, tokens)])
+    for router, (got, turned_away, num_tokens) in zip(found, counted.tolist()):
+        told, topk = router.global_batch, router.options.topk
+        wanted = num_tokens if told is None else told.num_tokens
+        if num_tokens != wanted or got + turned_away != wanted * topk:
+            raise LostTokens(
+                f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "
+                f"{wanted * topk} choices, but {got} were dispatched and {turned_away} dropped, of {num_tokens} tokens "
+                "counted. Tokens are lost or counted twice; the step is not applied."
+            )
+
+
+def _global_aux_losses(found: list[TopKRouter], tokens: list[Tensor]) -> list[dict[str, Tensor]]:
+    """Each layer's losses, as the mean over the tokens of the global batch."""
+    shares = [{} if router.aux_losses is None else router.aux_losses.totals for router in found]
+    names = [(i, name) for i, of_layer in enumerate(shares) for name in sorted(of_layer)]
     losses: list[dict[str, Tensor]] = [{} for _ in found]
     if not names:
         return losses
     group = found[0].groups.tp_dp_cp
-    totals = torch.stack([found[i].aux_loss_totals[name] for i, name in names]).to(torch.float64)
+    totals = torch.stack([shares[i][name] for i, name in names])
     if group.size() > 1:
         dist.all_reduce(totals, group=group)
-    # A micro-batch is shared by the tp_cp ranks, whose parts of its loss add up; the other ranks have others.
-    replicas = group.size() // found[0].groups.tp_cp.size()
     for (i, name), total in zip(names, totals):
-        losses[i][name] = total / (replicas * max(found[i].counted_micro_batches, 1))
+        losses[i][name] = total / tokens[i].squeeze().clamp(min=1)
     return losses
 
 

@@ -1,0 +1,90 @@
+"""Expert capacity: how many choices an expert takes from a micro-batch, and which ones stay.
+
+The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
+layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_moe.moe.choice import positions
+from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.routing import MicroBatch, RoutingDecision
+from megatron_moe.parallel.collectives import all_gather_rows
+
+Limit = Callable[[RoutingDecision, MicroBatch], RoutingDecision]
+
+
+def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Choices that one expert takes: its even share of tokens x K times the factor, rounded up, at most one per token.
+
+    Padding counts as tokens do: the capacity is a matter of shapes, and known without looking at the data.
+    """
+    return min(math.ceil(num_tokens * topk / num_experts * factor), num_tokens)
+
+
+def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, size: int, num_experts: int) -> Tensor:
+    """[T, K] bool: whether a choice is among the first `size` of its expert.
+
+    Args:
+        expert_ids: [T, K]; `num_experts` for a choice that does not count (padding), which is not kept.
+        weights: [T, K], larger ones come first and equal ones by position; None: all by position.
+        position: [T] int64, all different.
+        size: the capacity.
+        num_experts: E.
+    """
+    flat = expert_ids.flatten()
+    # Stable sorts, from the least to the most significant key.
+    order = position.unsqueeze(1).expand_as(expert_ids).flatten().argsort(stable=True)
+    if weights is not None:
+        order = order[weights.flatten()[order].argsort(descending=True, stable=True)]
+    order = order[flat[order].argsort(stable=True)]
+    by_expert = flat[order]
+    starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype))
+    rank = torch.arange(flat.shape[0], device=flat.device) - starts[by_expert]
+    kept = torch.zeros_like(flat, dtype=torch.bool)
+    kept[order] = (rank < size) & (by_expert < num_experts)
+    return kept.view_as(expert_ids)
+
+
+class ExpertCapacity:
+    """Drops, of a decision, what is beyond the experts' capacity: such a choice weighs nothing and is not dispatched.
+
+    The other weights of its token stay as they are.
+    """
+
+    def __init__(self, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
+        self.options, self.groups, self.factor = options, groups, factor
+        self.by_weight = options.drop_policy == "probs"
+
+    def __call__(self, decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
+        """The decision with `kept`, and weights of 0 where that is False. Collective over TP x CP."""
+        ids, group = decision.expert_ids, self.groups.tp_cp
+        num_tokens, num_experts = ids.shape[0], self.options.num_experts
+        place = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
+        if micro_batch.is_padding is not None:
+            ids = ids.masked_fill(micro_batch.is_padding.unsqueeze(1), num_experts)
+        everyones = all_gather_rows(torch.cat([ids, place.unsqueeze(1)], dim=1), group)
+        weights = all_gather_rows(decision.probs.detach(), group) if self.by_weight else None
+        size = capacity(everyones.shape[0], ids.shape[1], num_experts, self.factor)
+        kept = kept_choices(everyones[:, :-1], weights, everyones[:, -1], size, num_experts)
+        here = kept[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
+        return decision._replace(probs=decision.probs.masked_fill(~here, 0.0), kept=here)
+
+
+def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
+    """Every choice is kept."""
+    return decision
+
+
+def build_limit(options: MoEOptions, groups: MoEGroups) -> Limit:
+    """What limits the choices of a router with these options."""
+    if options.capacity_factor is None:
+        return dropless
+    return ExpertCapacity(options, groups, options.capacity_factor)

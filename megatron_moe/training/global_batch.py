@@ -1,0 +1,114 @@
+"""What routers have to know of a global batch before its first micro-batch: its tokens, and what each of them weighs.
+
+Auxiliary losses are per token of the global batch. Without `--calculate-per-token-loss` that follows from the numbers
+of the step. With it, the engine divides all gradients by the tokens that have a loss, which only the loss masks of the
+whole global batch say; and a `global_aux_loss` over several micro-batches needs the choices of all of them. Then the
+step's micro-batches are read ahead, and kept until they are trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.data.batches import Batch
+from megatron_moe.moe.aux_losses import GlobalBatch
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.state import counting_ahead, tell_routers
+from megatron_moe.training.timers import untimed
+
+
+def counts_ahead(options: MoEOptions, num_micro_batches: int) -> bool:
+    """Whether a step runs its micro-batches forward once more, before, to count what their tokens choose."""
+    wanted = "global_aux_loss" in dict(options.aux_losses) and options.global_counts == "batch"
+    return wanted and num_micro_batches > 1
+
+
+def tell_of_global_batch(
+    model: Sequence[torch.nn.Module],
+    batches: Sequence[Iterator[Batch]],
+    forward_step: Callable[..., Any],
+    *,
+    num_micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    pg_collection: ProcessGroupCollection,
+) -> Sequence[Iterator[Batch]]:
+    """Tell the routers of the step that comes. Collective over the job where something has to be read ahead.
+
+    No micro-batch holds padding (data/datasets.py says why), so every position is a token that is routed.
+
+    Returns:
+        The iterators to train from, which begin with what was read ahead.
+    """
+    config = get_model_config(model[0])
+    if config.num_moe_experts is None:
+        return batches
+    options = MoEOptions.from_engine_config(config)
+    num_tokens = num_micro_batches * micro_batch_size * seq_length * pg_collection.dp.size()
+    weight: float | Tensor = num_micro_batches * pg_collection.dp.size() / num_tokens
+    weighs_by_mask = options.per_token_loss and bool(options.aux_losses or options.z_loss_coeff)
+    ahead = counts_ahead(options, num_micro_batches)
+    if weighs_by_mask or ahead:
+        held = [list(itertools.islice(chunk, num_micro_batches)) for chunk in batches]
+        if weighs_by_mask:
+            weight = _loss_tokens(held[0], pg_collection) / num_tokens
+        if ahead:
+            _count(model, held, forward_step, micro_batch_size, seq_length)
+        batches = [iter(chunk) for chunk in held]
+    tell_routers(model, GlobalBatch(num_tokens, weight))
+    return batches
+
+
+def _loss_tokens(held: list[Batch], pg_collection: ProcessGroupCollection) -> Tensor:
+    """Tokens of the global batch that have a loss, fp64, on every rank. Counted by one TP rank of the first stage;
+    stages in between have no loss masks."""
+    tokens = torch.zeros((), dtype=torch.float64, device=platform.device())
+    if pg_collection.pp.rank() == 0 and pg_collection.tp.rank() == 0:
+        for batch in held:
+            mask = batch["loss_mask"]
+            assert mask is not None, "the first stage has batches"
+            tokens += mask.double().sum()
+    torch.distributed.all_reduce(tokens)
+    return tokens
+
+
+def _count(
+    model: Sequence[torch.nn.Module],
+    held: list[list[Batch]],
+    forward_step: Callable[..., Any],
+    micro_batch_size: int,
+    seq_length: int,
+) -> None:
+    """Run the micro-batches forward as the step will, and leave no trace but the routers' counts."""
+    iterators = [iter(chunk) for chunk in held]
+    with same_random_states(), untimed(model), torch.no_grad(), counting_ahead(model):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(model),
+            num_microbatches=len(held[0]),
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=True,
+        )
+
+
+@contextmanager
+def same_random_states() -> Iterator[None]:
+    """What comes after the block draws what the block drew: torch's generators and the engine's are put back."""
+    tracker = get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    with torch.random.fork_rng(devices=[platform.device()] if platform.has_cuda() else []):
+        yield
+    tracker.set_states(states)
