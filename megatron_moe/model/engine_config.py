@@ -33,6 +33,8 @@ class ModelConfig(TransformerConfig):
     """Kernel of the experts: "grouped_mm", "te" or "loop"."""
     moe_router_bias_center: bool = False
     """Whether the expert bias is moved to mean zero after every update."""
+    moe_global_aux_loss_counts: str = "batch"
+    """What global_aux_loss goes by: "batch", counted ahead of the step, or "running", counted so far in it."""
     position_embedding_type: str = "rope"
     """"rope" or "none"; read by GPTModel and by latent attention."""
     recomputed_modules: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class LatentModelConfig(MLATransformerConfig):
     moe_router_norm_topk_prob: bool = True
     moe_expert_backend: str = "grouped_mm"
     moe_router_bias_center: bool = False
+    moe_global_aux_loss_counts: str = "batch"
     position_embedding_type: str = "rope"
     recomputed_modules: tuple[str, ...] = ()
 
@@ -193,16 +196,21 @@ def _moe(run: Run) -> dict[str, Any]:
         "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
         "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
         "moe_router_bias_update_rate moe_router_dtype moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend "
-        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_bias_center"
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_bias_center moe_global_aux_loss_counts "
+        "moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity "
+        "moe_router_force_load_balancing"
     )
+    kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    # In a list the engine does not find its "sinkhorn", and asks K = 1 for a softmax that sinkhorn does not use.
+    sinkhorn = kinds == ("sinkhorn",)
     return {
         **pattern,
         **{name: getattr(moe, name) for name in same.split()},
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(run),
         "moe_router_norm_topk_prob": derived.norm_topk_prob(run),
-        "moe_router_load_balancing_type": list(moe.moe_router_load_balancing_type),
-        "moe_aux_loss_coeff": list(moe.moe_aux_loss_coeff),
+        "moe_router_load_balancing_type": "sinkhorn" if sinkhorn else list(kinds),
+        "moe_aux_loss_coeff": 0.0 if sinkhorn else list(coeffs),
     }
 
 

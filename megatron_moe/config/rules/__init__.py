@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import model, moe, parallel, precision, ranges, sources, training
+from megatron_moe.config.rules import balancing, model, moe, parallel, precision, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -48,6 +48,13 @@ RULES: tuple[Rule, ...] = (
     moe.softmax_over_chosen_is_normalised,
     moe.balancing_lists_match,
     moe.balancing_coefficients_are_read,
+    balancing.global_counts_need_the_global_loss,
+    balancing.sinkhorn_chooses_by_itself,
+    balancing.sinkhorn_has_no_capacity,
+    balancing.dropping_flags_need_a_capacity,
+    balancing.forced_balance_is_not_saved,
+    balancing.forced_balance_is_the_only_choice,
+    balancing.forced_balance_is_even,
     moe.shared_gate_needs_shared_expert,
     moe.experts_are_gated_and_unbiased,
     # the layout
@@ -124,6 +131,17 @@ def check_model(run: Run, world_size: int) -> None:
     """
     for rule in RULES:
         if rule.__module__ not in (parallel.__name__, sources.__name__) and rule is not training.training_has_a_length:
+            rule(run, world_size)
+
+
+def check_layout(run: Run, world_size: int) -> None:
+    """As `check`, without what only a run needs that trains: its length, its data and files. Its layout is checked.
+
+    Raises:
+        ConfigError: from the first rule about model, experts, layout, precision or optimizer that the run breaks.
+    """
+    for rule in RULES:
+        if rule.__module__ != sources.__name__ and rule is not training.training_has_a_length:
             rule(run, world_size)
 
 

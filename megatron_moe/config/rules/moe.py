@@ -196,6 +196,7 @@ def single_expert_needs_pre_softmax(run: Run, world_size: int) -> None:
         and moe.moe_router_topk == 1
         and moe.moe_router_score_function == "softmax"
         and not moe.moe_router_pre_softmax
+        and "sinkhorn" not in moe.moe_router_load_balancing_type  # weighs by the sigmoid
     ):
         raise refuse(
             run,
@@ -220,7 +221,7 @@ def softmax_over_chosen_is_normalised(run: Run, world_size: int) -> None:
 
 
 def balancing_lists_match(run: Run, world_size: int) -> None:
-    """One coefficient per auxiliary loss, in the same order; each loss once, `none` alone."""
+    """One coefficient per auxiliary loss, in the same order; each loss once, `none` and `sinkhorn` alone."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     if len(kinds) != len(coeffs):
         raise refuse(
@@ -228,24 +229,24 @@ def balancing_lists_match(run: Run, world_size: int) -> None:
             ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
             f"{len(kinds)} losses and {len(coeffs)} coefficients; give one coefficient per loss",
         )
-    if len(set(kinds)) != len(kinds) or ("none" in kinds and len(kinds) > 1):
+    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and {"none", "sinkhorn"} & set(kinds)):
         raise refuse(
             run,
             ("moe_router_load_balancing_type",),
-            "name each loss once and `none` only alone; e.g. aux_loss seq_aux_loss",
+            "name each loss once, `none` and `sinkhorn` only alone; e.g. aux_loss seq_aux_loss",
         )
 
 
 def balancing_coefficients_are_read(run: Run, world_size: int) -> None:
     """A coefficient without a loss would be ignored; a loss with coefficient 0 would do nothing."""
     for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
-        if kind == "none" and coeff:
+        if kind in ("none", "sinkhorn") and coeff:
             raise refuse(
                 run,
                 ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
                 "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss or drop it",
             )
-        if kind != "none" and not coeff:
+        if kind not in ("none", "sinkhorn") and not coeff:
             raise refuse(
                 run,
                 ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
