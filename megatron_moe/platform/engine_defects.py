@@ -223,6 +223,7 @@ RUNNING_DEFECTS = (
         "overridden",
         "our metrics know which layers a stage has",
         (("megatron_moe/training/finalize_model_grads.py", "def _global_aux_losses"),),
+        fixed_in=(0, 19, 2),
     ),
 )
 
