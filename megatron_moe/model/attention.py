@@ -131,8 +131,10 @@ class _FlashInFp32(torch.autograd.Function):
             ctx.scale,
             True,
         )
-        narrow = (g[..., : t.shape[-1]].to(t.dtype) for g, t in zip(gradients, (query, key, value)))
-        return (*narrow, None)
+        grad_query, grad_key, grad_value = (
+            g[..., : t.shape[-1]].to(t.dtype) for g, t in zip(gradients, (query, key, value))
+        )
+        return grad_query, grad_key, grad_value, None
 
 
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:

@@ -65,6 +65,11 @@ def _dense(run: Run, model: str) -> list[TensorClass]:
         _weights(run, "attention weights", "attention"),
         TensorClass("attention softmax", NONE, "fp32", "fp32", NONE, NONE),
     ]
+    if run.parallel.context_parallel_size > 1:
+        gathered = _weights(run, "attention weights", "attention").computed
+        rows.append(
+            TensorClass("keys and values over CP ranks", gathered, NONE, NONE, "fp32", NONE, "reduced: their gradients")
+        )
     if sum(derived.moe_layer_pattern(run)) < run.model.num_layers:
         rows.append(_weights(run, "dense MLP weights", ""))
     return rows

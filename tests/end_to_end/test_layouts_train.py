@@ -23,6 +23,7 @@ TINY = {
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
 
@@ -37,6 +38,8 @@ LAYOUTS = {
     "PP2, VPP2": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
     "TP2, EP2, DP2": (4, {**TP2, **EP2, **SHARDED}),
     "PP2, EP2": (4, {**PP2, **EP2, **OVERLAP}),
+    "CP2": (2, CP2),
+    "CP2, TP2, EP2, overlapped": (4, {**CP2, **TP2, **EP2, **OVERLAP}),
 }
 
 

@@ -32,7 +32,9 @@ def over_ranks(query, key, value, grad, size):
         shares = chunk_gradients(own_grad, own, key, value, context, logsumexp, SCALE, rank, size)
         for found, share in zip((grad_queries, grad_keys, grad_values), shares):
             found.append(share)
-    rows = [in_order(torch.cat([part.permute(2, 0, 1, 3) for part in found]), size) for found in (contexts, grad_queries)]
+    rows = [
+        in_order(torch.cat([part.permute(2, 0, 1, 3) for part in found]), size) for found in (contexts, grad_queries)
+    ]
     return [*rows, *(sum(found).permute(2, 0, 1, 3) for found in (grad_keys, grad_values))]
 
 
