@@ -8,7 +8,7 @@ import time
 from typing import Any, TextIO
 
 from megatron_moe.report.health_record import glance
-from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share
 from megatron_moe.report.sink import Sink
 
 
@@ -62,6 +62,9 @@ class Interval:
         elif last.expert_load is not None:
             parts.append(f"load {last.expert_load:.2f}")
             parts.append(f"empty {last.empty_experts}")
+        dropped = dropped_share(last)
+        if dropped is not None:
+            parts.append(f"dropped {100 * dropped:.2f}%")
         skipped = len(self._records) - len(taken)
         if skipped:
             parts.append(f"SKIPPED {skipped} (loss scale {last.loss_scale:g})")

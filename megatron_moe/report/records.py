@@ -24,7 +24,9 @@ class StepRecord:
     whole model, the E counts of the step over all ranks; it may be empty, and with it expert_load none, at a step whose
     counts were not gathered. expert_load is max / mean of those counts in the worst layer,
     empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank. health is there at
-    the steps of --health-interval. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
+    the steps of --health-interval. dropped_per_expert holds, beside tokens_per_expert, per layer the choices that were
+    beyond an expert's capacity; it is empty where there is none, and tokens_per_expert is then all there were.
+    mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
     """
 
     iteration: int
@@ -48,6 +50,7 @@ class StepRecord:
     global_batch_size: int
     memory_bytes: int
     health: Health | None = None
+    dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
 
 
@@ -60,6 +63,13 @@ class EvalRecord:
     loss: float
     tokens: int
     seconds: float
+
+
+def dropped_share(record: StepRecord) -> float | None:
+    """Of all choices of experts in the layers that have a capacity, the share that was dropped; none without one."""
+    dropped = sum(sum(counts) for counts in record.dropped_per_expert.values())
+    kept = sum(sum(record.tokens_per_expert[layer]) for layer in record.dropped_per_expert)
+    return dropped / (dropped + kept) if dropped + kept else None
 
 
 def load_max_over_mean(counts: list[int]) -> float | None:
@@ -90,7 +100,9 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
     """The inverse of `to_json` for a step: the same record, also where the loss was NaN or infinite."""
     plain = _plain(StepRecord, line)
     plain["tokens_per_expert"] = {int(layer): counts for layer, counts in plain["tokens_per_expert"].items()}
-    plain["health"] = health_from_json(line.get("health"))  # lines of earlier versions have none
+    dropped = line.get("dropped_per_expert", {})  # lines of earlier versions have none of these
+    plain["dropped_per_expert"] = {int(layer): counts for layer, counts in dropped.items()}
+    plain["health"] = health_from_json(line.get("health"))
     plain["mtp_losses"] = [math.nan if loss is None else loss for loss in line.get("mtp_losses", ())]
     return StepRecord(**plain)
 
@@ -101,7 +113,8 @@ def eval_from_json(line: dict[str, Any]) -> EvalRecord:
 
 
 def _plain(cls: type, line: dict[str, Any]) -> dict[str, Any]:
-    required = (field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+    missing = dataclasses.MISSING
+    required = (f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing)
     plain = {name: line[name] for name in required}
     for name in _EXACT:
         if f"{name}_hex" in line:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report.health_record import scalars as health_scalars
-from megatron_moe.report.records import EvalRecord, StepRecord, load_max_over_mean
+from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, load_max_over_mean
 from megatron_moe.report.sink import Sink
 
 
@@ -60,6 +60,7 @@ class TensorBoardSink(Sink):
             scalars[f"loss/{name}"] = value
         for depth, loss in enumerate(record.mtp_losses, start=1):
             scalars[f"loss/mtp_{depth}"] = loss
+        scalars["experts/dropped_share"] = dropped_share(record)
         if record.health is not None:
             scalars.update(health_scalars(record.health))
         for tag, number in scalars.items():

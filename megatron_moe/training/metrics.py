@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class ExpertLoad:
     tokens_per_expert: dict[int, list[int]]
     expert_bias_max: float | None
     aux_losses: dict[str, float]
+    dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
+    """Beside tokens_per_expert, of the layers whose experts have a capacity: the choices beyond it."""
 
     @property
     def worst(self) -> float | None:
@@ -49,9 +51,13 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> 
     aux_losses are means over the layers that have the loss.
     """
     local = [
-        (layer, counts.tolist(), None if bias is None else float(bias.abs().max()), _floats(losses))
-        for layer, counts, bias, losses in zip(
-            update.layer_numbers, update.tokens_per_expert, update.expert_bias, update.aux_losses
+        (layer, counts.tolist(), None if bias is None else float(bias.abs().max()), _floats(losses), _list(dropped))
+        for layer, counts, bias, losses, dropped in zip(
+            update.layer_numbers,
+            update.tokens_per_expert,
+            update.expert_bias,
+            update.aux_losses,
+            update.dropped_per_expert,
         )
     ]
     layers = local
@@ -60,13 +66,22 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> 
         torch.distributed.all_gather_object(gathered, local, group=pg_collection.pp)
         layers = [layer for stage in gathered for layer in stage]
     layers.sort(key=lambda layer: layer[0])
-    biases = [bias for _, _, bias, _ in layers if bias is not None]
-    names = sorted({name for *_, losses in layers for name in losses})
+    biases = [bias for _, _, bias, *_ in layers if bias is not None]
+    names = sorted({name for *_, losses, _ in layers for name in losses})
     means = {}
     for name in names:
-        values = [losses[name] for *_, losses in layers if name in losses]
+        values = [losses[name] for *_, losses, _ in layers if name in losses]
         means[name] = sum(values) / len(values)
-    return ExpertLoad({number: counts for number, counts, *_ in layers}, max(biases, default=None), means)
+    return ExpertLoad(
+        {number: counts for number, counts, *_ in layers},
+        max(biases, default=None),
+        means,
+        {number: dropped for number, *_, dropped in layers if dropped is not None},
+    )
+
+
+def _list(counts: torch.Tensor | None) -> list[int] | None:
+    return None if counts is None else counts.tolist()
 
 
 def _floats(losses: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -124,5 +139,6 @@ class Meter:
             global_batch_size=global_batch_size,
             memory_bytes=platform.max_memory_bytes(),
             health=health,
+            dropped_per_expert=load.dropped_per_expert,
             mtp_losses=list(result.mtp_losses),
         )

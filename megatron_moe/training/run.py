@@ -98,7 +98,7 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
         claim_root(Path(run.checkpoint.save))
     reporter.start(_facts(job))
     known = advisories.start_lines(run, place.world_size, platform.engine_version(), cuda=platform.has_cuda())
-    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run), *known):
+    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run), *_balancing_notes(job), *known):
         reporter.message(note)
     return job
 
@@ -114,6 +114,29 @@ def _precision_notes(run: Run) -> list[str]:
     if kept := kept_in_fp32(run):
         more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
         notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")
+    return notes
+
+
+def _balancing_notes(job: Job) -> list[str]:
+    """What the balancing of the experts costs or leaves out, a line each."""
+    moe, notes = job.run.moe, []
+    if moe.num_experts is None:
+        return notes
+    if moe.moe_router_force_load_balancing:
+        notes.append(
+            "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
+            "something, losses are not, and no model is trained"
+        )
+    if "global_aux_loss" in moe.moe_router_load_balancing_type and job.final_micro_batches > 1:
+        notes.append(
+            "global_aux_loss counts the whole global batch before each step, which costs one more forward pass: a "
+            "third more than forward and backward alone; --moe-global-aux-loss-counts running does without"
+            if moe.moe_global_aux_loss_counts == "batch"
+            else "global_aux_loss goes by the micro-batches so far in a step (--moe-global-aux-loss-counts running): "
+            "its gradient depends on the micro-batch size and the number of ranks"
+        )
+    if moe.moe_input_jitter_eps is not None:
+        notes.append("--moe-input-jitter-eps draws other noise on another layout, as dropout does")
     return notes
 
 

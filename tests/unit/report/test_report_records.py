@@ -9,6 +9,7 @@ import pytest
 from megatron_moe.report.records import (
     EvalRecord,
     StepRecord,
+    dropped_share,
     eval_from_json,
     load_max_over_mean,
     step_from_json,
@@ -36,6 +37,7 @@ STEP = StepRecord(
     seconds_left=12.5,
     global_batch_size=8,
     memory_bytes=1 << 30,
+    dropped_per_expert={3: [1, 0, 0, 1]},
 )
 
 
@@ -45,6 +47,16 @@ def through_json(record):
 
 def test_a_step_comes_back_equal_from_its_json_line():
     assert step_from_json(through_json(STEP)) == STEP
+
+
+def test_losses_of_further_predictions_come_back_and_older_lines_have_none():
+    further = dataclasses.replace(STEP, mtp_losses=[0.1 + 0.2, 3.0])
+    line = through_json(further)
+    assert step_from_json(line) == further
+    del line["mtp_losses"]
+    assert step_from_json(line) == STEP
+    no_number = step_from_json(through_json(dataclasses.replace(STEP, mtp_losses=[math.nan])))
+    assert math.isnan(no_number.mtp_losses[0])
 
 
 def test_an_evaluation_comes_back_equal_from_its_json_line():
@@ -76,3 +88,8 @@ def test_load_is_max_over_mean_and_unknown_for_a_layer_without_tokens():
     assert load_max_over_mean([3, 0, 5, 0]) == 2.5
     assert load_max_over_mean([4, 4]) == 1.0
     assert load_max_over_mean([0, 0]) is None
+
+
+def test_the_share_of_dropped_choices_is_of_the_layers_that_drop():
+    assert dropped_share(STEP) == 2 / 10  # layer 2 has no capacity
+    assert dropped_share(dataclasses.replace(STEP, dropped_per_expert={})) is None

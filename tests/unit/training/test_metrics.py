@@ -19,6 +19,7 @@ UPDATE = RouterUpdate(
     tokens_per_expert=(torch.tensor([2, 2, 2, 2]), torch.tensor([6, 2, 0, 0])),
     expert_bias=(torch.tensor([0.1, -0.4, 0.0, 0.2]), None),
     aux_losses=({"aux_loss": torch.tensor(1.0)}, {"aux_loss": torch.tensor(3.0), "z_loss": torch.tensor(5.0)}),
+    dropped_per_expert=(None, torch.tensor([3, 1, 0, 0])),
 )
 ONE_STAGE = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
 RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
@@ -49,6 +50,7 @@ def test_expert_load_tells_the_worst_layer_the_empty_experts_and_the_largest_bia
     assert (load.worst, load.empty) == (3.0, 2)
     assert load.expert_bias_max == pytest.approx(0.4)
     assert load.aux_losses == {"aux_loss": 2.0, "z_loss": 5.0}
+    assert load.dropped_per_expert == {3: [3, 1, 0, 0]}
     assert NO_EXPERT_LOAD.worst is None
 
 
@@ -57,12 +59,12 @@ def staged() -> list[dict]:
     rank = torch.distributed.get_rank()
     mine = RouterUpdate(*(tuple(field[rank : rank + 1]) for field in vars(UPDATE).values()))
     load = expert_load(mine, SimpleNamespace(pp=torch.distributed.group.WORLD))
-    return [load.tokens_per_expert, load.expert_bias_max, load.aux_losses]
+    return [load.tokens_per_expert, load.expert_bias_max, load.aux_losses, load.dropped_per_expert]
 
 
 def test_the_layers_of_all_pipeline_stages_are_told(gloo):
     whole = expert_load(UPDATE, ONE_STAGE)
-    expected = [whole.tokens_per_expert, whole.expert_bias_max, whole.aux_losses]
+    expected = [whole.tokens_per_expert, whole.expert_bias_max, whole.aux_losses, whole.dropped_per_expert]
     assert gloo.run(2, staged) == [expected, expected]
 
 
