@@ -119,7 +119,8 @@ def _precision_notes(run: Run) -> list[str]:
 
 def _balancing_notes(job: Job) -> list[str]:
     """What the balancing of the experts costs or leaves out, a line each."""
-    moe, notes = job.run.moe, []
+    moe = job.run.moe
+    notes: list[str] = []
     if moe.num_experts is None:
         return notes
     if moe.moe_router_force_load_balancing:

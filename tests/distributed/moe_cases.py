@@ -27,7 +27,7 @@ def random_case(seed: int) -> dict[str, Any]:
     num_experts = pick(4, 8)
     grouped = num_experts == 8 and pick(True, False)
     topk = pick(2, 4) if grouped else pick(1, 2, 3)
-    return dict(
+    case = dict(
         seed=seed,
         num_experts=num_experts,
         routing=Routing(
@@ -50,7 +50,22 @@ def random_case(seed: int) -> dict[str, Any]:
         per_token=pick(True, False),
         aux=pick(None, "aux_loss", "seq_aux_loss"),
         z=pick(None, 0.01),
+        pad=False,
     )
+    routing = case["routing"]
+    forced = pick("", "", "sinkhorn", "round robin")
+    if forced == "sinkhorn" and not grouped and not case["bias"]:
+        # Sinkhorn's weights are its own, and there is no auxiliary loss beside it.
+        score = "sigmoid" if topk == 1 else "softmax"
+        case["routing"] = Routing(topk, score, sinkhorn=True, pre_softmax=topk > 1, normalise=False)
+        case["aux"] = None
+    elif forced == "round robin":
+        routing.round_robin = True
+    if not case["routing"].sinkhorn:
+        case["routing"].capacity_factor = pick(None, 0.4, 0.75, 1.25)
+        case["routing"].drop_policy = pick("probs", "position")
+        case["pad"] = case["routing"].capacity_factor is not None and pick(True, False)
+    return case
 
 
 def full_weights(case: dict[str, Any], dtype: torch.dtype = torch.float32) -> Weights:
@@ -94,7 +109,11 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         moe_router_topk_scaling_factor=routing.scaling_factor,
         moe_router_enable_expert_bias=case["bias"],
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type=case["aux"] or "none",
+        moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else case["aux"] or "none",
+        moe_router_force_load_balancing=routing.round_robin,
+        moe_expert_capacity_factor=routing.capacity_factor,
+        moe_token_drop_policy=routing.drop_policy,
+        moe_pad_expert_input_to_capacity=case.get("pad", False),
         moe_aux_loss_coeff=0.1 if case["aux"] else 0.0,
         moe_z_loss_coeff=case["z"],
         calculate_per_token_loss=case["per_token"],

@@ -61,7 +61,8 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
         shared2=None if shared is None else shared.linear_fc2.weight.grad,
         shared_gate=None if shared is None or shared.gate_weight is None else shared.gate_weight.grad,
         counts=layer.router.local_tokens_per_expert.clone(),
-        aux=dict(layer.router.aux_loss_totals),
+        dropped=0 if (dropped := layer.router.local_dropped_per_expert) is None else dropped.clone(),
+        aux={} if layer.router.aux_losses is None else dict(layer.router.aux_losses.totals),
     )
 
 
@@ -76,12 +77,15 @@ def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
     hidden = hidden.double().requires_grad_()
     routing = case["routing"]
     outputs, counts, total, aux = [], torch.zeros(case["num_experts"]), 0.0, {}
+    dropped = torch.zeros_like(counts)
     for rank, columns in enumerate(hidden.chunk(dp_size, dim=1)):
         batch = columns.shape[1]
         pads = None if padding is None else padding.chunk(dp_size, 0)[rank].T.flatten().tolist()
         result = reference.moe_layer(columns.flatten(0, 1), weights, routing, pads)
         outputs.append(result.output.view(columns.shape))
         counts += torch.tensor(result.counts)
+        for _, expert in result.dropped:
+            dropped[expert] += 1
         total = total + (result.output * torch.linspace(0.5, 1.5, hidden.shape[-1])).sum()
         valid = sum(bool(c) for c in result.chosen)
         scale = valid if case["per_token"] else 1
@@ -97,9 +101,16 @@ def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:
             losses["z_loss"] = reference.z_loss(result)
         for name, loss in losses.items():
             total = total + scale * loss * (case["z"] if name == "z_loss" else 0.1)
-            aux[name] = aux.get(name, 0.0) + loss.item()
+            aux[name] = aux.get(name, 0.0) + valid * loss.item()
     total.backward()
-    return dict(output=torch.cat(outputs, 1).detach(), grad_input=hidden.grad, weights=weights, counts=counts, aux=aux)
+    return dict(
+        output=torch.cat(outputs, 1).detach(),
+        grad_input=hidden.grad,
+        weights=weights,
+        counts=counts,
+        dropped=dropped,
+        aux=aux,
+    )
 
 
 def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -140,6 +151,8 @@ def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -
     label = f"{layout} {case}"
 
     assert torch.equal(sum(r["counts"] for r in ranks), wanted["counts"].float()), label
+    if case["routing"].capacity_factor is not None:
+        assert torch.equal(sum(r["dropped"] for r in ranks), wanted["dropped"].float()), label
     assert relative_error(assembled(ranks, case, "output"), wanted["output"]) < 1e-5, label
     assert relative_error(assembled(ranks, case, "grad_input"), wanted["grad_input"]) < 1e-5, label
     assert relative_error(sum(r["router"] for r in ranks), weights.router.grad) < 1e-5, label

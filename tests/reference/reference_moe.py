@@ -5,6 +5,7 @@ Nothing is shared with the package. `Routing` holds the options by their meaning
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ class Routing:
     num_groups: int | None = None
     group_topk: int | None = None
     group_score: str = "top2"
+    sinkhorn: bool = False
+    round_robin: bool = False
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
 
 
 def allowed_experts(choice: Tensor, routing: Routing) -> list[int]:
@@ -42,6 +47,12 @@ def route_one(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[li
     choice = scores.detach() if bias is None else scores.detach() + bias
     allowed = allowed_experts(choice, routing)
     chosen = sorted(allowed, key=lambda e: -choice[e].item())[: routing.topk]
+    return chosen, weigh(logits, chosen, routing)
+
+
+def weigh(logits: Tensor, chosen: list[int], routing: Routing) -> Tensor:
+    """The weight of each chosen expert of one token."""
+    scores = torch.softmax(logits, 0) if routing.score_function == "softmax" else torch.sigmoid(logits)
     if routing.score_function == "softmax" and not routing.pre_softmax and routing.normalise:
         weights = torch.softmax(logits[chosen], 0)
     else:
@@ -50,7 +61,62 @@ def route_one(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[li
             weights = weights / weights.sum()
     if routing.scaling_factor:
         weights = weights * routing.scaling_factor
-    return chosen, weights
+    return weights
+
+
+def sinkhorn(logits: list[list[float]], tolerance: float = 1e-4) -> list[list[float]]:
+    """exp(logits) with rows (tokens) and columns (experts) normalised in turn, in Python's floats."""
+    tokens, experts = range(len(logits)), range(len(logits[0]))
+    cost = [[math.exp(value) for value in row] for row in logits]
+    row_factor, column_factor = [1.0 for _ in tokens], [1.0 for _ in experts]
+    while True:
+        for t in tokens:
+            row_factor[t] = 1 / len(tokens) / sum(column_factor[e] * cost[t][e] for e in experts)
+        before = list(column_factor)
+        for e in experts:
+            column_factor[e] = 1 / len(experts) / sum(row_factor[t] * cost[t][e] for t in tokens)
+        if sum(abs(a - b) for a, b in zip(before, column_factor)) / len(experts) <= tolerance:
+            return [[column_factor[e] * cost[t][e] * row_factor[t] for e in experts] for t in tokens]
+
+
+def weigh_sinkhorn(logits: Tensor, chosen: list[int]) -> Tensor:
+    scores = torch.sigmoid(logits) if len(chosen) == 1 else torch.softmax(logits, 0)
+    return scores[chosen]
+
+
+def route_all(
+    logits: Tensor, bias: Tensor | None, routing: Routing, valid: list[int]
+) -> dict[int, tuple[list[int], Tensor]]:
+    """Experts and weights of each valid token of a micro-batch, logits [T, E] in the order of the tokens."""
+    routes = {t: route_one(logits[t], bias, routing) for t in valid}
+    if routing.sinkhorn:
+        balanced = sinkhorn([logits[t].tolist() for t in valid])
+        for row, t in zip(balanced, valid):
+            chosen = sorted(range(len(row)), key=lambda e: -row[e])[: routing.topk]
+            routes[t] = (chosen, weigh_sinkhorn(logits[t], chosen))
+    if routing.round_robin:
+        for t in valid:
+            chosen = [(t * routing.topk + k) % logits.shape[1] for k in range(routing.topk)]
+            routes[t] = (chosen, weigh(logits[t], chosen, routing))
+    return routes
+
+
+def beyond_capacity(
+    routes: dict[int, tuple[list[int], Tensor]], num_tokens: int, num_experts: int, routing: Routing
+) -> set[tuple[int, int]]:
+    """(token, expert) pairs that are dropped: each expert keeps its best, or its first, choices."""
+    if routing.capacity_factor is None:
+        return set()
+    capacity = min(num_tokens, math.ceil(num_tokens * routing.topk / num_experts * routing.capacity_factor))
+    dropped = set()
+    for e in range(num_experts):
+        asking = [t for t, (chosen, _) in routes.items() if e in chosen]
+        if routing.drop_policy == "probs":
+            asking.sort(key=lambda t: (-routes[t][1][routes[t][0].index(e)].item(), t))
+        else:
+            asking.sort()
+        dropped |= {(t, e) for t in asking[capacity:]}
+    return dropped
 
 
 def silu(x: Tensor) -> Tensor:
@@ -78,25 +144,33 @@ class Weights:
 
 @dataclass
 class Result:
-    """output [T, H], tokens per expert [E], logits [T, E], chosen experts per token (empty for padding)."""
+    """output [T, H], tokens per expert [E], logits [T, E], chosen experts per token (empty for padding), of them those
+    that were dropped as (token, expert)."""
 
     output: Tensor
     counts: list[int]
     logits: Tensor
     chosen: list[list[int]]
+    dropped: set[tuple[int, int]]
 
 
 def moe_layer(tokens: Tensor, weights: Weights, routing: Routing, is_padding: list[bool] | None = None) -> Result:
-    """tokens [T, H]. A padded token gets the shared expert only, and is counted nowhere."""
+    """tokens [T, H]. A padded token gets the shared expert only, and is counted nowhere; a dropped choice gives nothing
+    to its token, and the token's other weights stay."""
     logits = tokens @ weights.router.T
     counts = [0] * weights.router.shape[0]
     outputs, all_chosen = [], []
+    valid = [t for t in range(len(tokens)) if not (is_padding and is_padding[t])]
+    routes = route_all(logits, weights.bias, routing, valid)
+    dropped = beyond_capacity(routes, len(tokens), len(counts), routing)
     for t, x in enumerate(tokens):
         y = torch.zeros_like(x)
         chosen: list[int] = []
-        if not (is_padding and is_padding[t]):
-            chosen, probs = route_one(logits[t], weights.bias, routing)
+        if t in routes:
+            chosen, probs = routes[t]
             for e, p in zip(chosen, probs):
+                if (t, e) in dropped:
+                    continue
                 y = y + p * expert(x, weights.weight1[e], weights.weight2[e])
                 counts[e] += 1
         if weights.shared1 is not None:
@@ -106,7 +180,7 @@ def moe_layer(tokens: Tensor, weights: Weights, routing: Routing, is_padding: li
             y = y + shared
         outputs.append(y)
         all_chosen.append(chosen)
-    return Result(torch.stack(outputs), counts, logits, all_chosen)
+    return Result(torch.stack(outputs), counts, logits, all_chosen, dropped)
 
 
 def balance_loss(result: Result, topk: int, score_function: str, tokens: list[int] | None = None) -> Tensor:
@@ -126,6 +200,18 @@ def balance_loss(result: Result, topk: int, score_function: str, tokens: list[in
         mean_score = sum(distributions[t][i] for t in valid) / len(valid)
         loss = loss + num_experts * share * mean_score
     return loss
+
+
+def global_balance_loss(results: list[Result], topk: int, score_function: str) -> Tensor:
+    """The same over all tokens of several micro-batches together."""
+    together = Result(
+        torch.cat([r.output for r in results]),
+        [],
+        torch.cat([r.logits for r in results]),
+        [chosen for r in results for chosen in r.chosen],
+        set(),
+    )
+    return balance_loss(together, topk, score_function)
 
 
 def z_loss(result: Result) -> Tensor:
