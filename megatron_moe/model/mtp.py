@@ -117,7 +117,8 @@ class PredictionLayer(MegatronModule):
         return self.final_layernorm(hidden)
 
     def _merge(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        dtype = self.config.params_dtype  # norms that are kept in fp32 may hand on fp32
+        # Norms that are kept in fp32 may hand on fp32; in a layer that is kept as a whole, everything is.
+        dtype = torch.float32 if hasattr(self, "fp32_parameters") else self.config.params_dtype
         both = torch.cat((self.enorm(embedded).to(dtype), self.hnorm(hidden).to(dtype)), dim=-1)
         part, _ = self.eh_proj(both)
         merged = gather_from_tensor_model_parallel_region(part, group=self.tp_group)

@@ -48,6 +48,7 @@ OTHERS = {
         {**TP2_SP, **PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     ),
     "fused loss": (1, cases.SMALL, {"cross_entropy_loss_fusion": True}),
+    "further predictions over stages": (2, cases.SMALL, {**PP2, "mtp_num_layers": 1}),
     "recomputed": (
         1,
         cases.SMALL,

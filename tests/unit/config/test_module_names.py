@@ -18,6 +18,8 @@ MODELS = {
     "grouped, experts": PRESETS["tiny-gqa"],
     "dense, biased": {"num_layers": 2, "add_bias_linear": True, "qk_layernorm": True},
     "dense, tied": {"num_layers": 1, "add_qkv_bias": True},
+    "further predictions, experts": {**TINY, "mtp_num_layers": 2},
+    "further predictions, tied": {"num_layers": 1, "mtp_num_layers": 1},
 }
 
 
@@ -30,8 +32,8 @@ def test_names_from_the_run_are_those_of_the_built_model(model, one_process):
         own = tuple(name for name, _ in module.named_parameters(recurse=False))
         if any(True for _ in module.parameters()) or path.endswith("core_attention") or path == "output_layer":
             built[module_name(chunk, path)] = own
-    for chain in ("", "decoder", "decoder.layers"):
-        del built[chain]
+    for chain in ("", "decoder", "decoder.layers", "mtp", "mtp.layers"):
+        built.pop(chain, None)
     known = {name: set(own) for name, own in module_names.modules(run).items()}
     if not run.model.untie_embeddings_and_output_weights:
         known["output_layer"] = set()  # its weight is the embedding's

@@ -82,6 +82,16 @@ def test_a_line_names_everything_a_reader_steers_by():
     )
 
 
+def test_the_losses_of_further_predictions_stand_beside_the_loss_and_are_means_as_it_is():
+    stream, sink = plain(log_interval=2)
+    steps(sink, 2, 2, mtp_losses=[3.5, 4.0])
+    sink.step(dataclasses.replace(STEP, iteration=3, loss=2.0, mtp_losses=[3.0, 4.0]))
+    sink.step(dataclasses.replace(STEP, iteration=4, loss=1.0, mtp_losses=[2.0, 3.0]))
+    lines = text(stream).splitlines()
+    assert "| loss 3.0000 | mtp 3.5000 4.0000 | lr" in lines[0]
+    assert "| loss 1.5000 | mtp 2.5000 3.5000 | lr" in lines[1]
+
+
 def test_a_dense_model_without_a_peak_has_a_line_without_experts_and_mfu():
     stream, sink = plain()
     steps(sink, 1, 1, expert_load=None, mfu=None, grad_norm=None)

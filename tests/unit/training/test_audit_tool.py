@@ -50,6 +50,8 @@ def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset
         ["--moe-shared-expert-gate"],
         ["--fp32-residual-connection"],
         ["--keep-fp32", "router", "first_layer"],
+        ["--mtp-num-layers", "2", "--fp32-residual-connection"],
+        ["--mtp-num-layers", "1", "--keep-fp32", "norms", "output_layer", "mtp.layers.0.eh_proj"],
     ],
     ids=lambda flags: flags[0],
 )

@@ -1,0 +1,114 @@
+"""Multi-token prediction under every layout: losses of each depth, all gradients, gradient norm, counts and the weights
+after two steps are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.config.schema import Run, replace
+from tests.distributed import mtp_cases as cases
+from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, TP2, VPP2, cut
+
+# An Adam whose step is smooth in the gradient: two layouts' rounding errors must not decide about a sign.
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7, "lr": 1e-2, "adam_eps": 1e-2, "micro_batch_size": 1}
+CP2 = {"context_parallel_size": 2}
+OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+PER_TOKEN = {"calculate_per_token_loss": True}
+FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_chunk_tokens": 8}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+TIED = "dense mla, no query latent, tied"
+LAYOUTS = {
+    "experts, micro-batches of 2": ("experts", 1, {"micro_batch_size": 2}),
+    "experts, one micro-batch, per token": ("experts", 1, {"micro_batch_size": 4, **PER_TOKEN}),
+    "experts, full recomputation by blocks": ("experts", 1, FULL),
+    "experts, TP2 with sequence parallelism, fused loss": ("experts", 2, {**SP2, **FUSED}),
+    "experts, EP2 (DP2), per token": ("experts", 2, {**EP2, **PER_TOKEN}),
+    "experts, PP2 in two chunks each": ("experts", 2, VPP2),
+    "experts, CP2": ("experts", 2, CP2),
+    "experts, CP2, per token": ("experts", 2, {**CP2, **PER_TOKEN}),
+    "experts, DP2, distributed optimizer, overlaps": ("experts", 2, OVERLAPPED),
+    "tied, TP2": (TIED, 2, TP2),
+    "tied, PP2, fused loss": (TIED, 2, {**PP2, **FUSED}),
+    "tied, PP2 in two chunks each": (TIED, 2, VPP2),
+    "tied, PP2, overlapped reduction": (TIED, 2, {**PP2, "overlap_grad_reduce": True}),
+    "grouped, TP2 x PP2, one layer on the first stage": (
+        "grouped, biased",
+        4,
+        {**SP2, **PP2, "decoder_first_pipeline_num_layers": 1},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(gloo):
+    known = {}
+
+    def of(model, **flags):
+        key = (model, *flags.items())
+        if key not in known:
+            known[key] = gloo.run(1, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}))[0]
+        return known[key]
+
+    return of
+
+
+def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
+    assert result["losses"] == pytest.approx(wanted["losses"], rel=2e-6 * tolerance)
+    assert result["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=2e-5 * tolerance)
+    for got, expected in zip(result["mtp_losses"], wanted["mtp_losses"], strict=True):
+        assert len(got) == 2
+        assert got == pytest.approx(expected, rel=2e-6 * tolerance)
+    for name, (recipe, weight, grad) in result["tensors"].items():
+        _, full_weight, full_grad = wanted["tensors"][name]
+        for what, part, full in (("weight", weight, full_weight), ("gradient", grad, full_grad)):
+            if what == "weight" or gradients:
+                error = (part.float() - cut(full, recipe).float()).norm() / full.float().norm().clamp_min(1e-12)
+                assert error < 5e-5 * tolerance, f"rank {rank}: {what} of {name} is {error:.1e} off"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
+    model, ranks, flags = LAYOUTS[layout]
+    wanted = one_process(model)
+    results = gloo.run(ranks, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}))
+    for rank, result in enumerate(results):
+        # a distributed optimizer leaves a rank the whole sum of its own shard only
+        assert_same(result, wanted, rank, gradients=not flags.get("use_distributed_optimizer"))
+        assert result["counts"] == wanted["counts"]
+    assert {name for result in results for name in result["tensors"]} == set(wanted["tensors"])
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, PP2), (2, OVERLAPPED)], ids=["PP2", "DP2, overlaps"])
+def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, flags):
+    wanted = one_process("experts", bf16=True)
+    run = replace(Run(), **{**MODELS["experts"], **MTP, "bf16": True, **flags})
+    for rank, result in enumerate(gloo.run(ranks, cases.steps, run=run)):
+        assert_same(result, wanted, rank, tolerance=600, gradients=not flags.get("use_distributed_optimizer"))
+
+
+def test_layers_of_predictions_are_numbered_behind_the_models(one_process):
+    wanted = one_process("experts")
+    # 4 sequences of 16 tokens, 2 experts each; the model's own layers are 1 to 4
+    assert set(wanted["counts"]) == {2, 3, 4, 5, 6}
+    assert all(sum(counts) == 4 * 16 * 2 for counts in wanted["counts"].values())
+
+
+def test_a_shift_sees_the_whole_sequence_of_all_ranks(gloo):
+    length, steps = 8, [0, 1, 3, -1, -3, 8, -9]
+    whole = torch.stack([torch.arange(1, length + 1), torch.arange(101, length + 101)])
+    for cp_size in (1, 2):
+        for result in gloo.run(cp_size, cases.moved, length=length, steps=steps, cp_size=cp_size):
+            for by in steps:
+                ahead, back = looked_up(whole, by), looked_up(whole, -by)
+                assert torch.equal(result[by]["ids"], ahead)
+                assert torch.equal(result[by]["out"], ahead.double())
+                assert torch.equal(result[by]["grad"], back.double())
+
+
+def looked_up(whole, by):
+    found = torch.zeros_like(whole)
+    for s in range(whole.shape[1]):
+        if 0 <= s + by < whole.shape[1]:
+            found[:, s] = whole[:, s + by]
+    return found
