@@ -225,6 +225,15 @@ RUNNING_DEFECTS = (
         (("megatron_moe/training/finalize_model_grads.py", "def _global_aux_losses"),),
         fixed_in=(0, 19, 2),
     ),
+    Defect(
+        "S26",
+        "attention without Transformer Engine refuses context parallelism",
+        "transformer/dot_product_attention.py",
+        lambda run, _: run.parallel.context_parallel_size > 1,
+        "overridden",
+        "our core attention gathers keys and values",
+        (("megatron_moe/model/context_parallel.py", "def attend_chunks"),),
+    ),
 )
 
 FOUND_DEFECTS = (
@@ -255,5 +264,28 @@ FOUND_DEFECTS = (
         "weights are marked where they are initialised",
         (("megatron_moe/model/initialize.py", "def _mark"),),
         fixed_in=(0, 19, 0),
+    ),
+    Defect(
+        "N9",
+        "a micro-batch without targets of a multi-token prediction layer makes all gradients NaN",
+        "models/gpt/gpt_model.py: division by the number of targets",
+        lambda run, _: run.model.mtp_num_layers is not None and not run.optimizer.calculate_per_token_loss,
+        "overridden",
+        "these losses go with their targets' and are divided with them",
+        (("megatron_moe/model/mtp.py", "class FurtherPredictions"),),
+        fixed_in=(0, 19, 2),
+    ),
+    Defect(
+        "N10",
+        "with tied embeddings and multi-token prediction, the last pipeline stage has a table that gets no gradient",
+        "models/gpt/gpt_model.py: an output layer beside the embedding that stands for it",
+        lambda run, _: (
+            run.model.mtp_num_layers is not None
+            and not run.model.untie_embeddings_and_output_weights
+            and run.parallel.pipeline_model_parallel_size > 1
+        ),
+        "overridden",
+        "the second table is taken away",
+        (("megatron_moe/model/mtp.py", "def without_second_table"),),
     ),
 )

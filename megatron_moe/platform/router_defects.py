@@ -38,6 +38,15 @@ ROUTER_DEFECTS = (
         (("megatron_moe/moe/load_balance.py", "def updated_expert_bias"),),
     ),
     Defect(
+        "E3",
+        "the global loss's counters are cast to bf16 or fp16 and stop at 256 micro-batches",
+        "transformer/moe/router.py, ga_steps",
+        lambda run, _: half(run) and "global_aux_loss" in auxiliary_losses(run),
+        "overridden",
+        "its counts are int64 and no buffers",
+        (("megatron_moe/moe/aux_losses.py", "_counted"),),
+    ),
+    Defect(
         "E4",
         "a padding mask is applied to experts instead of tokens where there are as many, and crashes otherwise",
         "PR #6114, issue #6111",
@@ -71,8 +80,8 @@ ROUTER_DEFECTS = (
         "PR #5047, issue #5007",
         scaled_losses,
         "overridden",
-        "auxiliary losses are scaled by the tokens of the whole micro-batch",
-        (("megatron_moe/moe/router.py", "_attach"),),
+        "each token of the global batch weighs the same",
+        (("megatron_moe/moe/aux_losses.py", "class GlobalBatch"),),
         fixed_in=(0, 19, 0),
     ),
     Defect(
@@ -85,8 +94,8 @@ ROUTER_DEFECTS = (
             and run.training.micro_batch_size > 1
         ),
         "overridden",
-        "auxiliary losses are scaled by the tokens of the whole micro-batch",
-        (("megatron_moe/moe/router.py", "_attach"),),
+        "each token of the global batch weighs the same",
+        (("megatron_moe/moe/aux_losses.py", "class GlobalBatch"),),
         fixed_in=(0, 19, 0),
     ),
     Defect(
@@ -119,7 +128,7 @@ ROUTER_DEFECTS = (
         ),
         "overridden",
         "one decision serves dispatch, losses and counts",
-        (("megatron_moe/moe/router.py", "_attach_aux_losses"),),
+        (("megatron_moe/moe/router.py", "self.aux_losses.attach(decision"),),
     ),
     Defect(
         "E12",
@@ -129,6 +138,15 @@ ROUTER_DEFECTS = (
         "overridden",
         "sums over ranks leave their input alone",
         (("megatron_moe/parallel/collectives.py", "def sum_over_ranks"),),
+    ),
+    Defect(
+        "E13",
+        "global_aux_loss divides the counts of several micro-batches by the tokens of the last one",
+        "issue #7213",
+        callers_only,
+        "overridden",
+        "counts and tokens are of the same micro-batches",
+        (("megatron_moe/moe/load_balance.py", "def balance_share"),),
     ),
     Defect(
         "E14",
@@ -212,5 +230,58 @@ ROUTER_DEFECTS = (
         "kept",
         "--moe-router-bias-center takes the mean off",
         (("megatron_moe/moe/load_balance.py", "center"),),
+    ),
+    Defect(
+        "N4",
+        "with experts padded to their capacity all counts are the capacity, and the expert bias never moves",
+        "transformer/moe/router.py, _apply_expert_bias after apply_router_token_dropping",
+        lambda run, _: expert_bias(run, _) and run.moe.moe_pad_expert_input_to_capacity,
+        "overridden",
+        "the bias goes by what tokens ask for, dropped choices too",
+        (("megatron_moe/training/finalize_model_grads.py", "got + turned_away"),),
+    ),
+    Defect(
+        "N5",
+        "--moe-token-drop-policy position keeps any tokens, not the first of the sequence",
+        "transformer/moe/moe_utils.py, apply_router_token_dropping: topk of equal numbers",
+        lambda run, _: (
+            experts(run, _)
+            and run.moe.moe_expert_capacity_factor is not None
+            and run.moe.moe_token_drop_policy == "position"
+        ),
+        "overridden",
+        "stable sorts by position",
+        (("megatron_moe/moe/capacity.py", "def kept_choices"),),
+    ),
+    Defect(
+        "N6",
+        "each TP and CP rank has a capacity of its own, so that the layout decides which tokens are dropped",
+        "transformer/moe/moe_utils.py, apply_router_token_dropping",
+        lambda run, _: (
+            experts(run, _)
+            and run.moe.moe_expert_capacity_factor is not None
+            and tp_size(run) * run.parallel.context_parallel_size > 1
+        ),
+        "overridden",
+        "the capacity is that of the whole micro-batch",
+        (("megatron_moe/moe/capacity.py", "class ExpertCapacity"),),
+    ),
+    Defect(
+        "N7",
+        "sinkhorn overflows above logits of 88, and then sends all tokens to the same experts",
+        "transformer/moe/moe_utils.py, sinkhorn: exp of fp32 logits",
+        lambda run, _: experts(run, _) and "sinkhorn" in run.moe.moe_router_load_balancing_type,
+        "overridden",
+        "in fp64, relative to each token's largest logit",
+        (("megatron_moe/moe/sinkhorn.py", "def balanced_scores"),),
+    ),
+    Defect(
+        "N8",
+        "the router's jitter is drawn in evaluation too, and in bf16 it has five values at 1 %",
+        "transformer/moe/router.py, apply_input_jitter",
+        lambda run, _: experts(run, _) and run.moe.moe_input_jitter_eps is not None,
+        "overridden",
+        "in training only, in the router's dtype",
+        (("megatron_moe/moe/router.py", "class Jitter"),),
     ),
 )

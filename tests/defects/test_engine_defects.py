@@ -242,6 +242,17 @@ def test_the_norm_refuses_sequence_parallelism() -> None:
     assert RMSNorm(config, 8).weight.sequence_parallel
 
 
+def test_the_engines_attention_refuses_context_parallelism(one_process: None) -> None:
+    """Ours: tests/distributed/test_context_parallel.py."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    pg = groups.initialize(Run())
+    assert present("S26")
+    with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
+        DotProductAttention(small_config(context_parallel_size=2), 1, AttnMaskType.causal, "self", pg_collection=pg)
+
+
 def test_the_engine_needs_a_package_that_it_does_not_ask_for() -> None:
     asked_for = [name for name in importlib.metadata.requires("megatron-core") or () if "extra ==" not in name]
     assert present("S9") == (not any(name.startswith("psutil") for name in asked_for))

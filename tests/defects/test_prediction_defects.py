@@ -1,0 +1,91 @@
+"""The engine's multi-token prediction: each known defect shows there, and not in ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.mtp import without_second_table
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from tests.defects.stock import present
+from tests.defects.test_engine_defects import small_config
+
+VOCABULARY, SEQUENCE = 32, 8
+
+
+def engine_model(pg: Any, **changes: Any) -> GPTModel:
+    """The engine's dense GPT with one layer that predicts a token further."""
+    config = small_config(
+        num_layers=1, mtp_num_layers=1, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    layer = get_gpt_layer_local_spec()
+    further = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+    return GPTModel(
+        config, layer, VOCABULARY, SEQUENCE, position_embedding_type="rope", mtp_block_spec=further, pg_collection=pg,
+        **changes,
+    )  # fmt: skip
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, positions, an attention mask, labels; one sequence."""
+    drawn = torch.randint(VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    future = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return drawn[:, :-1], torch.arange(SEQUENCE)[None], future, drawn[:, 1:]
+
+
+def without_targets() -> dict[str, bool]:
+    """Whether gradients are finite where only the first position has a loss: no token further on has one."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    from megatron_moe.model.build import build_model
+
+    run = replace(
+        Run(), num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=SEQUENCE, mtp_num_layers=1,
+        ffn_hidden_size=32, make_vocab_size_divisible_by=1,
+    )  # fmt: skip
+    pg = groups.initialize(run)
+    seed_everything(run)
+    ids, positions, future, labels = tokens()
+    mask = torch.zeros(1, SEQUENCE)
+    mask[:, 0] = 1.0
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    stock = engine_model(pg)
+    (stock(ids, positions, future, labels=labels, loss_mask=mask.clone()) * mask).sum().backward()
+    (ours,) = build_model(run, pg, VOCABULARY)
+    (ours(ids, positions, None, labels=labels, loss_mask=mask.clone()) * mask).sum().backward()
+    return {
+        "stock": all(bool(p.grad.isfinite().all()) for p in stock.parameters() if p.grad is not None),
+        "ours": all(bool(p.main_grad.isfinite().all()) for p in ours.parameters()),
+    }
+
+
+def test_a_micro_batch_without_further_targets_has_nan_gradients(gloo: Any) -> None:
+    (finite,) = gloo.run(1, without_targets)
+    assert finite["ours"] and present("N9") == (not finite["stock"])
+
+
+def unused_weights() -> dict[str, Any]:
+    """Weights without a gradient on a last pipeline stage with tied embeddings."""
+    pg = groups.initialize(Run())
+    ids, positions, future, labels = tokens()
+    found = {}
+    for name in ("stock", "ours"):
+        model = engine_model(pg, pre_process=False, share_embeddings_and_output_weights=True)
+        if name == "ours":
+            without_second_table(model)
+        model.set_input_tensor(torch.ones(SEQUENCE, 1, 8))
+        model(ids, positions, future, labels=labels).sum().backward()
+        found[name] = [key for key, weight in model.named_parameters() if weight.grad is None]
+    return found
+
+
+def test_a_tied_output_layer_has_a_table_that_is_never_used(gloo: Any) -> None:
+    (found,) = gloo.run(1, unused_weights)
+    assert found["ours"] == []
+    assert present("N10") == (found["stock"] == ["output_layer.weight"])
