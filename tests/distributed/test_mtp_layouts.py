@@ -44,10 +44,11 @@ LAYOUTS = {
 def one_process(gloo):
     known = {}
 
-    def of(model, **flags):
-        key = (model, *flags.items())
+    def of(model, count=2, **flags):
+        key = (model, count, *flags.items())
         if key not in known:
-            known[key] = gloo.run(1, cases.steps, run=replace(Run(), **{**MODELS[model], **MTP, **flags}))[0]
+            run = replace(Run(), **{**MODELS[model], **MTP, **flags})
+            known[key] = gloo.run(1, cases.steps, run=run, count=count)[0]
         return known[key]
 
     return of
@@ -81,10 +82,11 @@ def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
 
 @pytest.mark.parametrize(("ranks", "flags"), [(2, PP2), (2, OVERLAPPED)], ids=["PP2", "DP2, overlaps"])
 def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, flags):
-    wanted = one_process("experts", bf16=True)
+    # One step: in the next, weights that were rounded otherwise let some tokens choose other experts.
+    wanted = one_process("experts", count=1, bf16=True)
     run = replace(Run(), **{**MODELS["experts"], **MTP, "bf16": True, **flags})
-    for rank, result in enumerate(gloo.run(ranks, cases.steps, run=run)):
-        assert_same(result, wanted, rank, tolerance=600, gradients=not flags.get("use_distributed_optimizer"))
+    for rank, result in enumerate(gloo.run(ranks, cases.steps, run=run, count=1)):
+        assert_same(result, wanted, rank, tolerance=100, gradients=not flags.get("use_distributed_optimizer"))
 
 
 def test_layers_of_predictions_are_numbered_behind_the_models(one_process):

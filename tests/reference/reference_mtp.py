@@ -1,4 +1,4 @@
-"""A language model with multi-token prediction as DeepSeek-V3 describes it (section 2.2), written to be read; torch only.
+"""A language model with multi-token prediction, as section 2.2 of DeepSeek-V3 has it, written to be read; torch only.
 
 Attention is plain (one key and value per head, no position embedding) and the MLP dense: what is of interest is which
 token is merged where, which label is predicted from there, and what each loss weighs. Weights are a dict of full
@@ -41,7 +41,7 @@ def language_model(
         mask: [B, S], 1 where the label counts.
     """
     table, head = weights["embedding.word_embeddings.weight"], weights["output_layer.weight"]
-    batch, length = tokens.shape
+    length = tokens.shape[1]
     hidden = table[tokens]
     for layer in range(layers):
         hidden = transformer_layer(hidden, weights, f"decoder.layers.{layer}.", heads, eps)

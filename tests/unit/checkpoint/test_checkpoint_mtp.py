@@ -1,5 +1,5 @@
-"""Checkpoints with multi-token prediction: every layout reads them, a resumed run goes on bit for bit, and the losses of
-the depths stand in the metrics."""
+"""Checkpoints with multi-token prediction: every layout reads them, a resumed run goes on bit for bit, and the metrics
+hold the losses of the depths."""
 
 from __future__ import annotations
 
