@@ -102,7 +102,7 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout
         return _FlashInFp32.apply(query, key, value, scale)
     value_width = value.shape[-1]
     query, key, value = of_one_width(query, key, value)
-    context = F.scaled_dot_product_attention(
+    context = platform.kernel(F.scaled_dot_product_attention)(
         query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=key.shape[1] != query.shape[1]
     )
     return context[..., :value_width]
@@ -140,6 +140,6 @@ class _FlashInFp32(torch.autograd.Function):
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """As `_attend_cpu`, in the input's dtype."""
     key, value, grouped = for_kernels(query, key, value)
-    return F.scaled_dot_product_attention(
+    return platform.kernel(F.scaled_dot_product_attention)(
         query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=grouped
     )

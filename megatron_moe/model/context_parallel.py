@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_moe import platform
 from megatron_moe.model.flash_cpu import attend_block, block_gradients, of_one_width, wide
 from megatron_moe.parallel.sequence_chunks import all_gather_sequence, by_rank, chunk_numbers
 
@@ -162,7 +163,7 @@ def attend_lower_right(
         length = queries.shape[2]
         end = (number + 1) * length
         contexts.append(
-            F.scaled_dot_product_attention(
+            platform.kernel(F.scaled_dot_product_attention)(
                 queries,
                 key[:, :, :end],
                 value[:, :, :end],

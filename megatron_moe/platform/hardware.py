@@ -11,31 +11,47 @@ import importlib
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
 from megatron_moe.config.errors import ConfigError
 
-_imagined: ContextVar[str | None] = ContextVar("imagined", default=None)
+
+@dataclass(frozen=True)
+class _Imagined:
+    """kind: "cuda" or "cpu". kernels: torch's functions, each with what stands for it."""
+
+    kind: str
+    kernels: Mapping[Callable, Callable]
+
+
+_imagined: ContextVar[_Imagined | None] = ContextVar("imagined", default=None)
 
 
 @contextlib.contextmanager
-def imagining(kind: str) -> Iterator[None]:
+def imagining(kind: str, kernels: Mapping[Callable, Callable]) -> Iterator[None]:
     """A machine of another kind, "cuda" or "cpu", without storage: what is built in here is built as it would be there,
-    on torch's meta device. For a plan on paper."""
-    token = _imagined.set(kind)
+    on torch's meta device, where `kernels` stand for fused ones that torch would take apart. For a plan on paper."""
+    token = _imagined.set(_Imagined(kind, kernels))
     try:
         yield
     finally:
         _imagined.reset(token)
 
 
+def kernel(function: Callable) -> Callable:
+    """A fused kernel's function, or what stands for it where the machine is imagined."""
+    imagined = _imagined.get()
+    return function if imagined is None else imagined.kernels.get(function, function)
+
+
 def has_cuda() -> bool:
     """True where torch sees a CUDA device, or one is imagined."""
     imagined = _imagined.get()
-    return torch.cuda.is_available() if imagined is None else imagined == "cuda"
+    return torch.cuda.is_available() if imagined is None else imagined.kind == "cuda"
 
 
 def local_rank() -> int:

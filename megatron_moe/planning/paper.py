@@ -1,0 +1,158 @@
+"""A device with shapes and no storage: operations run on torch's meta device, collectives are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+
+from megatron_moe import platform
+from megatron_moe.planning.flops import attention_flops, grouped_flops, operation_flops
+from megatron_moe.planning.live_bytes import LiveBytes
+
+_META = torch.device("meta")
+
+# Operation of torch.ops.c10d -> (kind, which argument carries the bytes, which the group).
+_COLLECTIVES: dict[str, tuple[str, int, int]] = {
+    "allreduce_": ("all-reduce", 0, 1),
+    "allreduce_coalesced_": ("all-reduce", 0, 1),
+    "broadcast_": ("broadcast", 0, 1),
+    "_allgather_base_": ("all-gather", 0, 2),
+    "allgather_": ("all-gather", 0, 2),
+    "_reduce_scatter_base_": ("reduce-scatter", 1, 2),
+    "reduce_scatter_": ("reduce-scatter", 1, 2),
+    "alltoall_base_": ("all-to-all", 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: its kind, the ranks that take part, and the bytes of its whole tensor: of what is reduced, of what is
+    gathered in the end, or of what this rank sends (its own share included)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+class Paper(LiveBytes):
+    """Everything is allocated on the meta device, whatever device the code asks for; nothing is computed or sent.
+
+    A number read back from a tensor (`.item()`) is 1. collectives, flops: what was called and counted so far.
+
+    Args:
+        logits_shape: (tokens, vocabulary) of this rank; tensors of that many elements are labelled "logits".
+    """
+
+    def __init__(self, logits_shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self.flops = 0
+        self._logits_shape = logits_shape
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The operation on meta tensors."""
+        if func.namespace == "c10d":
+            return self._note(func, args)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype == torch.bool or 1
+        if func is torch.ops.aten._grouped_mm.default:
+            self.flops += grouped_flops(*(one.shape for one in args[:2]))
+            return _grouped_product(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
+        result = func(*args, **kwargs)
+        self.flops += operation_flops(func, args, kwargs, result)
+        return result
+
+    def label_of(self, tensor: Tensor) -> str | None:
+        """ "logits" by their shape, else as the block says."""
+        tokens, vocabulary = self._logits_shape
+        if tensor.dim() > 1 and tensor.shape[-1] == vocabulary and tensor.numel() == tokens * vocabulary:
+            return "logits"
+        return super().label_of(tensor)
+
+    def _note(self, func: Any, args: tuple) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name in _COLLECTIVES:
+            kind, tensors, group = _COLLECTIVES[name]
+            ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(args[group])))
+            self.collectives.append(Collective(kind, ranks, _bytes(args[tensors])))
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+@contextmanager
+def on_paper(device: str, logits_shape: tuple[int, int]) -> Iterator[Paper]:
+    """A machine with `device` ("cuda" or "cpu") on paper.
+
+    Two fused kernels have stand-ins that keep what they keep: attention without a score matrix, and the norm. On the
+    meta device torch takes these apart, and keeps every intermediate result.
+    """
+    paper = Paper(logits_shape)
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
+    ) -> Tensor:
+        # A mask is a context-parallel rank's: its queries are the last of these keys, causal among themselves.
+        return _Attend.apply(query, key, value, is_causal or attn_mask is not None, paper)
+
+    def normalise(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return _Normalise.apply(x, weight)
+
+    kernels: dict[Callable, Callable] = {F.scaled_dot_product_attention: attend, F.rms_norm: normalise}
+    with platform.imagining(device, kernels), paper:
+        yield paper
+
+
+class _Attend(torch.autograd.Function):
+    """[B, n, S, dk], [B, g, T, dk], [B, g, T, dv] -> [B, n, S, dv]. Keeps operands, result and logsumexp (fp32)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, paper: Paper) -> Tensor:
+        batch, heads, length, _ = query.shape
+        context = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, context, logsumexp)
+        ctx.paper, ctx.flops = paper, attention_flops(query.shape, key.shape, value.shape, causal)
+        paper.flops += ctx.flops
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        ctx.paper.flops += 2 * ctx.flops
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+class _Normalise(torch.autograd.Function):
+    """[..., H] and weight [H] -> [..., H]. Keeps both, and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """[R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]. On the meta device torch's own knows bf16 only."""
+    groups = () if right.dim() == 3 else offs.shape
+    return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
+
+
+def _bytes(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(map(_bytes, argument))

@@ -1,0 +1,120 @@
+"""A plan as aligned text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_GIB = 2**30
+_PARTS = ("weights", "gradients", "optimizer", "activations")
+
+
+def text_report(plan: dict[str, Any]) -> str:
+    """All of it, for a terminal 120 wide."""
+    blocks = [_head(plan), _memory(plan), _choices(plan), _traffic(plan), _speed(plan), _alternatives(plan)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _head(plan: dict[str, Any]) -> str:
+    words = ", ".join(f"{name} {value}" for name, value in plan["layout"].items())
+    fits = "fits" if plan["max_memory_gib"] <= plan["device_memory_gib"] else "DOES NOT FIT"
+    return "\n".join(
+        (
+            f"{plan['total_params'] / 1e9:,.2f} B parameters ({plan['total_params']:,}), of which a token meets "
+            f"{plan['active_params'] / 1e9:,.2f} B",
+            f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}",
+            f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all",
+            f"largest rank {plan['max_memory_gib']:,.2f} GiB of {plan['device_memory_gib']:g}: {fits}",
+        )
+    )
+
+
+def _memory(plan: dict[str, Any]) -> str:
+    rows = [["stage", "ranks", "layers", "dense", "expert", *_PARTS, "peak", "in flight", "logits", "dispatch"]]
+    for entry in _distinct(plan["ranks"]):
+        memory = entry["memory"]
+        rows.append(
+            [
+                entry["stages"],
+                f"{entry['ranks'][0]}-{entry['ranks'][1]}",
+                str(len(entry["layers"])),
+                f"{entry['dense_params'] / 1e6:,.1f} M",
+                f"{entry['expert_params'] / 1e6:,.1f} M",
+                *(_gib(memory[part]) for part in (*_PARTS, "peak")),
+                str(memory["in_flight"]),
+                *(_gib(memory[part]) for part in ("logits", "dispatch")),
+            ]
+        )
+    title = "Memory of a rank, in GiB; parameters of one rank; logits and dispatch are within the activations"
+    return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}"
+
+
+def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring stages with equal figures as one row."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks:
+        same = ("dense_params", "expert_params", "memory")
+        if rows and all(rows[-1][key] == rank[key] for key in same):
+            rows[-1]["ranks"] = [rows[-1]["ranks"][0], rank["ranks"][1]]
+            rows[-1]["stages"] = f"{rows[-1]['stage']}-{rank['stage']}"
+        else:
+            rows.append({**rank, "stages": str(rank["stage"])})
+    return rows
+
+
+def _choices(plan: dict[str, Any]) -> str:
+    if "recomputation" not in plan:
+        return ""
+    rows = [["recomputation", "largest rank, GiB"]]
+    rows += [[kind, f"{gib:,.2f}"] for kind, gib in plan["recomputation"].items()]
+    rows += [[f"imbalance {imbalance}", f"{gib:,.2f}"] for imbalance, gib in plan["imbalances"].items()]
+    return _table(rows)
+
+
+def _traffic(plan: dict[str, Any]) -> str:
+    worst: dict[str, dict[str, float]] = {}
+    for rank in plan["ranks"]:
+        for name, one in rank["traffic"].items():
+            if one["sent"] > worst.get(name, {"sent": -1})["sent"]:
+                worst[name] = one
+    if not worst:
+        return "Nothing is sent between ranks"
+    rows = [["sent by a rank per step", "GiB", "of it to other machines, GiB"]]
+    rows += [[name, _gib(one["sent"]), _gib(one["between_nodes"])] for name, one in worst.items()]
+    return _table(rows)
+
+
+def _speed(plan: dict[str, Any]) -> str:
+    return "\n".join(
+        (
+            f"{plan['model_flops_per_token'] / 1e9:,.2f} GFLOP a token (model), "
+            f"{plan['computed_flops_per_token'] / 1e9:,.2f} with what is recomputed",
+            f"pipeline bubble {plan['bubble_share']:.1%} of a step",
+            f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {plan['tokens_per_second']:,.0f} tokens/s, "
+            f"{plan['seconds_per_step']:,.2f} s a step",
+        )
+    )
+
+
+def _alternatives(plan: dict[str, Any]) -> str:
+    if not plan.get("alternatives"):
+        return ""
+    rows = [["nearest legal layouts, best first", "largest rank, GiB", "fits", "relative time"]]
+    for row in plan["alternatives"]:
+        fits = "yes" if row["fits"] else "no"
+        rows.append([row["change"], f"{row['max_memory_gib']:,.2f}", fits, f"{row['relative_time']:.3f}"])
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:,.2f}"

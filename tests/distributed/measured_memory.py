@@ -1,0 +1,81 @@
+"""A rank's bytes during a real training step, for the planner's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import build
+from megatron_moe.data.batches import batch_iterators
+from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.planning.live_bytes import LiveBytes, storage_bytes
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
+from megatron_moe.training.step import connect, train_step
+
+
+def measured(flat: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by part, and the peak of the second step above them: until the update, and during it."""
+    run = build(flat)
+    pg_collection = groups.initialize(run)
+    seed_everything(run)
+    with LiveBytes() as live:
+        model = build_model(run, pg_collection, derived.padded_vocab_size(run.model.vocab_size, run))
+        optimizer = build_optimizer(run, model, pg_collection)
+        scheduler = build_scheduler(run, optimizer)
+        connect(model, optimizer)
+        batch = run.training.global_batch_size
+        tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+        dataset, *_ = build_datasets(run, tokenizer, 4 * batch, 0, 0, pg_collection=pg_collection)
+        batches = batch_iterators(dataset, run, pg_collection=pg_collection, num_chunks=len(model))
+        peaks = []
+        prepare = optimizer.prepare_grads
+
+        def prepared() -> bool:
+            peaks.append(live.peak)
+            live.restart_peak()
+            return prepare()
+
+        optimizer.prepare_grads = prepared
+        for _ in range(2):
+            result = train_step(
+                model,
+                optimizer,
+                scheduler,
+                batches,
+                num_micro_batches=derived.num_microbatches(run, torch.distributed.get_world_size()),
+                micro_batch_size=run.training.micro_batch_size,
+                seq_length=run.model.seq_length,
+                pg_collection=pg_collection,
+            )
+            assert result.committed
+            update_peak = live.peak
+            optimizer.zero_grad()
+            held = live.live
+            live.restart_peak()
+        weights = [parameter for chunk in model for parameter in chunk.parameters()]
+        own = {weight.untyped_storage().data_ptr() for weight in weights}
+        masters = [m for part in parts(optimizer) if not part.is_stub_optimizer for m in part.get_parameters()]
+        masters = [m for m in masters if m.untyped_storage().data_ptr() not in own]
+        moments = [
+            value
+            for part in parts(optimizer)
+            if not part.is_stub_optimizer
+            for state in part.optimizer.state.values()
+            for value in state.values()
+        ]
+    counts = result.router_update.tokens_per_expert
+    return {
+        "weights": storage_bytes(weights),
+        "gradients": storage_bytes(weight.main_grad for weight in weights),
+        "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
+        "held": held,
+        "peak": peaks[-1],
+        "update_peak": update_peak,
+        "counts": [one.tolist() for one in counts],
+    }

@@ -1,0 +1,15 @@
+#!/usr/bin/env python3
+"""A layout on paper: parameters, memory, traffic and speed of every rank; see `megatron_moe/planning/plan.py`.
+
+python tools/plan.py --preset deepseek-v2-lite --world-size 8 --expert-model-parallel-size 8
+python tools/plan.py --preset mixtral-8x7b --world-size 64 --expert-model-parallel-size 8 --json plan.json
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_moe.planning.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
