@@ -115,7 +115,7 @@ def _joined_step(whole: Whole, number: int, steps: Sequence[dict[str, Any]], pla
     joined = {**steps[0], "layers": {}}
     teller: dict[str, int] = {}
     for rank, step in enumerate(steps):
-        for key in ("loss", "tokens", "grad_norm", "committed"):
+        for key in ("loss", "tokens", "grad_norm", "committed", "mtp_losses"):
             if step[key] != joined[key] and step[key] == step[key]:
                 _unequal(whole, key.replace("grad_norm", "gradient norm"), "", number, (0, rank), places)
         for name, layer in step["layers"].items():
@@ -124,8 +124,9 @@ def _joined_step(whole: Whole, number: int, steps: Sequence[dict[str, Any]], pla
                 continue
             known, ranks = joined["layers"][name], (teller[name], rank)
             known["margin"] = min(known["margin"], layer["margin"])
-            if not torch.equal(known["counts"], layer["counts"]):
-                _unequal(whole, "token counts", name, number, ranks, places)
+            for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
+                if not torch.equal(known[key], layer[key]):
+                    _unequal(whole, quantity, name, number, ranks, places)
             if known["expert_bias"] is not None and not torch.equal(known["expert_bias"], layer["expert_bias"]):
                 _unequal(whole, "expert_bias", name, number, ranks, places)
     return joined

@@ -24,8 +24,9 @@ class Tolerances:
         scalar: of loss, gradient norm and auxiliary losses.
         gradient: norm of a gradient's error over the norm of the gradient. A gradient smaller than `floor` of the joint
             norm is measured against that share of it: what is almost nothing has no digits of its own.
-        update: norm of the error of what the steps added to a weight, over the norm of what they added. Adam divides
-            by the gradient's own size, so entries that are almost zero may step either way.
+        update: norm of the error of what the steps added to a weight, over the norm of what they added, or over one
+            rounding of the weight where they added less. Adam divides by the gradient's own size, so entries that are
+            almost zero may step either way.
         flips: choices of experts that may fall otherwise in a layer and step; beyond none, expert_bias may differ by
             one update per expert concerned.
     """
@@ -76,7 +77,7 @@ class Comparison:
 
 def compare(got: Whole, wanted: Whole, tolerances: Tolerances = FP32) -> Comparison:
     """Hold everything that a layout did against the oracle."""
-    measured = [*_scalars(got, wanted, tolerances), *_layers(got, wanted, tolerances)]
+    measured = [*_scalars(got, wanted, tolerances.scalar), *_layers(got, wanted, tolerances)]
     measured += [*_tensors(got, wanted, tolerances)]
     largest: dict[str, float] = {}
     for one in measured:
@@ -99,11 +100,16 @@ def _relative(got: float, wanted: float) -> float:
     return abs(got - wanted) / max(abs(wanted), 1e-30) if got != wanted else 0.0
 
 
-def _scalars(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Difference]:
+def _scalars(got: Whole, wanted: Whole, scalar: float) -> Iterator[Difference]:
     for number, (mine, theirs) in enumerate(zip(got.steps, wanted.steps, strict=True), start=1):
         for key, quantity in (("loss", "loss"), ("grad_norm", "gradient norm")):
             detail = f"{mine[key]:.9g}, the oracle's {theirs[key]:.9g}"
-            yield Difference(quantity, "", number, _relative(mine[key], theirs[key]), tolerances.scalar, detail)
+            yield Difference(quantity, "", number, _relative(mine[key], theirs[key]), scalar, detail)
+        for depth, (a, b) in enumerate(zip(mine["mtp_losses"], theirs["mtp_losses"], strict=True), start=1):
+            detail = f"{a:.9g}, the oracle's {b:.9g}"
+            yield Difference(
+                "loss of multi-token prediction", f"depth {depth}", number, _relative(a, b), scalar, detail
+            )
         for key, quantity in (("tokens", "tokens of the batch"), ("committed", "step applied")):
             detail = f"{mine[key]}, the oracle's {theirs[key]}"
             yield Difference(quantity, "", number, float(abs(mine[key] - theirs[key])), 0.0, detail)
@@ -116,11 +122,12 @@ def _layers(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Diffe
                 yield Difference("token counts", name, number, float("inf"), 0.0, "one of the two has no such layer")
                 continue
             layer, oracle = mine["layers"][name], theirs["layers"][name]
-            off = layer["counts"] - oracle["counts"]
-            total, meant = int(layer["counts"].sum()), int(oracle["counts"].sum())
-            detail = f"{total} choices in all, the oracle's {meant}; expert by expert off by {off.tolist()}"
-            flips = int(off.abs().sum()) / 2 if total == meant else float("inf")
-            yield Difference("token counts", name, number, flips, tolerances.flips, detail)
+            for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
+                off = layer[key] - oracle[key]
+                total, meant = int(layer[key].sum()), int(oracle[key].sum())
+                detail = f"{total} choices in all, the oracle's {meant}; expert by expert off by {off.tolist()}"
+                flips = int(off.abs().sum()) / 2 if total == meant else float("inf")
+                yield Difference(quantity, name, number, flips, tolerances.flips, detail)
             if layer["expert_bias"] is not None:
                 moved = (layer["expert_bias"] - oracle["expert_bias"]).double().abs()
                 same = torch.equal(layer["expert_bias"].view(torch.int32), oracle["expert_bias"].view(torch.int32))
@@ -149,8 +156,9 @@ def _tensors(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Diff
                 continue
             floor, allowed = tolerances.floor * total, tolerances.gradient
             if quantity.startswith("weight"):
+                # One rounding of every element, in the dtype that holds it: less than that no step can be told from.
+                floor = float(torch.finfo(theirs[name].dtype).eps * b.norm())
                 a, b, allowed = a - start[name].double(), b - oracle_start[name].double(), tolerances.update
-                floor = 1e-12
             error = float((a - b).norm() / b.norm().clamp_min(max(floor, 1e-30)))
             yield Difference(quantity, name, step, error, allowed, factor_text(a, b) if error > allowed else "")
 

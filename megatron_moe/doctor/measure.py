@@ -93,10 +93,10 @@ def measure(request: Request) -> dict[str, Any]:
     """Measure on this rank, in the default process group if there is one; leaves no process group behind.
 
     Returns:
-        place: this rank's coordinates. steps: per step loss, tokens, grad_norm, committed, and per layer of this rank
-        counts [E] int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest distance of any choice from
-        its alternative). tensors: quantity -> name -> (cuts, this rank's tensor, first and last element that it knows
-        of the flattened tensor).
+        place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm, committed, and per layer of
+        this rank counts and dropped [E] int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest
+        distance of any choice from its alternative). tensors: quantity -> name -> (cuts, this rank's tensor, first and
+        last + 1 of the flattened tensor's elements that it knows).
     """
     run, chunks = request.run, []
     try:
@@ -213,11 +213,17 @@ def _told(result: Any, probe: StepRecorder) -> dict[str, Any]:
     """A step's result as plain values, layers by their names."""
     update = result.router_update
     layers = {}
-    for name, counts, bias, losses in zip(
-        probe.margins, update.tokens_per_expert, update.expert_bias, update.aux_losses, strict=True
+    for name, counts, dropped, bias, losses in zip(
+        probe.margins,
+        update.tokens_per_expert,
+        update.dropped_per_expert,
+        update.expert_bias,
+        update.aux_losses,
+        strict=True,
     ):
         layers[name] = {
             "counts": counts.cpu(),
+            "dropped": torch.zeros_like(counts).cpu() if dropped is None else dropped.cpu(),
             "expert_bias": None if bias is None else bias.cpu(),
             "aux_losses": {loss: float(value) for loss, value in losses.items()},
             "margin": probe.margins[name].smallest,
@@ -227,5 +233,6 @@ def _told(result: Any, probe: StepRecorder) -> dict[str, Any]:
         "loss": result.loss,
         "tokens": result.tokens,
         "grad_norm": result.grad_norm,
+        "mtp_losses": list(result.mtp_losses),
         "layers": layers,
     }

@@ -87,25 +87,13 @@ def forward_backward(run: Run, chunks: list[torch.nn.Module], pg_collection: Any
 
 
 def _tensors(ddp: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    from megatron.core.utils import unwrap_model
+    from megatron_moe.doctor.names import parameter_places
 
-    from megatron_moe.model.initialize import global_name, placement
-
-    chunk = unwrap_model(ddp)
-    tp = chunk.pg_collection.tp
-    placed = placement(chunk)
-    found: dict[str, Any] = {}
-    for name, parameter in chunk.named_parameters():
-        if name in placed:
-            full_name, split = placed[name]
-            cut = [] if split.axis is None else [(split.axis, tp.rank(), tp.size(), split.stride)]
-        else:
-            experts = chunk.get_submodule(name.rpartition(".")[0]).groups
-            full_name = global_name(chunk, name)
-            cut = [(0, experts.ep_rank, experts.ep_size, 1), (2, experts.etp_rank, experts.etp_size, 1)]
-        weight = next(tensor for key, tensor in weights.items() if key.endswith(name))
-        found[full_name] = (cut, weight, parameter.main_grad.detach().clone())
-    return found
+    names = {id(parameter): name for name, parameter in ddp.named_parameters()}
+    return {
+        place.name: (place.cuts, weights[names[id(parameter)]], parameter.main_grad.detach().clone())
+        for place, parameter in parameter_places(ddp)
+    }
 
 
 def train(run: Run, steps: int) -> list[float]:
