@@ -1,4 +1,4 @@
-"""Auxiliary losses, dropped choices and Sinkhorn's are those of the whole batch, however ranks and micro-batches split it.
+"""Auxiliary losses, dropped choices and Sinkhorn's are those of the whole batch, on any ranks and micro-batches.
 
 One router, tokens with padding in unequal numbers, and the reference over the whole global batch as the oracle.
 """
@@ -218,7 +218,7 @@ def test_every_layout_makes_the_same_choices(gloo: Any, ranks, layout, size, rou
 
 
 def running(layout: dict[str, Any], micro_batch_size: int, told: bool) -> tuple[float, torch.Tensor]:
-    """global_aux_loss by the counts so far, of a router that was told of nothing, or of the batch without its counts."""
+    """global_aux_loss by the counts so far, of a router told of nothing, or of the batch without its counts."""
     pg = groups.initialize(replace(Run(), **layout))
     options = dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
     router = TopKRouter(router_config(layout, options), pg)
