@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -269,6 +270,33 @@ def test_all_parameters_share_the_step_of_a_resumed_torch_adam(gloo: Any) -> Non
     (found,) = gloo.run(1, resumed_steps)
     assert set(found["ours"]) == {2.0}
     assert present("S7") == (set(found["stock"]) == {3.0})
+
+
+def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
+    """Names of weights whose saved fp32 main weight is another's. Small buckets: their padding is in the middle."""
+    from megatron_moe.checkpoint import optimizer_state
+    from tests.unit.checkpoint.test_checkpoint_roundtrip import tensors, trained
+
+    flags = {
+        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
+        "train_iters": 1, "save": folder,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        if as_published:
+            stack.enter_context(mock.patch.object(optimizer_state, "_compact_buckets", nullcontext))
+        state = tensors(trained(flags)["checkpoint"])
+    weights = {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
+    assert len(weights) > 40
+    mains = {key: state[f"optimizer.state.param.{key}"].to(torch.bfloat16) for key in weights}
+    return [key for key, weight in weights.items() if not torch.equal(mains[key], weight)]
+
+
+def test_state_saved_from_padded_buckets_is_another_weights(gloo: Any, tmp_path: Path) -> None:
+    """Both sides are the engine's; ours tells it where the parameters lie."""
+    for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "stock"), as_published=True):
+        assert present("E16") == (len(rank) > 10)
+    for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "ours"), as_published=False):
+        assert rank == []
 
 
 def default_format() -> str:
