@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 
@@ -257,6 +258,25 @@ def test_a_prompt_is_continued_as_on_one_rank(gloo, layout):
     run = replace(Run(), **{**MODELS["experts"], "init_method_std": 0.2})
     wanted = gloo.run(1, cases.continuation, run=run, temperature=1.0)[0]
     assert gloo.run(4, cases.continuation, run=replace(run, **layout), temperature=1.0) == [wanted] * 4
+
+
+def copied(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a model and of its copy."""
+    from megatron_moe.model.build import build_model
+    from megatron_moe.model.generate import next_token_logits
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
+
+    pg_collection = groups.initialize(run)
+    seed_everything(run)
+    chunks = build_model(run, pg_collection, cases.VOCAB, wrap=False)
+    tokens = cases.global_batch(run.model.seq_length)["tokens"][:1]
+    return tuple(next_token_logits(model, tokens, position=9) for model in (chunks, copy.deepcopy(chunks)))
+
+
+def test_a_copied_model_shares_the_group(gloo):
+    for logits, of_the_copy in gloo.run(2, copied, run=replace(Run(), **MODELS["grouped, biased"], **CP2)):
+        assert torch.equal(logits, of_the_copy)
 
 
 TINY = {
