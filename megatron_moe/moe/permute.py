@@ -23,7 +23,7 @@ def gather_and_sum(rows: Tensor, slots: Tensor, partial: bool) -> Tensor:
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])  # slot R: a copy that is not here
     if slots.shape[1] == 1:
         return rows.index_select(0, slots.squeeze(1))
-    if rows.device.type != "cuda" and not platform.has_cuda() and rows.dim() == 2:
+    if rows.dim() == 2 and not rows.is_cuda and not platform.has_cuda():
         # On a CPU the bag kernel reads each row once, adds in fp32 and builds no [T, C, H] tensor.
         return F.embedding_bag(slots, rows, mode="sum")
     copies = rows.index_select(0, slots.flatten()).unflatten(0, slots.shape)

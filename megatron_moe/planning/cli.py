@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_moe import platform
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -36,7 +37,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="ranks of the job")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON")
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what it runs on (default: cuda)")
+    p.add_argument(
+        "--device",
+        choices=platform.DEVICE_KINDS,
+        default=Machine.device,
+        help=f"what it runs on (default: {Machine.device})",
+    )
     p.add_argument(
         "--gpus-per-node", type=_positive(int), default=8, metavar="N", help="ranks of one machine (default: 8)"
     )

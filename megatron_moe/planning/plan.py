@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -20,11 +21,11 @@ GIB = 2**30
 class Machine:
     """What the job is to run on.
 
-    device: "cuda" or "cpu". memory_gib: of one device. peak_tflops, mfu: its peak and the share of it that the model's
-    FLOPs are assumed to reach. imbalance: rows that a rank's experts get, over the mean.
+    device: one of platform.DEVICE_KINDS. memory_gib: of one device. peak_tflops, mfu: its peak, and the share of it
+    that the model's FLOPs are assumed to reach. imbalance: rows that a rank's experts get, over the mean.
     """
 
-    device: str = "cuda"
+    device: str = platform.DEVICE_KINDS[0]
     gpus_per_node: int = 8
     memory_gib: float = 80.0
     peak_tflops: float = 989.0

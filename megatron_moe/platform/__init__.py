@@ -14,6 +14,7 @@ from megatron_moe.platform.cpu_adaptor import install
 if TYPE_CHECKING:
     from megatron_moe.platform.advisories import engine_version
     from megatron_moe.platform.hardware import (
+        DEVICE_KINDS,
         backend,
         device,
         has_cuda,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DEVICE_KINDS",
     "backend",
     "device",
     "engine_version",

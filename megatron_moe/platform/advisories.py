@@ -10,13 +10,13 @@ import importlib.metadata
 import re
 
 from megatron_moe.config.schema import Run
-from megatron_moe.platform.defect import Defect
+from megatron_moe.platform.defect import NEWEST, OLDEST, Defect
 from megatron_moe.platform.engine_defects import FOUND_DEFECTS, RUNNING_DEFECTS
 from megatron_moe.platform.router_defects import ROUTER_DEFECTS
 
 DEFECTS: tuple[Defect, ...] = (*ROUTER_DEFECTS, *RUNNING_DEFECTS, *FOUND_DEFECTS)
 
-TESTED = ((0, 16, 1), (0, 19, 2))
+TESTED = (OLDEST, NEWEST)
 """Versions of megatron-core that the tests are run on."""
 
 

@@ -18,6 +18,8 @@ kept: as in Megatron-LM, and told."""
 Condition = Callable[[Run, int], bool]
 Version = tuple[int, ...]
 OLDEST: Version = (0, 16, 1)
+NEWEST: Version = (0, 19, 2)
+"""The two releases that this project is tested with."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Defect:
         treatment, how: what this project does; `how` ends the line that a run starts with.
         where: of the mechanism, the file in the repository and a word that stands in it.
         since: first release that has it.
-        fixed_in: first release without it; None where no release is known.
+        fixed_in: first release without it; `NEWEST` where it is known of no release before, None where of none.
         without_cuda_only: it needs a machine without CUDA.
     """
 
@@ -53,6 +55,8 @@ class Defect:
 
     def versions(self) -> str:
         """The releases in words."""
+        if self.fixed_in == NEWEST:
+            return "0.16.1, no longer in 0.19.2; not looked for in between"
         if self.fixed_in is not None:
             return f"before {'.'.join(map(str, self.fixed_in))}"
         since = "" if self.since == OLDEST else f"from {'.'.join(map(str, self.since))}, "

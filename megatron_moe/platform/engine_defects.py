@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron_moe.config import derived
 from megatron_moe.platform.defect import (
+    NEWEST,
     Defect,
     always,
     auxiliary_losses,
@@ -44,12 +45,12 @@ RUNNING_DEFECTS = (
         "overridden",
         "our modules sum with collectives of their own",
         (("megatron_moe/parallel/collectives.py", "def sum_over_ranks"),),
-        fixed_in=(0, 19, 2),
+        fixed_in=NEWEST,
     ),
     Defect(
         "S5",
         "with TP above 1, expert-TP 1 and EP 1, the experts' gradients are never reduced over TP ranks",
-        "tensor_parallel/layers.py, moe/experts.py: allreduce",
+        "PR #5916; tensor_parallel/layers.py, moe/experts.py: allreduce",
         lambda run, _: (
             experts(run, _)
             and tp_size(run) > 1
@@ -96,7 +97,7 @@ RUNNING_DEFECTS = (
         "overridden",
         "our router has a gate of its own",
         (("megatron_moe/moe/router.py", "class _GateProduct"),),
-        fixed_in=(0, 19, 2),
+        fixed_in=NEWEST,
     ),
     Defect(
         "S11",
@@ -142,6 +143,7 @@ RUNNING_DEFECTS = (
         "not used",
         "what a step lacks is found before the engine reads it",
         (("megatron_moe/checkpoint/dist.py", "def check_trusted"),),
+        fixed_in=NEWEST,
     ),
     Defect(
         "S17",
@@ -223,7 +225,7 @@ RUNNING_DEFECTS = (
         "overridden",
         "our metrics know which layers a stage has",
         (("megatron_moe/training/finalize_model_grads.py", "def _global_aux_losses"),),
-        fixed_in=(0, 19, 2),
+        fixed_in=NEWEST,
     ),
     Defect(
         "S26",
@@ -263,7 +265,7 @@ FOUND_DEFECTS = (
         "overridden",
         "weights are marked where they are initialised",
         (("megatron_moe/model/initialize.py", "def _mark"),),
-        fixed_in=(0, 19, 0),
+        fixed_in=NEWEST,
     ),
     Defect(
         "N9",
@@ -273,7 +275,7 @@ FOUND_DEFECTS = (
         "overridden",
         "these losses go with their targets' and are divided with them",
         (("megatron_moe/model/mtp.py", "class FurtherPredictions"),),
-        fixed_in=(0, 19, 2),
+        fixed_in=NEWEST,
     ),
     Defect(
         "N10",

@@ -19,10 +19,13 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 
+# The kinds of machine there are; the first is what large jobs run on.
+DEVICE_KINDS = ("cuda", "cpu")
+
 
 @dataclass(frozen=True)
 class _Imagined:
-    """kind: "cuda" or "cpu". kernels: torch's functions, each with what stands for it."""
+    """kind: one of DEVICE_KINDS. kernels: torch's functions, each with what stands for it."""
 
     kind: str
     kernels: Mapping[Callable, Callable]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe.platform.defect import (
+    NEWEST,
     Defect,
     auxiliary_losses,
     callers_only,
@@ -106,7 +107,7 @@ ROUTER_DEFECTS = (
         "overridden",
         "logged losses are summed over all ranks",
         (("megatron_moe/training/finalize_model_grads.py", "def _global_aux_losses"),),
-        fixed_in=(0, 19, 0),
+        fixed_in=NEWEST,
     ),
     Defect(
         "E10",
