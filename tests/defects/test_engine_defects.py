@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
+from megatron_moe.model.spec import LOCAL, layer_spec
 from megatron_moe.moe.recompute import forgetting
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
@@ -230,6 +232,26 @@ def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(one_proc
     with pytest.raises((NameError, TypeError)):
         get_gpt_layer_with_transformer_engine_spec()
     assert present("S15")
+
+
+def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(one_process: None) -> None:
+    run = replace(Run(), num_experts=4, moe_ffn_hidden_size=8)
+    config, pg = transformer_config(run), groups.initialize(run)
+    engine = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    renamed = engine.submodules.sharded_state_dict_keys_map
+    assert present("S20") == (renamed.get("pre_mlp_layernorm.") == "mlp.linear_fc1.layer_norm_")
+    assert not layer_spec(config, LOCAL, pg, moe=True).submodules.sharded_state_dict_keys_map
+
+
+def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path: Path) -> None:
+    """Ours is found before: tests/unit/checkpoint/test_checkpoint_folder.py."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies import common
+
+    load = common.load_common if hasattr(common, "load_common") else common.TorchCommonLoadStrategy().load_common
+    with pytest.raises((AttributeError, CheckpointingException)) as error:
+        load(str(tmp_path))
+    assert present("S16") == (error.type is AttributeError)
 
 
 def test_the_norm_refuses_sequence_parallelism() -> None:
