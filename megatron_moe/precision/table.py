@@ -106,6 +106,8 @@ def _routing(run: Run) -> list[TensorClass]:
         TensorClass("auxiliary losses", "fp32" if router == "fp32" else router, router, router, "fp64", NONE),
         TensorClass("token counts", "fp32", "int64", "fp32", "int64", NONE, "whole numbers, exact; 0 between steps"),
     ]
+    if run.moe.moe_expert_capacity_factor is not None:
+        rows.append(replace(rows[-1], name="dropped choices", note="as the token counts, beside them"))
     if run.moe.moe_router_enable_expert_bias:
         rows.append(TensorClass("expert_bias", "fp32", "fp32", NONE, NONE, "fp32", "sign of the step in int64"))
     return rows

@@ -247,8 +247,9 @@ def test_without_the_snapshot_a_skipped_step_moves_the_bias(gloo):
     assert gloo.run(1, a_skipped_step_changes, restored=False) == [["weights", "bias"]]  # weights: the state dict
 
 
-def counted_under_recomputation(guarded: bool) -> tuple[int, int]:
-    """Tokens x K that went through a router, and what it counted, with the whole MoE layer recomputed."""
+def counted_under_recomputation(guarded: bool) -> tuple[int, int, str]:
+    """Tokens x K that went through a router, what it counted, and the error, with the whole MoE layer recomputed."""
+    from megatron_moe.moe.load_balance import LostTokens
     from megatron_moe.moe.router import TopKRouter
     from megatron_moe.moe.state import routers
     from megatron_moe.training import step as step_file
@@ -270,18 +271,22 @@ def counted_under_recomputation(guarded: bool) -> tuple[int, int]:
         return finalize(chunks, *args, **kwargs)
 
     step_file.finalize_model_grads = noting
+    error = ""
     try:
         trainer.step()
+    except LostTokens as lost:
+        error = str(lost)
     finally:
         TopKRouter.route, step_file.finalize_model_grads = route, finalize  # type: ignore[method-assign]
-    return 8 * trainer.run.model.seq_length * trainer.run.moe.moe_router_topk, seen[0]
+    return 8 * trainer.run.model.seq_length * trainer.run.moe.moe_router_topk, seen[0], error
 
 
 def test_without_the_test_for_gradients_recomputation_counts_twice(gloo):
-    ((tokens, counted),) = gloo.run(1, counted_under_recomputation, guarded=True)
-    assert counted == tokens
-    ((tokens, counted),) = gloo.run(1, counted_under_recomputation, guarded=False)
+    ((tokens, counted, error),) = gloo.run(1, counted_under_recomputation, guarded=True)
+    assert counted == tokens and error == ""
+    ((tokens, counted, error),) = gloo.run(1, counted_under_recomputation, guarded=False)
     assert counted == 2 * tokens
+    assert f"{tokens} choices, but {2 * tokens} were dispatched" in error  # and the step is not applied
 
 
 def bias_after_close_counts(exact: bool) -> list[float]:
@@ -295,13 +300,16 @@ def bias_after_close_counts(exact: bool) -> list[float]:
     with torch.no_grad():
         router.expert_bias.zero_()
         router.local_tokens_per_expert.copy_(torch.tensor([257.0, 256, 256, 256, 256, 256, 256, 255]))
-    counts = file._global_counts
+    router.valid_tokens = 2048 // router.options.topk
+    counts, conservation = file._global_counts, file._require_conservation
     if not exact:
-        file._global_counts = lambda found: [r.local_tokens_per_expert.bfloat16().to(torch.int64) for r in found]
+        rounded = router.local_tokens_per_expert.bfloat16().to(torch.int64)
+        file._global_counts = lambda found: ([rounded], [torch.zeros_like(rounded)], [torch.tensor([1024])])
+        file._require_conservation = lambda *_: None  # which would see that one is missing
     try:
         file.update_routers([router])
     finally:
-        file._global_counts = counts
+        file._global_counts, file._require_conservation = counts, conservation
     return router.expert_bias.tolist()
 
 

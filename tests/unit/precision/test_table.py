@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16 gradients": {"fp16": True, "accumulate_allreduce_grads_in_fp32": False, "initial_loss_scale": 256.0},
     "fp64 router": {"bf16": True, "moe_router_dtype": "fp64"},
     "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
+    "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
     "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
 }
 
@@ -85,6 +86,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     router = next(m for m in model.modules() if type(m).__name__ == "TopKRouter")
     note("expert_bias stored", router.expert_bias)
     note("token counts stored", router.local_tokens_per_expert)
+    if router.local_dropped_per_expert is not None:
+        note("dropped choices stored", router.local_dropped_per_expert)
     for part in parts(trainer.optimizer):
         for master in part.get_parameters():
             note("master weights stored", master)
