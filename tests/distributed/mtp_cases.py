@@ -17,6 +17,7 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
 
     Returns:
         losses, mtp_losses, grad_norms of each step; counts: layer number -> tokens per expert in the last step.
+        tables: class of each embedding table on this rank.
         tensors: global name -> (cut, weight, gradient of the last step), as `model_cases.one_step`.
     """
     from megatron_moe.model.build import build_model
@@ -59,6 +60,7 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
         "mtp_losses": [result.mtp_losses for result in results],
         "grad_norms": [result.grad_norm for result in results],
         "counts": expert_load(results[-1].router_update, pg_collection).tokens_per_expert,
+        "tables": [type(m).__name__ for chunk in chunks for name, m in chunk.named_modules() if "word_emb" in name],
         "tensors": tensors,
     }
 

@@ -89,6 +89,19 @@ def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, 
         assert_same(result, wanted, rank, tolerance=100, gradients=not flags.get("use_distributed_optimizer"))
 
 
+def test_both_ends_of_a_pipeline_have_a_table_that_loses_no_token(gloo):
+    run = replace(Run(), **{**MODELS["experts"], **MTP, **PP2})
+    assert [result["tables"] for result in gloo.run(2, cases.steps, run=run, count=1)] == [["ExactEmbedding"]] * 2
+
+
+def test_fp16s_loss_scale_reaches_the_predictions_and_leaves_them(gloo, one_process):
+    norms = [
+        one_process("experts", count=1, fp16=True, initial_loss_scale=scale)["grad_norms"][0]
+        for scale in (2.0**8, 2.0**12)
+    ]
+    assert norms == pytest.approx([one_process("experts")["grad_norms"][0]] * 2, rel=5e-3)
+
+
 def test_layers_of_predictions_are_numbered_behind_the_models(one_process):
     wanted = one_process("experts")
     # 4 sequences of 16 tokens, 2 experts each; the model's own layers are 1 to 4
