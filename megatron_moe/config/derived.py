@@ -279,8 +279,8 @@ def active_parameter_count(run: Run, padded_vocab: int) -> int:
 def flops_per_token(run: Run, padded_vocab: int) -> float:
     """Model FLOPs of training on one token: forward and backward, a multiply-add being 2, without any recomputation.
 
-    Matrix products and the causal half of attention are counted; norms, activations and the softmax are not. The
-    backward pass costs twice the forward.
+    Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
+    softmax are not. The backward pass costs twice the forward. `planning/flops.py` counts the same as operations run.
     """
     m, h = run.model, run.model.hidden_size
     keys = m.seq_length / 2
@@ -299,6 +299,7 @@ def flops_per_token(run: Run, padded_vocab: int) -> float:
     if run.moe.num_experts is not None:
         width = run.moe.moe_router_topk * moe_ffn_hidden_size(run) + (run.moe.moe_shared_expert_intermediate_size or 0)
         moe_layer = 2 * h * run.moe.num_experts + 2 * matrices * h * width
+        moe_layer += 2 * h if run.moe.moe_shared_expert_gate else 0
     num_moe = sum(pattern)
     forward = m.num_layers * attention + (m.num_layers - num_moe) * dense + num_moe * moe_layer + 2 * h * padded_vocab
     # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.

@@ -1,0 +1,145 @@
+"""A layout on paper: the model's own counts, on as many ranks as one likes, and what it says of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.config import derived
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.planning.alternatives import legal, nearest_legal, neighbours
+from megatron_moe.planning.memory import bubble_share, schedule
+from megatron_moe.planning.plan import Machine, make_plan
+from megatron_moe.planning.report import text_report
+from megatron_moe.planning.tracing import trace_ranks
+
+TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+TIED = {"untie_embeddings_and_output_weights": False}
+
+
+def traced(world_size, **changes):
+    run = build({**TINY, **changes})
+    vocabulary = derived.padded_vocab_size(1000, run)
+    return run, vocabulary, trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        (8, {**TP2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+        (8, {**TP2, **TIED, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
+        (4, {**TIED, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+        (4, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes):
+    run, vocabulary, traces = traced(world_size, **changes)
+    whole = {name: size for trace in traces for name, size in trace.whole.items()}
+    assert sum(whole.values()) == derived.parameter_count(run, vocabulary)
+    assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
+
+
+def test_experts_are_counted_apart_and_shared_by_expert_ranks():
+    _, _, (one,) = traced(4)
+    _, _, (shared,) = traced(4, expert_model_parallel_size=4)
+    assert (shared.expert * 4, shared.dense) == (one.expert, one.dense)
+    assert sum(buffer.numel for buffer in shared.buffers if buffer.expert) >= shared.expert
+
+
+@pytest.mark.parametrize(
+    ("preset", "stages", "total", "active"),
+    [("deepseek-v2-lite", 9, 15.71, 2.66), ("mixtral-8x7b", 16, 46.70, 12.88), ("qwen3-30b-a3b", 16, 30.53, 3.35)],
+)
+def test_published_sizes_are_those_of_the_built_model(preset, stages, total, active):
+    run = build({**PRESETS[preset], "pipeline_model_parallel_size": stages})
+    plan = make_plan(run, stages, Machine())
+    assert round(plan["total_params"] / 1e9, 2) == total
+    assert round(plan["active_params"] / 1e9, 2) == active
+
+
+def test_deepseek_v3_on_2048_ranks():
+    run = build(
+        {
+            **PRESETS["deepseek-v3"],
+            "pipeline_model_parallel_size": 16,
+            "decoder_last_pipeline_num_layers": 1,
+            "expert_model_parallel_size": 64,
+            "global_batch_size": 15360,
+        }
+    )
+    plan = make_plan(run, 2048, Machine())
+    assert plan["total_params"] == 671_026_404_352
+    assert round(plan["active_params"] / 1e9, 2) == 37.55
+    assert [rank["ranks"] for rank in plan["ranks"]] == [[128 * i, 128 * i + 127] for i in range(16)]
+    middle = plan["ranks"][5]
+    # Four layers of 256 experts, over 64 ranks; three matrices of 7168 x 2048 each.
+    assert middle["expert_params"] == 4 * 4 * 3 * 7168 * 2048
+    assert middle["memory"]["in_flight"] == 16 - 5
+    # Moments and master of a dense weight are shared by 128 ranks, of an expert's by 2 (2,048 / (64 x 16)).
+    wanted = 12 * (middle["dense_params"] / 128 + middle["expert_params"] / 2)
+    assert middle["memory"]["optimizer"] == pytest.approx(wanted, rel=1e-4)
+    assert plan["bubble_share"] == 15 / (120 + 15)
+    assert set(middle["traffic"]) == {"DP", "EP", "PP", "expert DP"}
+
+
+def test_more_rows_than_even_need_more_memory():
+    run = build({**TINY, "expert_model_parallel_size": 4})
+    even, skewed = (make_plan(run, 4, Machine(imbalance=x))["ranks"][0]["memory"] for x in (1.0, 3.0))
+    assert skewed["dispatch"] > even["dispatch"]
+    assert skewed["activations"] > even["activations"]
+    assert skewed["weights"] == even["weights"]
+
+
+def test_traffic_of_one_all_to_all_and_of_a_ring_is_that_computed_by_hand():
+    run = build({**TINY, "expert_model_parallel_size": 2, "global_batch_size": 16})
+    plan = make_plan(run, 4, Machine(gpus_per_node=2))
+    rank = plan["ranks"][0]
+    rows = 2 * 64 * run.moe.moe_router_topk  # B x S x K
+    sent_of_rows = rows * 64 * 2 / 2  # H in bf16; one of two ranks is oneself
+    weights, counts = rows * 4 / 2, 2 * 4 * 8 / 2
+    # Three MoE layers, two micro-batches, rows there and back, forward and backward; weights once each way; counts.
+    assert rank["traffic"]["EP"]["sent"] == 3 * 2 * (4 * sent_of_rows + 2 * weights + counts)
+    assert rank["traffic"]["EP"]["between_nodes"] == 0
+    dense = sum(b.numel for b in trace_ranks(run, 4, 1024, device="cpu", imbalance=1.0)[0].buffers if not b.expert)
+    assert rank["traffic"]["DP"]["sent"] == dense * (4 + 2) * 3 / 4
+    assert rank["traffic"]["DP"]["between_nodes"] == rank["traffic"]["DP"]["sent"] / 2
+    assert rank["traffic"]["expert DP"]["between_nodes"] == rank["traffic"]["expert DP"]["sent"]
+
+
+def test_the_schedule_is_the_engines():
+    words = ["".join("BF"[forward] + str(chunk) for forward, chunk in schedule(1, 4, stage, 4)) for stage in (0, 3)]
+    assert words == ["F0F0F0F0B0B0B0B0", "F0B0F0B0F0B0F0B0"]
+    interleaved = "".join("BF"[forward] + str(chunk) for forward, chunk in schedule(2, 2, 1, 2))
+    assert interleaved == "F0F0F1B1F1B1B0B0"
+    assert bubble_share(1, 4, 12) == 0.2
+
+
+def test_planning_leaves_no_trace_in_the_process():
+    state = torch.get_rng_state()
+    traced(8, expert_model_parallel_size=8)
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_layouts_nearby_are_legal_and_one_change_away():
+    run = build({**TINY, "expert_model_parallel_size": 2})
+    assert legal(run, 4)
+    near = [other for _, other in neighbours(run) if legal(other, 4)]
+    assert near
+    assert run not in near
+    stuck = build({**TINY, "expert_model_parallel_size": 3})
+    assert not legal(stuck, 4)
+    assert all(legal(other, 4) for _, other in nearest_legal(stuck, 4, 3))
+
+
+def test_the_text_says_what_fits():
+    run = build(TINY)
+    plan = make_plan(run, 2, Machine(memory_gib=1.0))
+    text = text_report(plan)
+    assert "0.00 B parameters (387,392)" in text
+    assert "of 1: fits" in text
+    assert "DOES NOT FIT" in text_report({**plan, "device_memory_gib": 1e-6})

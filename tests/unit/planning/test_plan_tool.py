@@ -1,0 +1,59 @@
+"""tools/plan.py: a table for people, JSON for programs, and refusals that name layouts nearby."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_moe.planning import cli
+
+TINY = "--preset tiny --vocab-size 1000 --bf16 --use-distributed-optimizer"
+
+
+def test_text_and_json_agree(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    words = f"{TINY} --world-size 2 --expert-model-parallel-size 2 --json {path}"
+    assert cli.main(words.split()) == 0
+    text, plan = capsys.readouterr().out, json.loads(path.read_text())
+    assert {"total_params", "active_params", "max_memory_gib", "ranks"} <= set(plan)
+    assert f"{plan['total_params']:,}" in text
+    assert [rank["ranks"] for rank in plan["ranks"]] == [[0, 1]]
+    assert {"weights", "gradients", "optimizer", "activations", "peak"} <= set(plan["ranks"][0]["memory"])
+    assert list(plan["recomputation"]) == ["none", "selective: core_attn", "selective: core_attn moe", "full"]
+    assert plan["recomputation"]["full"] < plan["recomputation"]["none"] == plan["max_memory_gib"]
+    assert plan["imbalances"]["2"] > plan["imbalances"]["1"]
+    fits = [row["fits"] for row in plan["alternatives"]]
+    assert fits == sorted(fits, reverse=True)
+    for words in ("nearest legal layouts", "sent by a rank per step", "pipeline bubble", "wrote "):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--world-size 6 --expert-model-parallel-size 4 --global-batch-size 24",
+            ("must divide the world size 6", "nearest legal layouts"),
+        ),
+        ("--world-size 4 --tensor-model-parallel-size 3 --sequence-parallel", ("heads must divide", "nearest legal")),
+        ("--world-size 4 --tensor-model-parallel-size 2", ("--sequence-parallel",)),
+        ("--world-size 0", ("--world-size", "above 0")),
+        ("--world-size 2 --mfu 40", ("--mfu 40", "at most 1")),
+        ("--world-size 2 --json missing/folder/plan.json", ("--json", "folder that exists")),
+        ("--world-size 2 --trian-iters 3", ("unknown flag --trian-iters",)),
+        ("", ("--world-size",)),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(flags, words, capsys):
+    assert cli.main(f"{TINY} {flags}".split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plan.py: error: ")
+    assert all(word in err for word in words), err
+
+
+def test_a_plan_wants_the_vocabulary_and_no_data_or_length(capsys):
+    assert cli.main("--preset tiny --world-size 2 --alternatives 0".split()) == 2
+    assert "--vocab-size" in capsys.readouterr().err
+    assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --train-iters none".split()) == 0
