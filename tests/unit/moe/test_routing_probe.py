@@ -14,7 +14,13 @@ from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins, evenly,
 
 
 def options(**changes: Any) -> Any:
-    given: dict[str, Any] = {"score_function": "sigmoid", "topk": 1, "num_experts": 3, "num_groups": None, "group_topk": None}
+    given: dict[str, Any] = {
+        "score_function": "sigmoid",
+        "topk": 1,
+        "num_experts": 3,
+        "num_groups": None,
+        "group_topk": None,
+    }
     given["chooses_by_score"] = True
     return SimpleNamespace(**{**given, "group_score": "max", **changes})
 
