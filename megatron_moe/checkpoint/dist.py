@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
@@ -37,6 +37,11 @@ def save_tensors(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict (tensors and small plain values) into an empty folder. Collective over all ranks."""
     with _quiet():
         dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
+
+
+def not_saved(value: Any) -> Any:
+    """A value of this rank's state that no file holds: loading hands it back as it is."""
+    return LocalNonpersistentObject(value)
 
 
 def load_tensors(

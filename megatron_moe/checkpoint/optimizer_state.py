@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from megatron_moe.checkpoint.dist import not_saved
 from megatron_moe.config.schema import Run
 
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
 FORMAT: dict[str, Any] = {
     # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -20,7 +22,23 @@ FORMAT: dict[str, Any] = {
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
     """The optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
     with _compact_buckets(optimizer), _every_main_weight(optimizer):
-        return optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+    _set_empty_groups_apart(state)
+    return state
+
+
+def _set_empty_groups_apart(state: Any) -> None:
+    """Keep groups without a parameter on this rank out of the files.
+
+    Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
+    empty list of main weights would be everyone's, and no stage with experts could be loaded.
+    """
+    if isinstance(state, dict):
+        if _MAIN_WEIGHTS in state:
+            state[_MAIN_WEIGHTS] = [group if group else not_saved(group) for group in state[_MAIN_WEIGHTS]]
+        else:
+            for part in state.values():
+                _set_empty_groups_apart(part)
 
 
 @torch.no_grad()
