@@ -20,6 +20,7 @@ import megatron_moe
 from megatron_moe.config.schema import flatten
 from megatron_moe.doctor.measure import Request
 
+PACKAGE_ROOT = Path(megatron_moe.__file__).resolve().parents[1]
 START_SECONDS = 180.0
 # After one rank has failed its peers see closed connections at once; this is for those that compute.
 GRACE_SECONDS = 10.0
@@ -35,18 +36,18 @@ class _Process:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self.log = number, folder / f"rank{number}.log"
-        root = str(Path(megatron_moe.__file__).resolve().parents[1])
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "megatron_moe.doctor.rank"],
                 env=environment,
+                cwd=PACKAGE_ROOT,  # which `-m` would search first, wherever the doctor was started
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -89,7 +90,7 @@ class _Process:
 
 
 class Ranks:
-    """As many processes as the largest layout needs. A context: at its end every process is gone.
+    """As many processes as the largest layout needs, started when first needed. A context: at its end all are gone.
 
     Args:
         number: of processes.
@@ -103,7 +104,6 @@ class Ranks:
         self._tasks = 0
 
     def __enter__(self) -> Ranks:
-        self._start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -114,8 +114,10 @@ class Ranks:
         """Every rank's record of one layout.
 
         Raises:
-            RankFailure: some rank raised, died or hung; all processes are then new ones.
+            RankFailure: some rank raised, died or hung; all processes are then ended.
         """
+        if not self._processes:
+            self._start()
         self._tasks += 1
         results = [self._folder / f"record{rank}.pt" for rank in range(ranks)]
         try:
@@ -139,8 +141,7 @@ class Ranks:
                     pass  # it died between two layouts: its end is seen, and told, when its answer is awaited
             self._collect(self._processes[:ranks], "number", self._seconds)
         except RankFailure:
-            self._end()
-            self._start()
+            self._end()  # one that hangs is of no more use; the next layout gets new ones
             raise
         return [torch.load(result, weights_only=True) for result in results]
 

@@ -42,12 +42,9 @@ class Choice:
 
 
 def alone(run: Run) -> Run:
-    """The oracle's run: the same model on one rank, each step as plain as it can be."""
-    plain = {name: getattr(ParallelConfig(), name) for name in vars(run.parallel)}
+    """The oracle's run, of a small copy: on one rank, each step as plain as it can be."""
     return replace(
         run,
-        **plain,
-        use_distributed_optimizer=False,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,

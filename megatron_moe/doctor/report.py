@@ -45,15 +45,16 @@ class Report:
     @property
     def common(self) -> list[str]:
         """What all layouts that failed have, and none that agrees."""
-        good, bad = ([f.layout for f in self.findings if f.good is kind] for kind in (True, False))
+        good, bad = ([f.layout for f in self.findings if f.good == kind] for kind in (True, False))
         return common_to(bad, good)
 
     def verdict(self) -> str:
         """One line."""
         bad = [finding.layout.name for finding in self.findings if not finding.good]
+        tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
         if not bad:
-            return f"all {len(self.findings)} layouts train the same model"
-        return f"{len(bad)} of {len(self.findings)} layouts do not train the same model: {', '.join(bad)}"
+            return f"no difference in {tried}: the same model is trained"
+        return f"{len(bad)} of {tried} do not train the same model: {', '.join(bad)}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: values that json writes, no number that it cannot."""
@@ -106,7 +107,7 @@ def details(report: Report) -> Iterator[str]:
             yield f"  and {len(first) - _SHOWN} more in the same step"
         if len(differences) > len(first):
             yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
-    if report.failed and (common := report.common):
+    if any(finding.good for finding in report.findings) and (common := report.common):
         yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
     yield f"\n{report.verdict()}"
 

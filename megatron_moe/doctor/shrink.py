@@ -18,15 +18,15 @@ LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
 VOCABULARY, PADDED_VOCABULARY = 250, 256
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
 
-# Sections, and single flags, that say nothing about which model is trained.
-_FORGOTTEN_SECTIONS = ("data", "checkpoint", "logging")
+# Sections, and single flags, that do not say which model is trained, or say it of the run's own layout.
+_FORGOTTEN_SECTIONS = ("data", "checkpoint", "logging", "parallel", "precision")
 _FORGOTTEN = (
     "rampup_batch_size",
     "eval_interval",
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
-    "distributed_backend",
+    "use_distributed_optimizer",
     "lr_decay_iters",
     "lr_warmup_iters",
     "lr_warmup_fraction",
@@ -39,10 +39,10 @@ _FORGOTTEN = (
 
 
 def small(run: Run) -> Run:
-    """The small copy of `run`, for any of the doctor's layouts; its own layout is left as it is."""
+    """The small copy of `run` on one rank: the doctor's layouts put theirs on top."""
     defaults, flat = flatten(Run()), flatten(run)
     for name in flat:
-        if _section(run, name) in (*_FORGOTTEN_SECTIONS, "precision") or name in _FORGOTTEN:
+        if _section(run, name) in _FORGOTTEN_SECTIONS or name in _FORGOTTEN:
             flat[name] = defaults[name]
     flat |= {
         **_sizes(run),

@@ -183,9 +183,9 @@ HALF = {**MLA, "bf16": True, "seq_length": 8, "moe_layer_freq": "[0,1,0,1]", "mo
 HALF = {**HALF, "moe_router_group_topk": None, "moe_router_group_score": "top2"}
 HALF_SAMPLES = 23
 # bf16 has 8 bits: a rounding is off by at most U of the number, by U / sqrt(3) in the mean square. Some 36 roundings
-# lie on a gradient's way through a layer, forward and backward; in two runs they are independent. Twice what such errors
-# add up to is allowed, 0.077 (measured: 0.031); a weight may round otherwise, by half of its last bit in the mean
-# square.
+# lie on a gradient's way through a layer, forward and backward; in two runs they are independent. Twice what such
+# errors add up to is allowed, 0.077 (measured: 0.031); a weight may round otherwise, by half of its last bit in the
+# mean square.
 U, ROUNDINGS = 2.0**-8, 4 * 36
 BF16 = Tolerances(scalar=U, gradient=2 * U * (2 * ROUNDINGS / 3) ** 0.5, update=0.5)
 HALF_MATRIX: list[tuple[int, dict[str, dict[str, Any]]]] = [

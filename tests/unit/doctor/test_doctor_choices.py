@@ -1,0 +1,175 @@
+"""What the doctor tries: a small copy with the model's features, and layouts of every kind of parallelism in use."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_moe.config import derived, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.doctor.layouts import Layout, alone, choose, common_to
+from megatron_moe.doctor.shrink import HEADS, LAYERS, PADDED_VOCABULARY, changes, small
+
+# What a run keeps in its copy, whatever its size.
+FEATURES = (
+    "multi_latent_attention",
+    "group_query_attention",
+    "qk_layernorm",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_norm_topk_prob",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_score",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_token_dispatcher_type",
+    "calculate_per_token_loss",
+    "recompute_granularity",
+    "recompute_modules",
+)
+CHANGED = {
+    "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2),
+    "moe_z_loss_coeff": 0.3,
+    "moe_expert_capacity_factor": 1.5,
+    "calculate_per_token_loss": True,
+    "recompute_granularity": "selective",
+    "recompute_modules": ("moe_act",),
+    "mtp_num_layers": 3,
+    "attention_dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("changed", [{}, CHANGED], ids=["plain", "changed"])
+def test_the_small_copy_has_the_features_of_the_model(preset, changed):
+    run = replace(Run(), **{**PRESETS[preset], **changed})
+    copy = small(run)
+    rules.check(copy, 1)
+    before, after = flatten(run), flatten(copy)
+    assert {name: after[name] for name in FEATURES} == {name: before[name] for name in FEATURES}
+    assert derived.parameter_count(copy, PADDED_VOCABULARY) < 300_000
+    for name in (
+        "q_lora_rank",
+        "num_experts",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups",
+        "mtp_num_layers",
+    ):
+        assert (after[name] is None) == (before[name] is None), name
+    assert derived.params_dtype_name(copy) == "float32"
+    assert copy.model.attention_dropout == 0.0
+    assert changes(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("freq", "layers", "wanted"),
+    [
+        ("[0]*3+[1]*58", 61, [0, 1, 1, 1]),
+        (2, 8, [1, 0, 1, 0]),
+        (1, 8, [1, 1, 1, 1]),
+        ("[1]*7+[0]", 8, [1, 0, 0, 0]),
+        ("[0]*8", 8, [0, 0, 0, 0]),
+    ],
+)
+def test_the_small_copy_keeps_the_kinds_of_layers_in_their_order(freq, layers, wanted):
+    run = replace(Run(), num_experts=8, num_layers=layers, moe_layer_freq=freq)
+    assert derived.moe_layer_pattern(small(run)) == wanted
+    assert len(wanted) == LAYERS
+
+
+@pytest.mark.parametrize(("groups", "wanted"), [(1, 1), (8, 2), (16, HEADS)])
+def test_the_small_copy_shares_keys_as_the_model_does(groups, wanted):
+    run = replace(Run(), num_attention_heads=16, group_query_attention=True, num_query_groups=groups)
+    assert small(run).model.num_query_groups == wanted
+
+
+def names(run: Run, ranks: int = 4, wanted: tuple[str, ...] = ()) -> list[str]:
+    return [layout.name for layout in choose(run, small(run), ranks, wanted).layouts]
+
+
+TINY = replace(Run(), **PRESETS["tiny"])
+
+
+def test_without_a_layout_every_kind_is_tried_alone_and_in_pairs():
+    found = choose(TINY, small(TINY), 4)
+    kinds = [layout.kinds for layout in found.layouts]
+    assert found.refused == [] and found.reduced_from == ""
+    for kind in ("TP", "PP", "CP", "DP"):
+        assert frozenset({kind}) in kinds
+        for other in ("TP", "PP", "CP", "DP", "EP"):
+            assert kind == other or any({kind, other} <= one for one in kinds), (kind, other)
+    assert max(layout.ranks for layout in found.layouts) == 4
+    assert any(layout.flags.get("expert_tensor_parallel_size") == 1 for layout in found.layouts)
+    assert any(
+        layout.flags.get("expert_tensor_parallel_size") == 2 and "EP" in layout.kinds for layout in found.layouts
+    )
+
+
+def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
+    own = replace(
+        TINY,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=8,
+        num_layers_per_virtual_pipeline_stage=2,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+    )
+    found = choose(own, small(own), 4)
+    assert found.reduced_from == "PP 4, EP 8"
+    assert [layout.name for layout in found.layouts] == [
+        "pp2",
+        "dp2",
+        "dp2-ep2",
+        "pp2-dp2",
+        "pp2-dp2-ep2",
+        "pp2-dp2-ep2-no-distributed-optimizer",
+        "pp2-dp2-ep2-no-overlap",
+        "pp2-dp2-ep2-no-virtual-stages",
+    ]
+    for layout in found.layouts:
+        assert derived.model_ranks(replace(small(own), **layout.flags)) == (2 if "PP" in layout.kinds else 1)
+    full = found.layouts[4].flags
+    assert full["num_layers_per_virtual_pipeline_stage"] == 1
+    assert full["use_distributed_optimizer"] and full["overlap_grad_reduce"]
+
+
+def test_eight_ranks_try_triples():
+    assert "tp2-pp2-dp2" in names(TINY, 8)
+    assert "tp2-pp2-dp2" not in names(TINY)
+
+
+def test_layouts_are_chosen_by_pattern_and_an_unknown_one_is_refused_with_those_there_are():
+    assert names(TINY, wanted=("cp2", "dp2*")) == ["cp2", "dp2", "dp2-ep2"]
+    with pytest.raises(ConfigError, match="--layouts xp2: none of tp2, "):
+        names(TINY, wanted=("xp2",))
+
+
+def test_what_a_model_cannot_do_is_told_with_its_rule():
+    own = replace(Run(), group_query_attention=True, num_query_groups=1)
+    refused = choose(own, small(own), 4).refused
+    assert {"TP"} <= {kind for layout, _ in refused for kind in layout.kinds}
+    assert "key/value heads must divide by TP" in refused[0][1]
+
+
+def test_the_oracle_has_no_layout():
+    own = replace(TINY, recompute_granularity="selective", recompute_modules=("mlp",), use_distributed_optimizer=True)
+    own = replace(own, tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
+    plain = alone(small(own))
+    assert plain.parallel == Run().parallel
+    assert plain.training.recompute_granularity is None
+    assert not plain.optimizer.use_distributed_optimizer
+
+
+def test_what_failed_is_narrowed_to_the_fewest_kinds():
+    def layout(*kinds: str) -> Layout:
+        return Layout("-".join(kinds), 2, {}, frozenset(kinds))
+
+    assert common_to([layout("EP", "DP"), layout("EP", "TP")], [layout("DP"), layout("TP")]) == ["EP"]
+    assert common_to([layout("PP", "CP")], [layout("PP"), layout("CP")]) == ["CP+PP"]
+    assert common_to([layout("TP")], [layout("TP", "DP")]) == []
