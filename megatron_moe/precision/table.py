@@ -91,7 +91,18 @@ def _head(run: Run, model: str) -> list[TensorClass]:
     return [
         _weights(run, "output layer", "output_layer", NONE),
         TensorClass("loss", "fp32", "fp32", "fp32", "fp64", NONE, "sums and token counts over ranks in fp64"),
+        *_further_predictions(run),
         TensorClass("evaluation", model, evaluation, "fp64", "fp64", NONE, "of the weights as they are"),
+    ]
+
+
+def _further_predictions(run: Run) -> list[TensorClass]:
+    """What multi-token prediction has of its own; its layers are like the others."""
+    if run.model.mtp_num_layers is None:
+        return []
+    return [
+        _weights(run, "merge of further predictions", ""),
+        TensorClass("further losses", "fp32", "fp32", "fp32", "fp64", NONE, "logged sums and counts in fp64"),
     ]
 
 

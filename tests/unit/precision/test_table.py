@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"bf16": True, "grad_reduce_in_bf16": True},
     "fp16 gradients": {"fp16": True, "accumulate_allreduce_grads_in_fp32": False, "initial_loss_scale": 256.0},
     "fp64 router": {"bf16": True, "moe_router_dtype": "fp64"},
+    "further predictions": {"bf16": True, "mtp_num_layers": 1},
     "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
     "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
     "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
@@ -56,6 +57,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
         "experts.weight1": "expert weights",
         "shared_experts.linear_fc1.weight": "shared expert weights",
     }
+    if "mtp_num_layers" in flags:
+        classes["eh_proj.weight"] = "merge of further predictions"
     parameters = dict(model.named_parameters())
     found = {label: next(p for name, p in parameters.items() if name.endswith(end)) for end, label in classes.items()}
     layer = next(m for name, m in model.named_modules() if name.endswith("decoder.layers.1"))
