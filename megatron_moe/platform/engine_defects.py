@@ -290,4 +290,19 @@ FOUND_DEFECTS = (
         "the second table is taken away",
         (("megatron_moe/model/mtp.py", "def without_second_table"),),
     ),
+    Defect(
+        "N11",
+        "the gradient of latent attention's query norm is multiplied by TP where there is no sequence parallelism",
+        "distributed/finalize_model_grads.py: sums whatever is called q_layernorm",
+        lambda run, _: (
+            run.model.multi_latent_attention
+            and run.model.q_lora_rank is not None
+            and run.model.qk_layernorm
+            and tp_size(run) > 1
+            and not run.parallel.sequence_parallel
+        ),
+        "overridden",
+        "the weight is marked for a mean instead",
+        (("megatron_moe/model/mla.py", "average_gradients_across_tp_domain"),),
+    ),
 )

@@ -132,6 +132,36 @@ def test_weights_initialised_elsewhere_are_not_marked_as_split(gloo: Any) -> Non
         assert rank["ours"] and present("N3") == (not rank["stock"])
 
 
+def query_norm_gradient() -> dict[str, float]:
+    """The norm of a query's latent, the same on both TP ranks, with the whole gradient, 1, on each."""
+    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+
+    from megatron_moe.model.build import build_model
+
+    run = replace(
+        Run(), tensor_model_parallel_size=2, num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8,
+        multi_latent_attention=True, q_lora_rank=8, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
+        qk_layernorm=True, ffn_hidden_size=16, make_vocab_size_divisible_by=1,
+    )  # fmt: skip
+    pg = groups.initialize(run)
+    (ours,) = build_model(run, pg, 32)
+    stock = MegatronModule(small_config(tensor_model_parallel_size=2, qk_layernorm=True))
+    stock.q_layernorm = torch.nn.RMSNorm(8)
+    found = {}
+    for name, model in (("stock", wrapped(stock, pg)), ("ours", ours)):
+        (weight,) = (weight for key, weight in model.named_parameters() if "q_layernorm" in key)
+        weight.main_grad.fill_(1.0)
+        _allreduce_non_tensor_model_parallel_grads([model], model.config, pg.tp)
+        found[name] = weight.main_grad.mean().item()
+    return found
+
+
+def test_the_query_norm_of_latent_attention_is_summed_over_ranks_that_have_the_same(gloo: Any) -> None:
+    for rank in gloo.run(2, query_norm_gradient):
+        assert rank["ours"] == 1.0
+        assert present("N11") == (rank["stock"] == 2.0)
+
+
 # ---- steps that should be skipped
 
 
