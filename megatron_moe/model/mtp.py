@@ -147,42 +147,20 @@ class FurtherPredictions:
         logits, _ = self.output_layer(hidden, weight=self._tied_weight())
         return self.compute_language_model_loss(labels, logits)
 
-    def _postprocess(
-        self: Any,
-        hidden_states: Tensor,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        labels: Tensor | None,
-        rotary_pos_emb: Tensor | None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        **rest: Any,
-    ) -> Tensor:
+    def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
         """The engine's last step of a forward pass: logits [B, S, V / TP] without labels, losses [B, S] with them."""
         if not (self.post_process and self.config.mtp_num_layers):
-            return super()._postprocess(  # type: ignore[misc]
-                hidden_states=hidden_states,
-                input_ids=input_ids,
-                position_ids=position_ids,
-                labels=labels,
-                rotary_pos_emb=rotary_pos_emb,
-                rotary_pos_cos=rotary_pos_cos,
-                rotary_pos_sin=rotary_pos_sin,
-                loss_mask=loss_mask,
-                runtime_gather_output=runtime_gather_output,
-                **rest,
-            )
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
         if labels is None:
             logits, _ = self.output_layer(
-                hidden_states, weight=self._tied_weight(), runtime_gather_output=runtime_gather_output
+                hidden_states, weight=self._tied_weight(), runtime_gather_output=rest.get("runtime_gather_output")
             )
             return logits.transpose(0, 1).contiguous()
         losses = self.token_losses(hidden_states, labels)
         if not self.training:
             return losses
-        further = self._further(hidden_states, input_ids, position_ids, labels, rotary_pos_emb, loss_mask)
+        inputs = (rest["input_ids"], rest["position_ids"], labels, rest["rotary_pos_emb"], rest.get("loss_mask"))
+        further = self._further(hidden_states, *inputs)
         weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
         # Adds zero, and a gradient; a loss that is not finite makes the output so, and the step is skipped.
         return losses + (weighted - weighted.detach())

@@ -1,7 +1,7 @@
 """A sequence moved by some positions, also where context parallelism spreads it over ranks.
 
-The engine's own `roll_tensor` sends single columns between neighbours and knows no gradient. What is moved here, ids and
-losses per token, is so small beside the activations that every rank may see all of it.
+The engine's own `roll_tensor` sends single columns between neighbours and knows no gradient. What is moved here, ids
+and losses per token, is so small beside the activations that every rank may see all of it.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def test_installed_transformer_engine_may_be_chosen(monkeypatch):
             " --expert-tensor-parallel-size 1"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
         (4, "--context-parallel-size 4"),
-        (8, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
-            " --pipeline-model-parallel-size 2"),
+        (8, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+            " --expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
         (8, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
             " --expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),
     ],
