@@ -16,6 +16,7 @@ _FREE = {
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "mtp_loss_scaling_factor",
     "attention_softmax_in_fp32",
     "make_vocab_size_divisible_by",
     "transformer_impl",

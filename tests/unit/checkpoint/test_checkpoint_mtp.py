@@ -38,9 +38,10 @@ def test_a_checkpoint_travels_through_layouts_and_comes_back_equal(gloo, tmp_pat
     assert original["mtp.layers.0.eh_proj.weight"].shape == (32, 64)
     assert ("output_layer.weight" in original) is not tied
     for number, (world_size, sizes) in enumerate(readers, start=1):
-        source, target = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
-        gloo.run(world_size, trained, flags={**flags, **sizes, "load": source, "save": target})
-        assert differing(original, tensors(f"{target}/iter_0000003")) == [], sizes
+        folders = {"load": str(tmp_path / str(number - 1)), "save": str(tmp_path / str(number))}
+        # the weight of these losses may change on the way, as in DeepSeek-V3's training
+        gloo.run(world_size, trained, flags={**flags, **sizes, **folders, "mtp_loss_scaling_factor": 0.1})
+        assert differing(original, tensors(tmp_path / str(number) / "iter_0000003")) == [], sizes
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_logs_every_depth(gloo, tmp_path):
