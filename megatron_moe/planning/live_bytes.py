@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation returns, until it is freed.
 
     live, peak: bytes now, and the most there were since `restart_peak`.
-    label_peaks: the same peak of the storages with one label alone. Storages that are older than the mode are not
-    counted, nor are those given to `ignore`.
+    label_peaks: the same peak of the storages with one label alone. Storages that are older than the mode are
+    counted from when an operation first returns them.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,28 @@ class LiveBytes(TorchDispatchMode):
         self._label_live: dict[str, int] = defaultdict(int)
         self._label: str | None = None
         self._storages: dict[int, tuple[int, str | None, weakref.ref]] = {}
+
+    def __enter__(self) -> Any:
+        """Storages are also resized without any operation: recomputation frees an output that way, and refills it. For
+        the time of the count, such calls are noticed too."""
+        resize = torch.UntypedStorage.resize_
+
+        def noticed(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            known = self._storages.get(storage._cdata)
+            if known is not None:
+                self._forget(storage._cdata)
+                self._remember(storage, storage.nbytes(), known[1])
+            return result
+
+        self._noticing = mock.patch.object(torch.UntypedStorage, "resize_", noticed)
+        self._noticing.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop counting."""
+        super().__exit__(*error)
+        self._noticing.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
@@ -49,13 +72,6 @@ class LiveBytes(TorchDispatchMode):
     def label_of(self, tensor: Tensor) -> str | None:
         """The label of a new tensor: that of the `labelled` block; a subclass may know better."""
         return self._label
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count these tensors' storages."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._forget(storage._cdata)
-            self._remember(storage, 0, None)
 
     def restart_peak(self) -> None:
         """From now on peaks are those of what follows."""
@@ -77,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         if known is None:
             self._remember(storage, size, self.label_of(tensor))
-        elif known[0] not in (0, size):  # resized in place
+        elif known[0] != size:  # resized in place
             self._forget(storage._cdata)
             self._remember(storage, size, known[1])
 

@@ -26,6 +26,7 @@ MLA = {
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "moe")}
+FREED = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "moe_act", "layernorm")}
 GQA = {**PRESETS["tiny-gqa"], **{name: MLA[name] for name in ("vocab_size", "mock_data", "bf16", "eval_iters")}}
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
@@ -33,6 +34,7 @@ LAYOUTS = {
     "one rank, everything recomputed": (1, FULL),
     "one rank, modules recomputed": (1, SELECTIVE),
     "one rank, multi-token prediction": (1, {"mtp_num_layers": 1}),
+    "one rank, outputs recomputed": (1, FREED),
     "one rank, grouped-query attention": (1, GQA),
     "DP2, distributed optimizer": (2, {"use_distributed_optimizer": True}),
     "DP2, gradients in bf16": (2, {"grad_reduce_in_bf16": True}),

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_moe.config import cli, rules
 from megatron_moe.data import preprocess_cli
+from megatron_moe.planning import cli as planning_cli
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*REPO.glob("examples/*.sh"), *REPO.glob("examples/**/*.sbatch")])
@@ -96,7 +97,9 @@ def page_commands(page):
     )
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         line = line.strip().removeprefix("$ ")
-        if any(program in line for program in ("pretrain_moe.py", "preprocess_data.py")) and not line.startswith("#"):
+        if any(
+            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py")
+        ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
 
@@ -152,6 +155,10 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if any(word.endswith("preprocess_data.py") for word in words):
             at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
             preprocess_cli.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
+            continue
+        if "tools/plan.py" in words:
+            flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
+            rules.check_layout(cli.parse(rest), flags.world_size)
             continue
         command = training_command(words)
         assert command is not None, words

@@ -143,3 +143,12 @@ def test_the_text_says_what_fits():
     assert "0.00 B parameters (387,392)" in text
     assert "of 1: fits" in text
     assert "DOES NOT FIT" in text_report({**plan, "device_memory_gib": 1e-6})
+
+
+def test_what_is_recomputed_is_not_kept():
+    kept = {}
+    for modules in (None, ("mla_up_proj",), ("moe_act",), ("layernorm",), ("moe",), ("core_attn",)):
+        granularity = None if modules is None else "selective"
+        _, _, (trace,) = traced(1, recompute_granularity=granularity, recompute_modules=modules)
+        kept[modules] = trace.chunks[0].kept
+    assert all(size < kept[None] for modules, size in kept.items() if modules is not None), kept
