@@ -3,6 +3,11 @@
 A sample is a dict of tensors [S]: `tokens` and `labels` int64 (labels are the tokens one further), `loss_mask` float32,
 `position_ids` int64. The order of samples is a function of the data, the seed and the number of samples of the run; it
 knows nothing of ranks or micro-batches.
+
+No sample holds padding. The engine pads in two cases that do not exist here: the last, partial sequence of the
+validation data, which it drops by default (`drop_last_partial_validation_sequence`), and an index of None, by which
+Megatron-LM's sampler fills up a last batch and ours never asks. So every position is a token that is routed, which
+`training/global_batch.py` relies on; tokens without a loss are another matter.
 """
 
 from __future__ import annotations

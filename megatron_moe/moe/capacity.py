@@ -1,7 +1,7 @@
 """Expert capacity: how many choices an expert takes from a micro-batch, and which ones stay.
 
 The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
-layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's.
+layout keeps the same ones. At TP = CP = 1 these are Megatron-LM's rules, but that equal choices go by position.
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe import platform
 from megatron_moe.config import derived
@@ -162,7 +164,9 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
     pg_collection = groups.imagine(run, rank, world_size)
     try:
         seed_everything(run)
-        yield pg_collection
+        # The scale of auxiliary losses is a tensor of the class, of the device of whoever trained last in this process.
+        with mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None):
+            yield pg_collection
     finally:
         groups.destroy()
         torch.set_rng_state(state)

@@ -10,6 +10,8 @@ test asserts that they still are. Scores of two layouts differ by some 1e-6 afte
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,3 +303,17 @@ def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: st
 def test_a_layout_trains_the_same_model_in_bf16(oracle: Any, measured: Measured, row: str) -> None:
     comparison = compare(measured.whole(row), oracle("bf16"), BF16)
     assert comparison.agrees, tell(comparison.differences)
+
+
+def listed() -> list[str]:
+    """The matrix as docs/parallelism.md shows it."""
+    table: dict[tuple[str, int], list[str]] = {}
+    for model, ranks, layout in [*MATRIX, *(("bf16", *row) for row in HALF_MATRIX)]:
+        table.setdefault((model, ranks), []).append(" + ".join(layout))
+    return [f"| {model} | {ranks} | {'; '.join(layouts)} |" for (model, ranks), layouts in sorted(table.items())]
+
+
+def test_the_page_lists_the_matrix() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    shown = [line for line in page.splitlines() if re.match(r"\| [\w ]+ \| \d \| ", line)]
+    assert shown == listed(), "replace the page's table by:\n" + "\n".join(listed())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe import TopKRouter
 from megatron_moe.moe.aux_losses import GlobalBatch
@@ -214,3 +215,33 @@ def test_the_padded_number_holds_all_micro_batches_of_an_expert_group() -> None:
         # The worst place of the group: how many blocks of `sharing` ranks it touches.
         touched = {math.ceil((start + expert) / sharing) - start // sharing for start in range(0, 24, expert)}
         assert max(touched) <= wanted
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: a number read from a tensor, or a shape that data decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("losses", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_without_a_capacity_the_host_waits_for_nothing(losses: str) -> None:
+    def reads(**changes: Any) -> int:
+        coeff = 0.0 if losses == "none" else 0.1
+        r = router(moe_router_load_balancing_type=losses, moe_aux_loss_coeff=coeff, moe_z_loss_coeff=0.1, **changes)
+        dispatcher = build_layer_dispatcher(r.options, moe_groups())
+        hidden, is_padding = tokens(), torch.tensor([True] * 3 + [False] * 7)
+        with HostReads() as mode:
+            decision = r.route(hidden, is_padding, num_sequences=2)
+            experts, plan = dispatcher.dispatch(hidden, decision)
+            dispatcher.combine(experts.rows, plan)
+        return len(mode.seen)
+
+    assert reads() == 0
+    assert reads(moe_expert_capacity_factor=1.0) == 1  # how many rows there are

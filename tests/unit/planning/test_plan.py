@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
@@ -117,9 +118,12 @@ def test_the_schedule_is_the_engines():
     assert bubble_share(1, 4, 12) == 0.2
 
 
-def test_planning_leaves_no_trace_in_the_process():
+def test_planning_leaves_no_trace_in_the_process(monkeypatch):
     state = torch.get_rng_state()
-    traced(8, expert_model_parallel_size=8)
+    scale = torch.ones(1)  # as a training step in this process has left it
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", scale)
+    traced(8, expert_model_parallel_size=8, moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is scale
     assert not torch.distributed.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.empty(1).device.type == "cpu"
