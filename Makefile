@@ -16,6 +16,9 @@ RUN := $(VENV)/bin/python
 # Threads of one process do not fight those of another: the distributed tests start up to four.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
+# Files of tests that run at a time. A distributed test waits for half of its time; each worker has ranks of its own.
+WORKERS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench lock clean
 
@@ -29,8 +32,8 @@ setup: $(STAMP) ## make the environment and install everything, with pinned vers
 demo: $(STAMP) ## prepare real text, train a small DeepSeek-V3 on 2 processes, evaluate, generate (FRESH=1: start over)
 	@$(RUN) tools/demo.py $(if $(filter-out 0,$(FRESH)),--fresh)
 
-test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it)
-	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 $(ARGS)
+test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it, WORKERS=1 runs one file at a time)
+	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## style, format, types, architecture
 	$(RUN) -m ruff check .

@@ -49,7 +49,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.4"],
         "hf": ["transformers>=4.56"],
-        "dev": ["pytest>=8", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -31,7 +31,7 @@ def _harness() -> Any:
 
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Any]:
-    """The session's pool of gloo ranks: `gloo.run(world_size, function, **kwargs)`; see distributed/harness.py."""
+    """The pool of gloo ranks of this worker: `gloo.run(world_size, function, **kwargs)`; see distributed/harness.py."""
     pool = _harness().GlooPool()
     yield pool
     pool.close()

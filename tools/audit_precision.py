@@ -9,6 +9,10 @@ python tools/audit_precision.py --hf path/to/folder --bf16 --json audit.json
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.training.audit_cli import main
 

@@ -9,6 +9,10 @@ python tools/doctor.py --preset tiny --layouts 'ep2*' tp2-pp2
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.doctor.cli import main
 

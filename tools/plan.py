@@ -8,6 +8,10 @@ python tools/plan.py --preset mixtral-8x7b --world-size 64 --expert-model-parall
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.planning.cli import main
 

@@ -10,6 +10,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.data.preprocess_cli import main
 

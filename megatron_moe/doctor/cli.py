@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_moe.config import cli, derived, rules
@@ -119,7 +119,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
             "shrunk": {name: list(pair) for name, pair in shrunk.items()},
             "steps": steps,
             "data_seed": request.data_seed,
-            "tolerances": asdict(FP32),
+            "tolerances": dataclasses.asdict(FP32),
             "versions": versions(),
             "oracle": {
                 "losses": [step["loss"] for step in oracle.steps],
@@ -128,8 +128,11 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
             },
         }
         report = Report(about, refused=choice.refused)
+        oracles = {True: (oracle, request)}
         for number, layout in enumerate(layouts, start=1):
-            finding = _examine(pool, oracle, request, copy, layout)
+            if layout.masked not in oracles:
+                oracles[False] = _oracle(pool, alone(copy), steps, tell, masked=False)
+            finding = _examine(pool, *oracles[layout.masked], copy, layout)
             report.findings.append(finding)
             tell(line(number, len(layouts), finding))
     for layout, rule in choice.refused:
@@ -138,12 +141,12 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     return report
 
 
-def _oracle(pool: Ranks, run: Run, steps: int, tell: Tell) -> tuple[Whole, Request]:
+def _oracle(pool: Ranks, run: Run, steps: int, tell: Tell, masked: bool = True) -> tuple[Whole, Request]:
     """One process's result, on the first samples whose every choice of experts is a clear one."""
     rules.check(run, 1)
     best: tuple[Whole, Request] | None = None
     for seed in range(_SEEDS):
-        request = Request(run, PADDED_VOCABULARY, steps, tuple(range(1, steps + 1)), seed)
+        request = Request(run, PADDED_VOCABULARY, steps, tuple(range(1, steps + 1)), seed, masked)
         whole = assemble(pool.measure(request, 1))
         if best is None or whole.smallest_margin > best[0].smallest_margin:
             best = whole, request
@@ -153,7 +156,7 @@ def _oracle(pool: Ranks, run: Run, steps: int, tell: Tell) -> tuple[Whole, Reque
     margin = best[0].smallest_margin
     closest = "" if math.isinf(margin) else f"; the closest choice of an expert is decided by {margin:.1e}"
     losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
-    tell(f"the oracle, one process: losses {losses}{closest}")
+    tell(f"the oracle, one process{'' if masked else ', a loss on every token'}: losses {losses}{closest}")
     if margin < CLEAR_MARGIN:
         tell(f"that is less than {CLEAR_MARGIN:g}: counts may differ by a choice without any fault of a layout")
     return best
@@ -162,13 +165,14 @@ def _oracle(pool: Ranks, run: Run, steps: int, tell: Tell) -> tuple[Whole, Reque
 def _examine(pool: Ranks, oracle: Whole, request: Request, copy: Run, layout: Layout) -> Finding:
     began = time.monotonic()
     run = replace(copy, **layout.flags)
-    asked = Request(run, request.padded_vocab_size, request.steps, request.gradients_at, request.data_seed)
+    asked = dataclasses.replace(request, run=run)
     try:
         whole = assemble(pool.measure(asked, layout.ranks))
     except RankFailure as failure:
         return Finding(layout, time.monotonic() - began, error=str(failure))
     comparison = compare(whole, oracle)
-    return Finding(layout, time.monotonic() - began, comparison, smells(whole, oracle, comparison))
+    fits = smells(whole, oracle, comparison, one_process=layout.ranks == 1)
+    return Finding(layout, time.monotonic() - began, comparison, fits)
 
 
 def _check_own(own: Run) -> None:

@@ -134,6 +134,7 @@ class Ranks:
                     "steps": request.steps,
                     "gradients_at": request.gradients_at,
                     "data_seed": request.data_seed,
+                    "masked": request.masked,
                 }
                 try:
                     process.give(task)

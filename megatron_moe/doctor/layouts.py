@@ -1,4 +1,9 @@
-"""Which layouts the doctor tries: those of a run at size two, every kind of parallelism alone, together and dropped."""
+"""Which layouts the doctor tries: those of a run at size two, every kind of parallelism alone, together and dropped.
+
+Before them come one process with the batch cut into other micro-batches, and with the loss averaged the other way.
+Where every token has a loss both must train the same, however the code scales what it adds up: one process is otherwise
+held against itself, and a scale that is wrong everywhere would agree everywhere.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,16 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A name, the number of ranks, what it sets in a run, and the kinds of parallelism in it."""
+    """A name, the number of ranks, what it sets in a run, and the kinds of parallelism in it.
+
+    masked: whether it is compared on samples with tokens that have no loss.
+    """
 
     name: str
     ranks: int
     flags: dict[str, Any]
     kinds: frozenset[str]
+    masked: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
     kinds = used | {"DP"} if used else {*DENSE, "EP"}
     if copy.moe.num_experts is None:
         kinds.discard("EP")
-    layouts = list(_all(own, kinds, max_ranks))
+    layouts = [*_other_batches(copy), *_all(own, kinds, max_ranks)]
     if wanted:
         for pattern in wanted:
             if not any(fnmatchcase(layout.name, pattern) for layout in layouts):
@@ -85,6 +94,16 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
         raise ConfigError(f"no layout of two or more ranks can train this model; {refused[0][0].name}: {refused[0][1]}")
     shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
     return Choice(good, refused, ", ".join(shown))
+
+
+def _other_batches(copy: Run) -> Iterator[Layout]:
+    """The same global batch on one rank. What goes by the micro-batch, by its definition, may not be cut otherwise."""
+    by_micro_batch = {"aux_loss", "sinkhorn"} & set(copy.moe.moe_router_load_balancing_type)
+    if not by_micro_batch and copy.moe.moe_expert_capacity_factor is None:
+        yield Layout("micro-batches-of-1", 1, {"micro_batch_size": 1}, frozenset(), masked=False)
+    other = not copy.optimizer.calculate_per_token_loss
+    name = "loss-per-token" if other else "loss-per-micro-batch"
+    yield Layout(name, 1, {"calculate_per_token_loss": other}, frozenset(), masked=False)
 
 
 def _all(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:

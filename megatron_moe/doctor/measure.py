@@ -42,6 +42,7 @@ class Request:
         steps: optimizer steps.
         gradients_at: the steps, from 1, whose gradients are kept.
         data_seed: which samples.
+        masked: whether they hold tokens without a loss.
     """
 
     run: Run
@@ -49,15 +50,16 @@ class Request:
     steps: int = 3
     gradients_at: tuple[int, ...] = (1,)
     data_seed: int = 0
+    masked: bool = True
 
 
 class MadeUpSamples(Dataset):
-    """Random tokens; sample i is a function of (seed, i). Tokens without loss stand in every sample, in each another
-    number: a mean over micro-batches is then not a mean over tokens."""
+    """Random tokens; sample i is a function of (seed, i). With `masked`, tokens without loss stand in every sample, in
+    each another number: a mean over micro-batches is then not a mean over tokens."""
 
-    def __init__(self, seed: int, number: int, run: Run) -> None:
+    def __init__(self, seed: int, number: int, run: Run, masked: bool = True) -> None:
         assert run.model.vocab_size is not None
-        self._seed, self._number = seed, number
+        self._seed, self._number, self._masked = seed, number, masked
         self._vocab_size, self._length = run.model.vocab_size, run.model.seq_length
 
     def __len__(self) -> int:
@@ -66,7 +68,7 @@ class MadeUpSamples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed((self._seed << 20) + index)
         tokens = torch.randint(0, self._vocab_size, (self._length + 1,), generator=generator)
-        share = 0.05 + 0.3 * torch.rand((), generator=generator)
+        share = (0.05 + 0.3 * torch.rand((), generator=generator)) * self._masked
         mask = (torch.rand(self._length, generator=generator) >= share).float()
         mask[0] = 1.0
         return {
@@ -109,7 +111,10 @@ def measure(request: Request) -> dict[str, Any]:
         world_size = dist.get_world_size()
         samples = request.steps * derived.global_batch_size(run, world_size)
         batches = batch_iterators(
-            MadeUpSamples(request.data_seed, samples, run), run, pg_collection=pg_collection, num_chunks=len(chunks)
+            MadeUpSamples(request.data_seed, samples, run, request.masked),
+            run,
+            pg_collection=pg_collection,
+            num_chunks=len(chunks),
         )
         tensors = {"initial weight": _weights(chunks)}
         steps = []

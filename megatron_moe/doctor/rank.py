@@ -48,7 +48,12 @@ def _work(task: dict[str, Any]) -> None:
 
     join(task["store"], task["rank"], task["ranks"], task["seconds"])
     request = Request(
-        build(task["flags"]), task["padded_vocab_size"], task["steps"], tuple(task["gradients_at"]), task["data_seed"]
+        build(task["flags"]),
+        task["padded_vocab_size"],
+        task["steps"],
+        tuple(task["gradients_at"]),
+        task["data_seed"],
+        task["masked"],
     )
     torch.save(measure(request), task["result"])
 

@@ -1,9 +1,11 @@
 """A small copy of a run's model: every feature that it has, at sizes that a laptop trains in milliseconds.
 
 Kept: the kind of attention, biases, norms, tied or separate embeddings, the pattern of dense and MoE layers, scores,
-groups, expert bias, shared expert, balancing losses and their coefficients, capacity, multi-token prediction, per-token
+groups, expert bias, shared expert, balancing losses, capacity, multi-token prediction, per-token
 loss, recomputation, dispatcher. Changed: sizes, data, the learning rate's course, and what draws random numbers, since
-two layouts draw differently. Computed in fp32, where a difference of layouts stands out from rounding.
+two layouts draw differently. Added: auxiliary losses and z-loss of a weight that shows in the gradients, where a router
+can have them, since at 1e-4 a wrong scale would hide in the tolerances, and who turns them on later should find them
+right. Computed in fp32, where a difference of layouts stands out from rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from megatron_moe.config import derived
 from megatron_moe.config.schema import Run, flatten, replace
 
 LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
+AUX_LOSS_COEFF, Z_LOSS_COEFF = 0.05, 0.01
 VOCABULARY, PADDED_VOCABULARY = 250, 256
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
 
@@ -51,10 +54,11 @@ def small(run: Run) -> Run:
         "hidden_dropout": 0.0,
         "moe_input_jitter_eps": None,
         "moe_router_force_load_balancing": False,
+        "moe_global_aux_loss_counts": "batch",  # the other way depends on the layout, as its help says
         "transformer_impl": "local",
         "lr_decay_style": "constant",
-        "micro_batch_size": 1,
-        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
         "train_iters": 100,
         "eval_iters": 0,
         "mock_data": True,
@@ -112,6 +116,13 @@ def _experts(run: Run) -> dict[str, Any]:
         "moe_layer_freq": _pattern(derived.moe_layer_pattern(run)),
         "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
     }
+    kinds = moe.moe_router_load_balancing_type
+    if "sinkhorn" not in kinds:
+        own = {} if "none" in kinds else dict(zip(kinds, moe.moe_aux_loss_coeff))
+        losses = own or {"seq_aux_loss": AUX_LOSS_COEFF}
+        sizes["moe_router_load_balancing_type"] = tuple(losses)
+        sizes["moe_aux_loss_coeff"] = tuple(max(coeff, AUX_LOSS_COEFF) for coeff in losses.values())
+        sizes["moe_z_loss_coeff"] = max(moe.moe_z_loss_coeff or 0.0, Z_LOSS_COEFF)
     if moe.moe_shared_expert_intermediate_size is not None:
         sizes["moe_shared_expert_intermediate_size"] = WIDTH
     if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:

@@ -17,13 +17,31 @@ from megatron_moe.doctor.compare import Comparison, Difference, factor
 _EXPERT = re.compile(r"\.experts\.(expert\d+\.)?weight[12]$")
 
 
-def smells(got: Whole, wanted: Whole, comparison: Comparison) -> list[str]:
-    """Sentences about the first step that differs; empty where no pattern fits."""
+def smells(got: Whole, wanted: Whole, comparison: Comparison, *, one_process: bool = False) -> list[str]:
+    """Sentences about the first step that differs; empty where no pattern fits.
+
+    Args:
+        one_process: whether no layout is compared, but one process with its batch cut or averaged in two ways.
+    """
     if comparison.agrees:
         return []
     first = comparison.differences[0].step
     here = [one for one in comparison.differences if one.step == first]
+    if one_process:
+        return [*_batches(here)]
     return [*_starts(here), *_copies(here), *_counts(here, got, wanted), *_gradients(here, got, wanted)]
+
+
+def _batches(here: list[Difference]) -> Iterator[str]:
+    quantities = {one.quantity for one in here}
+    if "loss" not in quantities and any(one.startswith("gradient,") for one in quantities):
+        logged = sorted(one for one in quantities if one.endswith("loss"))
+        shown = f"{', '.join(logged)} too" if logged else "the auxiliary losses as they are logged neither"
+        yield (
+            "the loss does not differ, gradients do, "
+            f"{shown}: what joins the gradient beside the loss, an auxiliary loss or a further prediction, is not"
+            " weighed per token of the global batch"
+        )
 
 
 def _starts(here: list[Difference]) -> Iterator[str]:

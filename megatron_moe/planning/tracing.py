@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe import platform
 from megatron_moe.config import derived
@@ -25,6 +23,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.planning.live_bytes import storage_bytes
 from megatron_moe.planning.paper import Collective, Paper, on_paper
+from megatron_moe.platform.loss_scale import without_loss_scale
 
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
@@ -164,8 +163,7 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
     pg_collection = groups.imagine(run, rank, world_size)
     try:
         seed_everything(run)
-        # The scale of auxiliary losses is a tensor of the class, of the device of whoever trained last in this process.
-        with mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None):
+        with without_loss_scale():
             yield pg_collection
     finally:
         groups.destroy()

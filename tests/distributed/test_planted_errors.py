@@ -70,6 +70,21 @@ PLANTS = {
         " --moe-aux-loss-coeff 0.1",
         ("gradient, step 1", "mlp.router.weight"),
     ),
+    "an auxiliary loss is scaled by nothing, on any layout": Plant(
+        "moe/aux_losses.py",
+        "value * coeff * weight)",
+        "value * coeff)",
+        "--preset demo --layouts micro-batches-of-1",
+        ("gradient, step 1", "mlp.router.weight"),
+        ("the loss does not differ, gradients do", "is not weighed per token of the global batch"),
+    ),
+    "an auxiliary loss of DeepSeek-V3's size counts twice under TP": Plant(
+        "moe/aux_losses.py",
+        "value * coeff * weight)",
+        "value * coeff * weight * self.groups.tp_cp.size())",
+        "--preset deepseek-v3 --layouts tp2",
+        ("gradient, step 1", "mlp.router.weight"),
+    ),
     "counts are summed over the ranks of a micro-batch": Plant(
         "training/finalize_model_grads.py",
         "    group = found[0].groups.tp_dp_cp\n    if group.size() > 1:\n        dist.all_reduce(local, group=group)",

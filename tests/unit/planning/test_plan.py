@@ -122,7 +122,7 @@ def test_planning_leaves_no_trace_in_the_process(monkeypatch):
     state = torch.get_rng_state()
     scale = torch.ones(1)  # as a training step in this process has left it
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", scale)
-    traced(8, expert_model_parallel_size=8, moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")
+    traced(8, expert_model_parallel_size=8, moe_aux_loss_coeff=(0.1,), moe_router_load_balancing_type=("aux_loss",))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is scale
     assert not torch.distributed.is_initialized()
     assert torch.equal(torch.get_rng_state(), state)

@@ -155,7 +155,9 @@ def test_a_demo_that_is_told_to_stop_takes_its_command_along(tmp_path, number):
         "demo.stages = lambda folder, extra: [stage]\n"
         "sys.exit(demo.main(['--folder', str(folder)]))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    # Whoever runs the tests in the background has told them, and with them the demo, to ignore Ctrl-C.
+    heard = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=heard)
     lines = iter(process.stdout.readline, "")
     child = next(int(line) for line in lines if line.strip().isdigit())
     process.send_signal(number)

@@ -1,0 +1,19 @@
+"""The engine's scale of auxiliary losses, which is a tensor of a class and outlives every model and process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_loss_scale() -> Iterator[None]:
+    """Within, no step has set a scale. Outside it stays that of who trained last in this process, on its device."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    try:
+        yield
+    finally:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
