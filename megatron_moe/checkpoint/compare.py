@@ -25,6 +25,12 @@ _FREE = {
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    "moe_global_aux_loss_counts",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_force_load_balancing",
     "moe_token_dispatcher_type",
     "moe_expert_backend",
 }

@@ -232,12 +232,14 @@ def _clean_up() -> None:
     """Forget the case: its process groups and what the engine keeps in globals."""
     from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe import moe_utils
 
     from megatron_moe.parallel import groups
 
     groups.destroy(abort=True)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     # The engine hooks closures over its DDP wrapper into autograd nodes, a cycle that Python's collector cannot see; it
     # would keep the model and its process groups, with their threads.
     for thing in gc.get_objects():

@@ -51,7 +51,7 @@ PLANTS = {
         "moe/experts.py",
         "parameter.tensor_model_parallel = True",
         "parameter.tensor_model_parallel = False",
-        "--preset tiny --layouts tp2-ep2-etp1",
+        "--preset tiny --layouts tp2",
         ("gradient norm",),
         ("every gradient agrees, their norm does not", "squares are counted"),
     ),

@@ -86,4 +86,4 @@ def test_finetuning_does_not_save_into_the_folder_it_came_from(tmp_path):
 def test_architecture_keys_are_flags():
     assert set(architecture_keys()) < set(fields_by_name())
     assert {"hidden_size", "num_experts", "vocab_size", "moe_router_enable_expert_bias"} < set(architecture_keys())
-    assert not {"seq_length", "moe_expert_backend", "moe_token_dispatcher_type"} & set(architecture_keys())
+    assert not {"seq_length", "moe_expert_backend", "moe_expert_capacity_factor"} & set(architecture_keys())
