@@ -20,7 +20,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench lock clean
+.PHONY: help setup demo test soak check bench lock clean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12]; now: $(PYTHON) is Python $(PYTHON_VERSION), environment $(VENV)"
@@ -34,6 +34,9 @@ demo: $(STAMP) ## prepare real text, train a small DeepSeek-V3 on 2 processes, e
 
 test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it, WORKERS=1 runs one file at a time)
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=15 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
+	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
 check: $(STAMP) ## style, format, types, architecture
 	$(RUN) -m ruff check .
