@@ -1,0 +1,260 @@
+"""The manifest of a step: every file with its size and SHA-256, itself under a digest. No torch.
+
+    {"format": 2, "iteration": 50, "files": {"__0_0.distcp": {"bytes": 123, "sha256": "..."}}, "digest": "..."}
+
+The file is byte-equal to its own canonical form and `digest` is the SHA-256 of that form without `digest`, so every
+flipped bit in it is seen. It tells damage, not malice: who can write a step can write its manifest, which is why every
+pickle is read under restriction whatever the manifest says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypedDict
+
+NAME = "manifest.json"
+FORMAT = 2
+LARGEST = 256 * 2**20
+"""Bytes of a manifest that are read at most: enough for a million files."""
+
+_STEP = re.compile(r"(?:\.iter_(\d{7,})\.saving|iter_(\d{7,}))")
+_KEYS = {"format", "iteration", "files", "digest"}
+_BLOCK = 4 * 2**20
+
+
+class Entry(TypedDict):
+    """One file: its size in bytes and its SHA-256 in lower-case hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step consists of; names are relative to its folder, with `/` between the parts."""
+
+    iteration: int
+    files: dict[str, Entry]
+    digest: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files, the manifest not counted."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+class ManifestError(Exception):
+    """A manifest that is missing, damaged, or not of this format: the reason in words that follow "it"."""
+
+
+class EarlierFormatError(ManifestError):
+    """The step was saved by an earlier version of this code."""
+
+
+def write(step: Path, iteration: int, files: dict[str, Entry]) -> None:
+    """Write the manifest of a step that is not visible yet, and flush it and the folder to disk.
+
+    Raises:
+        ValueError: an entry is not one that `read` accepts. OSError: it cannot be written.
+    """
+    for name, entry in files.items():
+        if wrong := _wrong_entry(name, entry):
+            raise ValueError(f"{step / NAME}: {wrong}")
+    content: dict[str, Any] = {"format": FORMAT, "iteration": iteration, "files": files}
+    content["digest"] = _digest(content)
+    with open(step / NAME, "wb") as file:
+        file.write(canonical(content))
+        file.flush()
+        os.fsync(file.fileno())
+    descriptor = os.open(step, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(step: Path) -> Manifest:
+    """The manifest of a step, checked in itself; the files it names are not looked at.
+
+    Raises:
+        ManifestError: it is missing, damaged, not canonical, or of another format.
+    """
+    path = step / NAME
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ManifestError(f"its {NAME} is not a plain file")
+        with open(path, "rb") as file:
+            data = file.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise ManifestError(f"it has no {NAME}, the mark of a complete step") from None
+    except OSError as error:
+        raise ManifestError(f"its {NAME} cannot be read ({error.strerror})") from error
+    if len(data) > LARGEST:
+        raise ManifestError(f"its {NAME} has more than {LARGEST} bytes")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"its {NAME} is damaged: it is not JSON ({str(error)[:80]})") from None
+    if not isinstance(content, dict):
+        raise ManifestError(f"its {NAME} is damaged: it holds no object")
+    if _is_format_1(content):
+        raise EarlierFormatError("it was saved by an earlier version (format 1, without checksums)")
+    if isinstance(content.get("format"), int) and content["format"] > FORMAT and _matches_digest(content, data):
+        raise ManifestError(f"it was saved by a later version (format {content['format']}; this one reads {FORMAT})")
+    if wrong := _wrong_content(content, data):
+        raise ManifestError(f"its {NAME} is damaged: {wrong}")
+    return Manifest(content["iteration"], content["files"], content["digest"])
+
+
+def structure_defect(step: Path) -> str | None:
+    """What is wrong with a step as far as names and sizes tell, in words that follow "it"; None if nothing is.
+
+    The manifest is sound and of the iteration that the folder is named for; the folder holds exactly the files it
+    names, plain files all of them, each of its size. No content is read.
+    """
+    named = _STEP.fullmatch(step.name)
+    if named is None:
+        return "its folder is not named iter_ and the iteration"
+    try:
+        manifest = read(step)
+    except ManifestError as error:
+        return str(error)
+    if manifest.iteration != int(named.group(1) or named.group(2)):
+        return f"its {NAME} is that of step {manifest.iteration}"
+    found: dict[str, int] = {}
+    try:
+        for name, status in _walk(step):
+            if not stat.S_ISREG(status.st_mode):
+                kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
+                return f"{name} is {kind}"
+            found[name] = status.st_size
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    del found[NAME]
+    for name, entry in manifest.files.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != entry["bytes"]:
+            return f"{name} has {found[name]} bytes instead of {entry['bytes']}"
+    extra = sorted(found.keys() - manifest.files.keys())
+    return f"{extra[0]} is not one of its files" if extra else None
+
+
+def content_defect(step: Path, names: Iterable[str], advance: Callable[[int], object] | None = None) -> str | None:
+    """The first of these files whose content is not what was saved, in words that follow "it"; None if all are.
+
+    Args:
+        names: files of the manifest. advance: is told the number of bytes after each block that was read.
+    """
+    for outcome in checked_content(step, names):
+        if isinstance(outcome, str):
+            return outcome
+        if advance is not None:
+            advance(outcome)
+    return None
+
+
+def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
+    """Hash files block by block: yields the bytes of each block, and ends with a defect if there is one."""
+    try:
+        files = read(step).files
+    except ManifestError as error:
+        yield str(error)
+        return
+    for name in names:
+        hashed = hashlib.sha256()
+        try:
+            for block in _blocks(step / name):
+                hashed.update(block)
+                yield len(block)
+        except OSError as error:
+            yield f"{name} cannot be read ({error.strerror})"
+            return
+        if hashed.hexdigest() != files[name]["sha256"]:
+            yield f"{name} does not hold what was saved: its SHA-256 is another"
+            return
+
+
+def sha256_of_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
+    """SHA-256 of a file in hexadecimal, read in blocks; `advance` is told the bytes of each."""
+    hashed = hashlib.sha256()
+    for block in _blocks(path):
+        hashed.update(block)
+        if advance is not None:
+            advance(len(block))
+    return hashed.hexdigest()
+
+
+def canonical(content: dict[str, Any]) -> bytes:
+    """The one way to write a manifest's content down."""
+    return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical({key: value for key, value in content.items() if key != "digest"})).hexdigest()
+
+
+def _matches_digest(content: dict[str, Any], data: bytes) -> bool:
+    return canonical(content) == data and content.get("digest") == _digest(content)
+
+
+def _is_format_1(content: dict[str, Any]) -> bool:
+    """The first format had sizes only; damage does not make one of the other."""
+    files = content.get("files")
+    return set(content) == {"files"} and isinstance(files, dict) and all(type(size) is int for size in files.values())
+
+
+def _wrong_content(content: dict[str, Any], data: bytes) -> str | None:
+    if set(content) != _KEYS:
+        return f"it holds the keys {sorted(content)[:8]} instead of {sorted(_KEYS)}"
+    if content["format"] != FORMAT or type(content["format"]) is not int:
+        return f"its format is {content['format']!r} instead of {FORMAT}"
+    if type(content["iteration"]) is not int or content["iteration"] < 0:
+        return f"its iteration is {content['iteration']!r}"
+    if not isinstance(content["files"], dict):
+        return "its list of files is none"
+    for name, entry in content["files"].items():
+        if wrong := _wrong_entry(name, entry):
+            return wrong
+    if not _matches_digest(content, data):
+        return "its digest is not that of its content"
+    return None
+
+
+def _wrong_entry(name: str, entry: Any) -> str | None:
+    """Why an entry is none; a name is a plain relative path, so that it stays inside the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or str(path) != name or ".." in path.parts or name in (".", NAME) or not name.isprintable():
+        return f"{name!r} is not the name of a file of a step"
+    if not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
+        return f"{name} has no size and SHA-256"
+    if type(entry["bytes"]) is not int or entry["bytes"] < 0:
+        return f"{name} has the size {entry['bytes']!r}"
+    if not isinstance(entry["sha256"], str) or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+        return f"{name} has the SHA-256 {entry['sha256']!r}"
+    return None
+
+
+def _walk(folder: Path, before: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Name and status of everything below a folder that is not a folder itself; links are not followed."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            name = before + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name, f"{name}/")
+            else:
+                yield name, entry.stat(follow_symlinks=False)
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
