@@ -1,8 +1,9 @@
-"""Samples: the engine's GPT datasets, built from the run's data flags. The one door to `megatron.core.datasets`.
+"""Samples: the engine's GPT datasets, built from the run's data flags. With `epochs.py` the door to
+`megatron.core.datasets`.
 
 A sample is a dict of tensors [S]: `tokens` and `labels` int64 (labels are the tokens one further), `loss_mask` float32,
-`position_ids` int64. The order of samples is a function of the data, the seed and the number of samples of the run; it
-knows nothing of ranks or micro-batches.
+`position_ids` int64. The order of samples is a function of the data and the seed: it knows nothing of ranks or
+micro-batches, and not how many samples a run takes (`epochs.py`).
 
 No sample holds padding. The engine pads in two cases that do not exist here: the last, partial sequence of the
 validation data, which it drops by default (`drop_last_partial_validation_sequence`), and an index of None, by which
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
@@ -29,6 +30,7 @@ from torch.utils.data import Dataset
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import cache_folder, require_sequence
+from megatron_moe.data.epochs import EpochsOfMadeUpSamples, EpochsOfSamples
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 
@@ -85,7 +87,10 @@ def build_datasets(
         drop_unreadable_caches(config.path_to_cache)
     with _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
-            MockGPTDataset if sources.mock else GPTDataset, list(samples), lambda: reads_data(pg_collection), config
+            EpochsOfMadeUpSamples if sources.mock else EpochsOfSamples,
+            list(samples),
+            lambda: reads_data(pg_collection),
+            config,
         )
         train, valid, test = builder.build()
     return train, valid, test

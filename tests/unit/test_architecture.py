@@ -39,6 +39,8 @@ ROOMS = (
 DOORS: dict[str, set[str]] = {
     # whole subsystems behind one file
     "datasets": {"data/datasets.py"},
+    "datasets.gpt_dataset": {"data/datasets.py", "data/epochs.py"},
+    "datasets.megatron_dataset": {"data/epochs.py"},
     "dist_checkpointing": {"checkpoint/dist.py"},
     "extensions.transformer_engine": {"model/spec.py"},
     "fusions": {"model/spec.py"},

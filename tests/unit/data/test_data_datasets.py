@@ -196,3 +196,41 @@ def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pyte
     ids = {i for row in rows(first[0], 30) for i in row}
     assert min(ids) >= 0 and max(ids) < 50
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("blend", [1, 2])
+def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
+    counting: str, write_ids: Callable[..., str], blend: int
+) -> None:
+    paths = [counting]
+    if blend == 2:
+        other = write_ids([list(range(700 + 5 * i, 705 + 5 * i)) for i in range(40)], name="o", vocab_size=VOCABULARY)
+        paths = ["0.7", counting, "0.3", other]
+    run = make_run(data_path=paths, split="1,0,0")
+
+    def order(samples: int) -> list[list[int]]:
+        return rows(build_datasets(run, NullTokenizer(VOCABULARY), samples, 0, 0)[0], samples)
+
+    # 74 samples an epoch: a part of the first, one and a bit, four: what they share is the same
+    longest = order(300)
+    for samples in (20, 74, 80, 148, 290):
+        assert order(samples) == longest[:samples], samples
+
+
+def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str) -> None:
+    run = make_run(data_path=[counting], split="1,0,0")
+    found = rows(build_datasets(run, NullTokenizer(VOCABULARY), 4 * 74, 0, 0)[0], 4 * 74)
+    epochs = [found[74 * i : 74 * (i + 1)] for i in range(4)]
+    for epoch in epochs:
+        tokens = [token for row in epoch for token in row[:-1]]
+        assert len(set(tokens)) == len(tokens) == 74 * S
+    assert len({str(epoch) for epoch in epochs}) == 4
+
+
+def test_many_epochs_of_little_data_keep_few_files_open(counting: str) -> None:
+    run = make_run(data_path=[counting], split="1,0,0")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):  # built, and read from the cache
+        train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 74 * 50, 0, 0)
+    assert [len(train[i]["tokens"]) for i in (0, 74 * 50 - 1)] == [S, S]
+    assert len(os.listdir("/proc/self/fd")) - before < 30
