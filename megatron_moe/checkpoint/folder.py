@@ -1,17 +1,19 @@
-"""The folder of checkpoints: names, the completion marker, the pointer to the latest step. No torch.
+"""The folder of checkpoints: names, which step is loaded, the pointer to the latest one. No torch.
 
     SAVE/
+      .megatron_moe_checkpoints            the mark of a folder of ours
       latest_checkpointed_iteration.txt    the number of the newest step, as Megatron-LM writes it
       iter_0000050/
         *.distcp .metadata metadata.json   tensors, by the engine's dist_checkpointing
-        rng/rank_00000.pt                  random states, one file per rank
+        common.pt                          the optimizer's plain values
+        rng/                               random states, one file per rank
         config.json                        the run's flat configuration
         state.json                         iteration, samples, schedule, layout, versions
-        manifest.json                      every other file with its size; written last, so it marks a complete step
+        manifest.json                      every other file with its size and SHA-256; written last
       .iter_0000100.saving/                a step that is being written, or whose writer died; never read
 
 A step is written under its hidden name and renamed when all ranks are done, so a folder `iter_*` is complete by
-construction; the marker guards against copies that were cut short.
+construction; the manifest tells copies that were cut short, and damage.
 """
 
 from __future__ import annotations
@@ -20,19 +22,25 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG = "config.json"
 STATE = "state.json"
-MANIFEST = "manifest.json"
+MANIFEST = manifest.NAME
+WARNING = "CHECKPOINT WARNING: "
+"""How notes begin that belong into the run's summary."""
 OWNER = ".megatron_moe_checkpoints"
 """An empty file in every folder that a run saves to: it tells the folder from a wrong path before a step is there."""
+LARGEST_JSON = 64 * 2**20
+"""Bytes of a configuration or state that are read at most."""
 
-_STEP = re.compile(r"iter_(\d{7,})")
+_STEP = re.compile(r"iter_(0\d{6}|[1-9]\d{6,})", re.ASCII)
 
 
 def step_folder(root: Path, iteration: int) -> Path:
@@ -54,51 +62,97 @@ def steps(root: Path) -> list[int]:
 
 
 def defect(step: Path) -> str | None:
-    """Why a step cannot be loaded: the marker is missing, or a file is missing or has another size. None if it can."""
+    """Why a step cannot be loaded as far as names and sizes tell, in words that follow "it"; None if it can."""
+    return manifest.structure_defect(step)
+
+
+def small_files_defect(step: Path) -> str | None:
+    """Why a step's configuration and state cannot be used: they are read before anything else is, by every rank."""
     try:
-        files = json.loads((step / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, the mark of a complete step"
-    except (OSError, ValueError, KeyError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
-    for name, size in files.items():
-        path = step / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    return None
+        files = manifest.read(step).files
+    except manifest.ManifestError as error:
+        return str(error)
+    for name in (CONFIG, STATE):
+        if name not in files:
+            return f"it has no {name}"
+        if files[name]["bytes"] > LARGEST_JSON:
+            return f"{name} has {files[name]['bytes']} bytes, more than {LARGEST_JSON}"
+    return manifest.content_defect(step, (CONFIG, STATE))
 
 
-def find_step(root: Path, wanted: int | None) -> tuple[Path | None, list[str]]:
-    """The step to load and what to tell about those passed over: the one wanted, else the newest complete one.
+def find_step(
+    root: Path, wanted: int | None, *, known_bad: Mapping[int, str] | None = None, verify: bool = True
+) -> tuple[Path | None, list[str]]:
+    """The step to load and what to tell about those passed over: the one wanted, else the newest sound one.
 
-    Returns (None, notes) for a folder of ours that holds no complete step yet, and for one that is missing or empty.
+    Returns (None, notes) for a folder of ours that holds no step yet, and for one that is missing or empty.
+
+    Args:
+        known_bad: steps whose content was found damaged, with the reason. verify: hash the small files too.
 
     Raises:
-        ConfigError: `root` is something else, or the step wanted is not there.
+        ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
+            earlier format, or none of several steps is sound.
     """
     _check_is_root(root)
     available = steps(root)
+    known = known_bad or {}
+
+    def reason_against(iteration: int) -> str | None:
+        step = step_folder(root, iteration)
+        return known.get(iteration) or defect(step) or (small_files_defect(step) if verify else None)
+
     if wanted is not None:
-        step = step_folder(root, wanted)
-        reason = defect(step) if wanted in available else "there is no such step"
+        reason = reason_against(wanted) if wanted in available else "there is no such step"
         if reason is not None:
-            there = ", ".join(str(number) for number in available if defect(step_folder(root, number)) is None)
-            raise ConfigError(f"--ckpt-step {wanted}: {reason} in {root}; complete steps: {there or 'none'}")
-        return step, []
+            there = ", ".join(str(number) for number in available if number != wanted and not reason_against(number))
+            raise ConfigError(f"--ckpt-step {wanted}: {reason} in {root}; other complete steps: {there or 'none'}")
+        return step_folder(root, wanted), []
     notes = []
     for iteration in reversed(available):
         step = step_folder(root, iteration)
-        reason = defect(step)
+        reason = reason_against(iteration)
         if reason is None:
-            pointer = root / LATEST
-            named = pointer.read_text().strip() if pointer.is_file() else None
-            if named not in (None, str(iteration)):
-                notes.append(f"{pointer} names step {named}; the newest complete step is {iteration}")
-            return step, notes
-        notes.append(f"skipped {step}: {reason}")
-    return None, notes
+            return step, [*notes, *_pointer_notes(root, iteration)]
+        if _is_earlier_format(step):
+            raise ConfigError(
+                f"--load {root}: step {iteration} cannot be read: {reason}; continue it with the version that saved "
+                "it, or load another folder"
+            )
+        notes.append(f"{WARNING}step {iteration} is damaged and passed over: {reason} ({step})")
+    if notes:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"--load {root}: none of its {len(notes)} steps can be loaded; bring one back from a copy, or "
+                    "leave out --load and save to another folder to start afresh:",
+                    *(f"  {note.removeprefix(WARNING)}" for note in notes),
+                ]
+            )
+        )
+    return None, []
+
+
+def _is_earlier_format(step: Path) -> bool:
+    try:
+        manifest.read(step)
+    except manifest.EarlierFormatError:
+        return True
+    except manifest.ManifestError:
+        pass
+    return False
+
+
+def _pointer_notes(root: Path, iteration: int) -> list[str]:
+    """What to tell where the pointer names another step than the newest sound one; it decides nothing."""
+    pointer = root / LATEST
+    try:
+        named = pointer.read_text(errors="replace").strip()[:20]
+    except OSError:
+        return []
+    if named == str(iteration):
+        return []
+    return [f"{pointer} names step {named or 'nothing'}; the newest complete step is {iteration}"]
 
 
 def _check_is_root(root: Path) -> None:
@@ -125,8 +179,13 @@ def _some(names: set[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def check_save_root(root: Path, *, loaded_from: Path | None, start_iteration: int) -> None:
-    """Refuse a folder in which this run would meet the steps of another.
+def check_save_root(
+    root: Path, *, loaded_from: Path | None, start_iteration: int, known_bad: Mapping[int, str] | None = None
+) -> None:
+    """Refuse a folder in which this run would meet the steps of another; damaged ones are in nobody's way.
+
+    Args:
+        known_bad: steps whose content was found damaged.
 
     Raises:
         ConfigError: it is a file, cannot be written, or holds steps that this run does not continue.
@@ -144,7 +203,8 @@ def check_save_root(root: Path, *, loaded_from: Path | None, start_iteration: in
             f"--save {root}: holds steps up to {steps(root)[-1]} of an earlier run; continue it with --load {root}, or "
             "save to another folder"
         )
-    complete = [number for number in later if defect(step_folder(root, number)) is None]
+    known = known_bad or {}
+    complete = [number for number in later if number not in known and defect(step_folder(root, number)) is None]
     if complete:
         raise ConfigError(
             f"--save {root}: holds step {complete[0]}, later than step {start_iteration} where this run starts, and "
@@ -183,9 +243,15 @@ def _free_name(step: Path) -> Path:
 def publish(root: Path, iteration: int) -> Path:
     """Make a written step visible: the marker, the disk, the rename, the pointer, in this order."""
     hidden, step = hidden_folder(root, iteration), step_folder(root, iteration)
-    files = sorted(path for path in hidden.rglob("*") if path.is_file())
-    sizes = {path.relative_to(hidden).as_posix(): path.stat().st_size for path in files}
-    write_json(hidden / MANIFEST, {"files": sizes})
+    paths = sorted(path for path in hidden.rglob("*") if path.is_file())
+    files: dict[str, manifest.Entry] = {
+        path.relative_to(hidden).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": manifest.sha256_of_file(path),
+        }
+        for path in paths
+    }
+    manifest.write(hidden, iteration, files)
     for path in (hidden / "rng", hidden):
         _sync(path)
     os.rename(hidden, step)
@@ -203,8 +269,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One of the JSON files of a step."""
-    return json.loads(path.read_text())
+    """One of the JSON files of a step.
+
+    Raises:
+        ConfigError: it is missing, too large, or holds something else than an object.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_JSON + 1)
+        if len(data) > LARGEST_JSON:
+            raise ValueError(f"more than {LARGEST_JSON} bytes")
+        content = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {str(error)[:100]}") from None
+    return content
 
 
 def _replace(path: Path, text: str) -> None:

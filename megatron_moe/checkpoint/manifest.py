@@ -24,7 +24,7 @@ FORMAT = 2
 LARGEST = 256 * 2**20
 """Bytes of a manifest that are read at most: enough for a million files."""
 
-_STEP = re.compile(r"(?:\.iter_(\d{7,})\.saving|iter_(\d{7,}))")
+_STEP = re.compile(r"(?:\.iter_(\d{7,})\.saving|iter_(\d{7,}))", re.ASCII)
 _KEYS = {"format", "iteration", "files", "digest"}
 _BLOCK = 4 * 2**20
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,43 @@ class Plan:
     notes: tuple[str, ...]
     continues: bool = False
     """The run goes on in the very folder it saves to."""
+    known_bad: Mapping[int, str] = field(default_factory=dict)
+    """Steps passed over because their content is damaged, with the reason."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What belongs into the run's summary: damaged steps, a check left out."""
+        return [note for note in self.notes if note.startswith(folder.WARNING)]
 
 
-def plan(run: Run) -> Plan:
+def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> Plan:
     """Look at the folders of `--load` and `--save`; allocate nothing and change nothing.
+
+    Names, sizes and the small files are checked here; `verify` checks the rest when the ranks are there to share it.
+
+    Args:
+        known_bad: steps whose content was found damaged, with the reason.
 
     Raises:
         ConfigError: a folder is not what its flag needs, or the checkpoint does not fit the run.
     """
     options = run.checkpoint
-    source, notes = (None, []) if options.load is None else _find(run, Path(options.load))
+    known = dict(known_bad or {})
+    source, notes = (None, []) if options.load is None else _find(run, Path(options.load), known)
     start = source.state["iteration"] if source is not None and not options.finetune else 0
     if options.save is None:
-        return Plan(source, start, tuple(notes))
+        return Plan(source, start, tuple(notes), known_bad=known)
     save, continued = Path(options.save), None
     if options.load is not None and not options.finetune:
         continued = Path(options.load)
-    folder.check_save_root(save, loaded_from=continued, start_iteration=start)
+    folder.check_save_root(save, loaded_from=continued, start_iteration=start, known_bad=known)
     continues = source is not None and continued is not None and continued.resolve() == save.resolve()
-    return Plan(source, start, tuple(notes), continues)
+    return Plan(source, start, tuple(notes), continues, known)
 
 
-def _find(run: Run, root: Path) -> tuple[Source | None, list[str]]:
-    step, notes = folder.find_step(root, run.checkpoint.ckpt_step)
+def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Source | None, list[str]]:
+    verify = run.checkpoint.verify_checkpoint
+    step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
     if step is None:
         if run.checkpoint.exit_on_missing_checkpoint or run.checkpoint.finetune:
             raise ConfigError(
@@ -60,10 +75,25 @@ def _find(run: Run, root: Path) -> tuple[Source | None, list[str]]:
             )
         return None, [*notes, f"{root} holds no checkpoint yet: starting afresh"]
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
+    _check_state(state, step)
     compare.check_matches(run, config, str(step))
     if not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
+    if not verify:
+        notes.append(
+            f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
+        )
     changed = compare.changed_settings(run, config)
     if changed:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return Source(step, config, state), notes
+
+
+def _check_state(state: dict[str, Any], step: Path) -> None:
+    """Refuse a state that is none, before its values steer the run."""
+    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
+    if type(iteration) is not int or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
+        raise ConfigError(
+            f"--load {step}: {folder.STATE} says iteration {iteration!r} and has_optimizer {has_optimizer!r}: it is "
+            "not the state of this step"
+        )

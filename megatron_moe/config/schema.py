@@ -314,6 +314,7 @@ class CheckpointConfig:
     no_load_rng: bool = _flag(False, "do not load the random states")
     no_save_optim: bool = _flag(False, "do not save the optimizer")
     no_save_rng: bool = _flag(False, "do not save the random states")
+    verify_checkpoint: bool = _flag(True, "check the SHA-256 of every file of a step before anything of it is used")
 
 
 @dataclass(frozen=True)

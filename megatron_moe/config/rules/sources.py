@@ -132,7 +132,7 @@ def save_flags_need_save(run: Run, world_size: int) -> None:
 
 def load_flags_need_load(run: Run, world_size: int) -> None:
     """What and how to load has no effect without a folder to load from."""
-    stray = set_among(run, ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng"))
+    stray = set_among(run, ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng", "verify_checkpoint"))
     if stray and run.checkpoint.load is None:
         raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
 

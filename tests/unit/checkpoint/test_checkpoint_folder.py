@@ -16,6 +16,7 @@ def write_step(root: Path, iteration: int, content: str = "weights") -> Path:
     hidden = folder.open_hidden(root, iteration)
     (hidden / "__0_0.distcp").write_text(content)
     (hidden / "rng" / "rank_00000.pt").write_text("states")
+    folder.write_json(hidden / folder.CONFIG, {"seed": 1})
     folder.write_json(hidden / folder.STATE, {"iteration": iteration})
     return folder.publish(root, iteration)
 
@@ -47,7 +48,7 @@ def test_what_a_dead_writer_left_is_not_mixed_into_the_next_step(tmp_path):
     assert not folder.hidden_folder(tmp_path, 50).exists()
 
 
-@pytest.mark.parametrize("damage", ["marker", "file", "size"])
+@pytest.mark.parametrize("damage", ["marker", "file", "size", "extra", "config"])
 def test_a_damaged_step_is_passed_over_and_named(tmp_path, damage):
     write_step(tmp_path, 50)
     step = write_step(tmp_path, 100)
@@ -55,11 +56,15 @@ def test_a_damaged_step_is_passed_over_and_named(tmp_path, damage):
         (step / folder.MANIFEST).unlink()
     elif damage == "file":
         (step / "rng" / "rank_00000.pt").unlink()
+    elif damage == "extra":
+        (step / "__1_0.distcp").write_text("stale")
+    elif damage == "config":
+        (step / folder.CONFIG).write_text((step / folder.CONFIG).read_text().replace("1", "2"))
     else:
         (step / "__0_0.distcp").write_text("weight")
     found, notes = folder.find_step(tmp_path, None)
     assert found == tmp_path / "iter_0000050"
-    assert "iter_0000100" in notes[0]
+    assert notes[0].startswith(folder.WARNING) and "iter_0000100" in notes[0]
     with pytest.raises(ConfigError, match=r"--ckpt-step 100: .*complete steps: 50"):
         folder.find_step(tmp_path, 100)
 
@@ -69,6 +74,48 @@ def test_a_wanted_step_that_is_not_there_names_those_that_are(tmp_path):
     write_step(tmp_path, 60)
     with pytest.raises(ConfigError, match=r"--ckpt-step 55: there is no such step .*complete steps: 50, 60"):
         folder.find_step(tmp_path, 55)
+
+
+def test_a_step_whose_content_is_known_to_be_bad_is_passed_over_and_named(tmp_path):
+    write_step(tmp_path, 50)
+    write_step(tmp_path, 100)
+    found, notes = folder.find_step(tmp_path, None, known_bad={100: "x is damaged"})
+    assert found == tmp_path / "iter_0000050" and "step 100 is damaged and passed over: x is damaged" in notes[0]
+    folder.check_save_root(tmp_path, loaded_from=tmp_path, start_iteration=50, known_bad={100: "x is damaged"})
+
+
+def test_a_run_does_not_start_afresh_where_every_step_is_damaged(tmp_path):
+    for iteration in (50, 100):
+        (write_step(tmp_path, iteration) / "__0_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"none of its 2 steps can be loaded") as error:
+        folder.find_step(tmp_path, None)
+    assert all(f"step {iteration} is damaged" in str(error.value) for iteration in (50, 100))
+
+
+def test_a_step_of_the_first_format_is_refused_by_name_and_never_passed_over(tmp_path):
+    write_step(tmp_path, 50)
+    step = write_step(tmp_path, 100)
+    (step / folder.MANIFEST).write_text('{"files": {"__0_0.distcp": 7}}')
+    for wanted in (None, 100):
+        with pytest.raises(ConfigError, match=r"100.*saved by an earlier version \(format 1, without checksums\)"):
+            folder.find_step(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("content", [b"", b"900\n", b"\xff\x00"])
+def test_the_pointer_decides_nothing(tmp_path, content):
+    step = write_step(tmp_path, 50)
+    (tmp_path / folder.LATEST).write_bytes(content)
+    found, notes = folder.find_step(tmp_path, None)
+    assert found == step and len(notes) == 1 and "the newest complete step is 50" in notes[0]
+    (tmp_path / folder.LATEST).unlink()
+    assert folder.find_step(tmp_path, None) == (step, [])
+
+
+def test_a_folder_that_only_looks_like_a_step_is_none(tmp_path):
+    write_step(tmp_path, 50)
+    for name in ("iter_00000060", "iter_70", "iter_0000080.incomplete", "iter_٠٠٠٠٠٩٠"):
+        (tmp_path / name).mkdir()
+    assert folder.steps(tmp_path) == [50]
 
 
 def test_a_missing_or_empty_folder_holds_nothing_yet(tmp_path):
