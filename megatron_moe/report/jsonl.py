@@ -1,4 +1,11 @@
-"""metrics.jsonl: one line a step, exact, and still one line a step after any number of kills and resumes."""
+"""metrics.jsonl: one line a step, exact, and still one line a step after any number of kills and resumes.
+
+The rule for incarnations: a run that goes on from step k cuts every line behind k before it writes the first new one,
+for the weights behind those lines are gone. A line is handed to the system when its step is told, which a killed
+process cannot undo, and is on the disk before a step is published (`Sink.flush`), which a power cut cannot undo: so the
+lines up to a step are there wherever the step is. What is missing nevertheless, because the file is another one, is
+told.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +60,8 @@ class JsonlSink(Sink):
         self.artifact = path
         self.cut_lines = 0
         """Lines of an abandoned incarnation that were removed at the start."""
+        self.missing = 0
+        """Steps up to `start_iteration` that the file has no line of."""
         # Both files are looked at before either is touched.
         kept = {part: _count_up_to(part, start_iteration) for part in (path, evaluations_path(path)) if part.exists()}
         for part, (keep, total) in kept.items():
@@ -61,6 +70,7 @@ class JsonlSink(Sink):
             elif keep < total:
                 _cut(part, keep)
                 self.cut_lines += total - keep
+        self.missing = start_iteration - (kept[path][0] if path in kept else 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self._evaluations: IO[str] | None = None
@@ -74,6 +84,11 @@ class JsonlSink(Sink):
             path = evaluations_path(self.artifact)
             self._evaluations = open(path, "a", encoding="utf-8")  # noqa: SIM115
         _append(self._evaluations, record)
+
+    def flush(self) -> None:
+        for file in (self._steps, self._evaluations):
+            if file is not None and not file.closed:
+                os.fsync(file.fileno())
 
     def close(self, summary: dict[str, Any] | None) -> None:
         self._steps.close()

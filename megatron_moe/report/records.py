@@ -26,7 +26,8 @@ class StepRecord:
     empty_experts how many (layer, expert) pairs got no token, memory_bytes the peak on this rank. health is there at
     the steps of --health-interval. dropped_per_expert holds, beside tokens_per_expert, per layer the choices that were
     beyond an expert's capacity; it is empty where there is none, and tokens_per_expert is then all there were.
-    mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
+    mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target. data_hash, expert_bias_hash:
+    what the step read, and every layer's expert_bias after it, in 16 hex digits; the same on every layout.
     """
 
     iteration: int
@@ -52,6 +53,8 @@ class StepRecord:
     health: Health | None = None
     dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
+    data_hash: str | None = None
+    expert_bias_hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,23 @@ def to_json(record: StepRecord | EvalRecord) -> dict[str, Any]:
     return finite({**plain, **exact})
 
 
+def exact(record: StepRecord) -> dict[str, Any]:
+    """What two runs of the same step must agree on to the bit, as plain values: kept in checkpoints, compared by
+    tools/verify_resume.py. Floats are float.hex, so that NaN and infinity are values too."""
+    return {
+        "iteration": record.iteration,
+        "consumed_samples": record.consumed_samples,
+        "global_batch_size": record.global_batch_size,
+        "loss_hex": float(record.loss).hex(),
+        "grad_norm_hex": None if record.grad_norm is None else float(record.grad_norm).hex(),
+        "learning_rate_hex": float(record.learning_rate).hex(),
+        "loss_scale_hex": float(record.loss_scale).hex(),
+        "skipped": record.skipped,
+        "data_hash": record.data_hash,
+        "expert_bias_hash": record.expert_bias_hash,
+    }
+
+
 def step_from_json(line: dict[str, Any]) -> StepRecord:
     """The inverse of `to_json` for a step: the same record, also where the loss was NaN or infinite."""
     plain = _plain(StepRecord, line)
@@ -104,6 +124,7 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
     plain["dropped_per_expert"] = {int(layer): counts for layer, counts in dropped.items()}
     plain["health"] = health_from_json(line.get("health"))
     plain["mtp_losses"] = [math.nan if loss is None else loss for loss in line.get("mtp_losses", ())]
+    plain["data_hash"], plain["expert_bias_hash"] = line.get("data_hash"), line.get("expert_bias_hash")
     return StepRecord(**plain)
 
 

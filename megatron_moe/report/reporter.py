@@ -48,6 +48,11 @@ class Reporter:
                 notes.append(
                     f"{flags.metrics_file}: took back {metrics.cut_lines} lines after iteration {start_iteration}"
                 )
+            if metrics.missing:
+                notes.append(
+                    f"{flags.metrics_file}: had {start_iteration - metrics.missing} lines of the {start_iteration} "
+                    "iterations before this start: it is a new file, or another run's"
+                )
             for record in read_steps(Path(flags.metrics_file)) if start_iteration else ():
                 totals.add(record)
             self._sinks.append(metrics)
@@ -99,6 +104,11 @@ class Reporter:
         """Tell the person who watches one thing, without disturbing the progress line."""
         for sink in self._sinks:
             sink.message(text)
+
+    def flush(self) -> None:
+        """Put what was told so far on the disk. Before a step is published."""
+        for sink in self._sinks:
+            sink.flush()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """End the report; a second call does nothing.

@@ -26,5 +26,8 @@ class Sink:
     def message(self, text: str) -> None:
         """Something to tell the person who watches."""
 
+    def flush(self) -> None:
+        """A step is about to be published: what was told so far has to survive whatever the step survives."""
+
     def close(self, summary: dict[str, Any] | None) -> None:
         """The run ends: with its summary, or with None where it was interrupted. Called a second time, does nothing."""

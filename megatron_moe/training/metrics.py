@@ -141,4 +141,6 @@ class Meter:
             health=health,
             dropped_per_expert=load.dropped_per_expert,
             mtp_losses=list(result.mtp_losses),
+            data_hash=result.data_hash,
+            expert_bias_hash=result.expert_bias_hash,
         )

@@ -157,3 +157,18 @@ def test_an_interrupted_run_leaves_the_summary_of_an_earlier_one_as_it_was(tmp_p
     path.write_text("{}")
     SummarySink(path, Totals()).close(None)
     assert path.read_text() == "{}"
+
+
+def test_lines_that_a_resumed_run_should_find_and_does_not_are_counted(tmp_path):
+    write(tmp_path / "m.jsonl", 0, 4)
+    assert JsonlSink(tmp_path / "m.jsonl", 4).missing == 0
+    assert JsonlSink(tmp_path / "m.jsonl", 7).missing == 3
+    assert JsonlSink(tmp_path / "other.jsonl", 7).missing == 7
+
+
+def test_lines_are_on_the_disk_before_a_step_is_published(tmp_path, monkeypatch):
+    sink = write(tmp_path / "m.jsonl", 0, 2)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    sink.flush()
+    assert synced == [str(tmp_path / "m.jsonl"), str(tmp_path / "m.eval.jsonl")]

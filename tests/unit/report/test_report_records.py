@@ -11,6 +11,7 @@ from megatron_moe.report.records import (
     StepRecord,
     dropped_share,
     eval_from_json,
+    exact,
     load_max_over_mean,
     step_from_json,
     to_json,
@@ -93,3 +94,10 @@ def test_load_is_max_over_mean_and_unknown_for_a_layer_without_tokens():
 def test_the_share_of_dropped_choices_is_of_the_layers_that_drop():
     assert dropped_share(STEP) == 2 / 10  # layer 2 has no capacity
     assert dropped_share(dataclasses.replace(STEP, dropped_per_expert={})) is None
+
+
+def test_what_two_runs_must_agree_on_is_kept_exactly_nan_and_all():
+    kept = exact(dataclasses.replace(STEP, loss=math.nan, grad_norm=0.1, data_hash="00ff", expert_bias_hash=None))
+    assert (kept["loss_hex"], kept["grad_norm_hex"]) == ("nan", (0.1).hex())
+    assert json.loads(json.dumps(kept, allow_nan=False)) == kept
+    assert exact(step_from_json(to_json(STEP))) == exact(STEP)
