@@ -257,7 +257,7 @@ class TrainingConfig:
     seed: int = _flag(1234, "seed of the weights, dropout and data order")
     exit_interval: int | None = _flag(None, "save and stop after an iteration that this divides")
     exit_duration_in_mins: float | None = _flag(None, "save and stop after this many minutes", unit="min")
-    exit_signal_handler: bool = _flag(False, "save and stop on SIGTERM")
+    exit_signal_handler: bool = _flag(False, "save and stop on SIGTERM or SIGUSR1")
     recompute_granularity: str | None = _flag(
         None, "recompute activations in the backward pass", choices=("full", "selective")
     )
@@ -298,6 +298,9 @@ class DataConfig:
     data_verify_gb: float = _flag(
         4.0, "check SHA-256 of .bin files at the start up to this much in all; beyond it their sizes", unit="GB"
     )
+    accept_changed_data: bool = _flag(
+        False, "resume although a data file is not the one that the checkpoint was trained on"
+    )
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,36 @@ class CheckpointConfig:
     no_load_rng: bool = _flag(False, "do not load the random states")
     no_save_optim: bool = _flag(False, "do not save the optimizer")
     no_save_rng: bool = _flag(False, "do not save the random states")
+    async_save: bool = _flag(False, "write checkpoints in the background, while the training goes on")
+    save_retain_interval: int | None = _flag(
+        None, "iterations between checkpoints that stay for ever; of the others --keep-last-k stay, 1 by default"
+    )
+    keep_last_k: int | None = _flag(None, "how many of the checkpoints stay; default: all")
+    on_save_error: str = _flag(
+        "stop", "a checkpoint cannot be written, as on a full disk: stop, or go on without", choices=("stop", "continue")
+    )
     verify_checkpoint: bool = _flag(True, "check the SHA-256 of every file of a step before anything of it is used")
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """What is done about numbers that go wrong and ranks that die."""
+
+    on_nan: str = _flag(
+        "skip",
+        "a loss or gradient that is NaN or infinite: leave the step out, or stop (fp16's overflows are left out always)",
+        choices=("skip", "stop"),
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = _flag(
+        None, "iterations between comparisons of all replicas of every weight, bit by bit; none: never"
+    )
+    loss_spike_factor: float | None = _flag(
+        None, "write down the batch of a step whose loss is this many deviations above the median of the last 128"
+    )
+    watchdog: bool = _flag(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the job")
+    fault_dir: str | None = _flag(
+        None, "folder for the stacks of a job that hung and the batches of loss spikes; default: faults/ under --save"
+    )
 
 
 @dataclass(frozen=True)
@@ -356,6 +388,7 @@ class Run:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 

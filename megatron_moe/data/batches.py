@@ -11,7 +11,7 @@ micro-batch of Nones.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.data.locate import place_of_token
+from megatron_moe.data.sample_hash import NOTHING, added, sample_words
 from megatron_moe.parallel.sequence_chunks import context_parallel_slice
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -43,15 +45,26 @@ class BatchIterator:
 
     Attributes:
         consumed_samples: samples that all data-parallel ranks together have taken, from the dataset's beginning.
+        observer: is shown every micro-batch before it is used.
     """
 
     def __init__(
-        self, reader: Reader | None, receive: Receiver | None, consumed_samples: int, samples_per_round: int
+        self,
+        reader: Reader | None,
+        receive: Receiver | None,
+        consumed_samples: int,
+        samples_per_round: int,
+        hashed_from: int | None = None,
     ) -> None:
+        """hashed_from: the place in a round of this rank's first sample, where it is the one rank that counts what it
+        reads; None on the others, which hold copies."""
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
+        self._hashed_from = hashed_from
+        self._words = NOTHING
         self.consumed_samples = consumed_samples
+        self.observer: Callable[[Batch], None] | None = None
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -59,9 +72,22 @@ class BatchIterator:
     def __next__(self) -> Batch:
         batch: Batch = dict.fromkeys(KEYS)
         if self._receive is not None:
-            batch = self._receive(None if self._reader is None else self._reader.read(self.consumed_samples))
+            packed = None if self._reader is None else self._reader.read(self.consumed_samples)
+            if packed is not None and self._hashed_from is not None:
+                first = self.consumed_samples + self._hashed_from
+                words = (sample_words(first + place, packed[:, place]) for place in range(packed.shape[1]))
+                self._words = added((self._words, *words))
+            batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
+        if self.observer is not None:
+            self.observer(batch)
         return batch
+
+    def take_sample_words(self) -> tuple[float, float]:
+        """The hash of the samples that were read since it was last taken (`sample_hash.py`): this rank's share of the
+        sum over all ranks."""
+        words, self._words = self._words, NOTHING
+        return words
 
 
 class Reader:
@@ -70,7 +96,12 @@ class Reader:
     With `num_workers` > 0, forked processes read ahead.
     """
 
-    def __init__(self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int) -> None:
+    def __init__(
+        self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
+    ) -> None:
+        """`first`: how many of a round's samples other ranks take before this one."""
+        self._dataset = dataset
+        self._first = first
         self._vocab_size = vocab_size
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._loader = iter(
@@ -92,20 +123,26 @@ class Reader:
 
         Raises:
             IndexError: the dataset has no further full round of micro-batches.
-            ValueError: a token id outside the vocabulary: the files changed after they were checked.
+            ValueError: a token id outside the vocabulary, with its file, document and offset: the file changed after it
+                was checked, or was too large to be read at the start (`--data-verify-gb`).
         """
         packed = next(self._loader, None)
         if packed is None:
             raise IndexError(f"samples after number {consumed_samples} were asked of a dataset of {self._num_samples}")
         lowest, highest = (int(value) for value in packed[:2].aminmax())
         if lowest < 0 or highest >= self._vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {bad} in the micro-batch after sample {consumed_samples}, outside the vocabulary of "
-                f"{self._vocab_size} "
-                "ids: the data files changed after the start of the run"
-            )
+            raise ValueError(self._bad_token(packed, consumed_samples))
         return packed
+
+    def _bad_token(self, packed: Tensor, consumed_samples: int) -> str:
+        bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
+        is_label, row, column = bad
+        sample = consumed_samples + self._first + row
+        return (
+            f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} ids: "
+            f"{place_of_token(self._dataset, sample, column + is_label)}; the file is not what it was when it was "
+            "written, or changed after the start of the run"
+        )
 
 
 class Receiver:
@@ -151,12 +188,13 @@ def batch_iterator(
         chunk: number of the virtual pipeline stage on this rank. Only the first chunk of the first stage and the last
             chunk of the last stage need tokens.
     """
-    dp_rank, dp_size, wanted, reads = 0, 1, True, True
+    dp_rank, dp_size, wanted, reads, counts = 0, 1, True, True, chunk == 0
     if pg_collection is not None:
         dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
         stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
         wanted = (stage == 0 and chunk == 0) or (stage == stages - 1 and chunk == num_chunks - 1)
         reads = pg_collection.tp.rank() == 0
+        counts = stage == 0 and chunk == 0 and reads and pg_collection.cp.rank() == 0
     size = run.training.micro_batch_size
     reader = None
     if wanted and reads:
@@ -165,8 +203,9 @@ def batch_iterator(
                 "this rank reads data, but its dataset is None; build_datasets was given other process groups"
             )
         indices = micro_batch_indices(consumed_samples, size, dp_rank, dp_size, len(dataset))  # type: ignore[arg-type]
-        reader = Reader(dataset, indices, _vocabulary(dataset, run), run.data.num_workers)
-    return BatchIterator(reader, Receiver(run, pg_collection) if wanted else None, consumed_samples, size * dp_size)
+        reader = Reader(dataset, indices, _vocabulary(dataset, run), run.data.num_workers, dp_rank * size)
+    receiver = Receiver(run, pg_collection) if wanted else None
+    return BatchIterator(reader, receiver, consumed_samples, size * dp_size, dp_rank * size if counts else None)
 
 
 def batch_iterators(

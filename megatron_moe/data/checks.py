@@ -51,8 +51,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     indices = {prefix: open_index(prefix) for prefix in sources.prefixes()}
     _check_cache_folder(run, sources)
     sidecars = {prefix: read_sidecar(prefix) for prefix in indices}
-    total = sum(os.path.getsize(f"{prefix}.bin") for prefix in indices)
-    hash_bin = deep and total <= run.data.data_verify_gb * _GB
+    hash_bin = deep and within_verify_limit(run, list(indices))
     lines = []
     for prefix, index in indices.items():
         sidecar = sidecars[prefix]
@@ -64,6 +63,17 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     for split in needed:
         require_sequence(sources, split, run.model.seq_length, indices)
     return lines
+
+
+def within_verify_limit(run: Run, prefixes: list[str]) -> bool:
+    """Whether all `.bin` files together are small enough to be read at the start (`--data-verify-gb`)."""
+    return sum(os.path.getsize(f"{prefix}.bin") for prefix in prefixes) <= run.data.data_verify_gb * _GB
+
+
+def hashing(path: str) -> str:
+    """Hex SHA-256 of a file, with a bar where it takes long."""
+    with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
+        return sha256_of_file(path, advance)
 
 
 def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
@@ -152,8 +162,7 @@ def _verify_hashes(index: Index, sidecar: Sidecar, deep: bool, hash_bin: bool) -
         wanted[".bin"] = sidecar.bin_sha256
     for suffix, expected in wanted.items():
         path = index.prefix + suffix
-        with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
-            actual = sha256_of_file(path, advance)
+        actual = hashing(path)
         if actual != expected:
             raise ConfigError(
                 f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "

@@ -13,7 +13,6 @@ Megatron-LM's sampler fills up a last batch and ours never asks. So every positi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import cache_folder, require_sequence
 from megatron_moe.data.epochs import EpochsOfMadeUpSamples, EpochsOfSamples
+from megatron_moe.data.index_cache import name_of_cache, verified_caches
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 
@@ -83,9 +83,8 @@ def build_datasets(
             if samples[split] > 0:
                 require_sequence(sources, split, run.model.seq_length)
     config = _engine_config(run, tokenizer, sources, samples)
-    if config.path_to_cache is not None and _global_rank() == 0:
-        drop_unreadable_caches(config.path_to_cache)
-    with _quiet(_ENGINE_LOG if sources.mock else None):
+    caches = config.path_to_cache if _global_rank() == 0 else None
+    with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
             EpochsOfMadeUpSamples if sources.mock else EpochsOfSamples,
             list(samples),
@@ -96,42 +95,13 @@ def build_datasets(
     return train, valid, test
 
 
-def index_fingerprint(prefixes: list[str]) -> str:
-    """Hex digest that changes when any of the indexed datasets is written again.
-
-    The engine keys its index caches by path, so that new data under an old path would meet the old document order.
-    """
-    digest = hashlib.sha256()
-    for prefix in prefixes:
-        index, data = os.stat(f"{prefix}.idx"), os.stat(f"{prefix}.bin")
-        digest.update(f"{os.path.abspath(prefix)} {index.st_size} {index.st_mtime_ns} {data.st_size}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def drop_unreadable_caches(folder: str) -> None:
-    """Remove index caches that are cut short (a run was killed while it wrote them) or no plain arrays.
-
-    The engine takes any file of the right name, and would run what a pickle inside it says.
-    """
-    if not os.path.isdir(folder):
-        return
-    for name in sorted(os.listdir(folder)):
-        if not name.endswith(".npy"):
-            continue
-        path = os.path.join(folder, name)
-        try:
-            numpy.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError):
-            os.unlink(path)
-
-
 def _engine_config(run: Run, tokenizer: Tokenizer, sources: Sources, samples: tuple[int, int, int]) -> GPTDatasetConfig:
     per_split = None
     if sources.per_split is not None:
         per_split = [_engine_blend(blend) if count > 0 else None for blend, count in zip(sources.per_split, samples)]
     cache = None
     if not sources.mock:
-        cache = os.path.join(cache_folder(run, sources), index_fingerprint(sources.prefixes()))
+        cache = os.path.join(cache_folder(run, sources), name_of_cache(sources.prefixes()))
     config = GPTDatasetConfig(
         random_seed=run.training.seed,
         sequence_length=run.model.seq_length,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_moe import platform
 from megatron_moe.checkpoint.save import save
 from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
+from megatron_moe.data.fingerprint import Fingerprint, changed_since
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.guard import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
@@ -18,6 +24,9 @@ from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
 from megatron_moe.training.precision_check import check_precision
+
+RECORDS_KEPT = 512
+"""Steps whose exact records a checkpoint keeps: what tools/verify_resume.py holds a replay against."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,10 @@ class Job:
     """The step that holds the present weights, once there is one."""
     unigram_entropy: float | None = None
     """Entropy of the validation's tokens, nats; known to rank 0."""
+    data: Fingerprint = field(default_factory=dict)
+    """The data files as they were at the start; kept in every checkpoint."""
+    records: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECORDS_KEPT))
+    """`report.records.exact` of the last steps, those of earlier incarnations among them."""
     precision_warnings: list[str] = field(default_factory=list)
     """fp32 state that was rounded before it came into this run; told at the start, kept in every checkpoint."""
 
@@ -79,6 +92,20 @@ class Job:
         """Hold every dtype of model and optimizer to the contract; `boundary` and the iteration are for messages."""
         check_precision(self.guard, f"{boundary} (iteration {self.progress.iteration})", self.run, self.trained)
 
+    def check_data(self) -> None:
+        """Refuse to go on where a data file changed since the start: what was trained on is not known any more.
+
+        Raises:
+            ConfigError: on every rank, naming the file.
+        """
+        verdict = [changed_since(self.data) if self.place.rank == 0 else None]
+        torch.distributed.broadcast_object_list(verdict, src=0)
+        if verdict[0] is not None:
+            raise ConfigError(
+                f"{verdict[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
+                "and resume from there"
+            )
+
     @property
     def final_micro_batches(self) -> int:
         """Micro-batches per rank of a global batch after any ramp-up."""
@@ -89,9 +116,12 @@ class Job:
         if self.run.checkpoint.save is None or self.saved is not None:
             return
         self.check_precision("saving")
-        facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions()}
+        self.check_data()
+        facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions(), "data": self.data}
+        facts["device"], facts["records"] = str(platform.device().type), list(self.records)
         if self.precision_warnings:
             facts["precision_warnings"] = self.precision_warnings
+        self.reporter.flush()
         with gathered_parameters(self.trained.model):
             self.saved = save(self.run, self.trained, self.progress, facts=facts)
         self.reporter.message(f"saved {self.saved}")

@@ -21,6 +21,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.entropy import label_entropy
+from megatron_moe.data.fingerprint import data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
@@ -51,6 +52,10 @@ def pretrain(run: Run) -> dict[str, Any]:
     start_from = plan(run)
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     verified = check_data(run, tokenizer)
+    data = data_fingerprint(run)
+    if start_from.source is not None and not run.checkpoint.finetune:
+        source = start_from.source
+        verified += require_same_data(run, data, source.state.get("data", {}), str(source.step))
     if run.logging.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join([*start_from.notes, *verified, "dry run: the configuration is sound"]), flush=True)
@@ -60,6 +65,7 @@ def pretrain(run: Run) -> dict[str, Any]:
     with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop:
         try:
             job = _build(run, tokenizer, schedule, start_from, verified)
+            job.data = data
             with job.reporter:
                 summary = _train_and_tell(job, tokenizer, stop)
             clean = True
@@ -91,6 +97,8 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration)
     job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
     job.precision_warnings = loaded.precision_warnings
+    if start_from.source is not None and not run.checkpoint.finetune:
+        job.records.extend(start_from.source.state.get("records", []))
     job.unigram_entropy = _unigram_entropy(job)
     if run.checkpoint.save is not None and start_from.continues:
         job.saved = start_from.source.step

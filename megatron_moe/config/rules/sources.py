@@ -125,14 +125,28 @@ def sample_length_needs_prompt(run: Run, world_size: int) -> None:
 
 def save_flags_need_save(run: Run, world_size: int) -> None:
     """What and how often to save has no effect without a folder to save to."""
-    stray = set_among(run, ("save_interval", "no_save_optim", "no_save_rng"))
+    how = ("async_save", "save_retain_interval", "keep_last_k", "on_save_error")
+    stray = set_among(run, ("save_interval", "no_save_optim", "no_save_rng", *how))
     if stray and run.checkpoint.save is None:
         raise refuse(run, (*stray, "save"), "nothing would be saved; add --save FOLDER or drop it")
 
 
+def retained_steps_are_saved(run: Run, world_size: int) -> None:
+    """What stays for ever has to be saved in the first place."""
+    every, interval = run.checkpoint.save_retain_interval, run.checkpoint.save_interval
+    if every is not None and (interval is None or every % interval):
+        works = f"e.g. --save-retain-interval {10 * interval}" if interval else "add --save-interval"
+        raise refuse(
+            run,
+            ("save_retain_interval", "save_interval"),
+            f"checkpoints that stay are multiples of both, so the one has to be a multiple of the other; {works}",
+        )
+
+
 def load_flags_need_load(run: Run, world_size: int) -> None:
     """What and how to load has no effect without a folder to load from."""
-    stray = set_among(run, ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng", "verify_checkpoint"))
+    loading = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+    stray = set_among(run, (*loading, "accept_changed_data", "verify_checkpoint"))
     if stray and run.checkpoint.load is None:
         raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
 
@@ -140,7 +154,7 @@ def load_flags_need_load(run: Run, world_size: int) -> None:
 def written_paths_are_writable(run: Run, world_size: int) -> None:
     """What a run writes can be written, or made; said before the first step and not when it is due."""
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
-    for name in ("save", "tensorboard_dir", *_WRITTEN_FILES, *audit):
+    for name in ("save", "tensorboard_dir", "fault_dir", *_WRITTEN_FILES, *audit):
         given = value(run, name)
         if given is None:
             continue

@@ -13,7 +13,7 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build
-from megatron_moe.data.datasets import build_datasets, drop_unreadable_caches
+from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 
@@ -184,7 +184,6 @@ def test_a_torn_or_unsafe_index_cache_is_built_again(counting: str, tmp_path: Pa
             assert rows(build_datasets(run, NullTokenizer(VOCABULARY), 20, 0, 0)[0], 20) == expected
             assert path.read_bytes() == content
     assert not sentinel.exists()
-    drop_unreadable_caches(str(tmp_path / "nowhere"))
 
 
 def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:

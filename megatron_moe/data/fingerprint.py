@@ -1,0 +1,110 @@
+"""Which data files a run reads: sizes, times and hashes, kept in its checkpoints and held against the files later.
+
+A run goes on at sample number n. Behind another file of the same name, sample n is another text, and nobody would see
+it: so a resume compares first, and a run that saves looks whether a file changed under it. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.data.checks import hashing, within_verify_limit
+from megatron_moe.data.sidecar import read_sidecar
+from megatron_moe.data.sources import read_sources
+
+Fingerprint = dict[str, dict[str, dict[str, Any]]]
+"""prefix, as the flags name it -> ".bin" and ".idx" -> bytes, mtime_ns, sha256 (hex or None), verified."""
+
+
+def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
+    """The files of the data flags as they are now; empty for `--mock-data`. Call it after `check_data`.
+
+    sha256 is the sidecar's; without a sidecar this reads the file, `.bin` files up to `--data-verify-gb` in all, else it
+    is None. verified: the content has been read by this process, or by `check_data` before it, and has that hash.
+
+    Args:
+        deep: whether files may be read; default: only in the process of rank 0.
+    """
+    deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
+    sources = read_sources(run.data)
+    prefixes = [] if sources.mock else sources.prefixes()
+    with_bin = within_verify_limit(run, prefixes)
+    found: Fingerprint = {}
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        found[prefix] = {}
+        for suffix in (".bin", ".idx"):
+            path, verified = prefix + suffix, deep and (with_bin or suffix == ".idx")
+            about = os.stat(path)
+            digest = None
+            if sidecar is not None:
+                digest = sidecar.bin_sha256 if suffix == ".bin" else sidecar.idx_sha256
+            elif verified:
+                digest = hashing(path)
+            entry = {"bytes": about.st_size, "mtime_ns": about.st_mtime_ns, "sha256": digest, "verified": verified}
+            found[prefix][suffix] = entry
+    return found
+
+
+def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str) -> list[str]:
+    """Every file that both know by the same prefix is the same. Other prefixes are another flag, told as such.
+
+    Content decides where it was read now; where it was not, the time of the last change does.
+
+    Args:
+        where: the checkpoint, for the message.
+
+    Returns:
+        What `--accept-changed-data` accepted, for the log.
+
+    Raises:
+        ConfigError: naming the file and both values.
+    """
+    accepted = []
+    for prefix in sorted(now.keys() & saved.keys()):
+        for suffix, entry in now[prefix].items():
+            difference = _difference(entry, saved[prefix][suffix])
+            if difference is None:
+                continue
+            told = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
+            if not run.data.accept_changed_data:
+                raise ConfigError(
+                    f"{told}; put that file back, name the new data otherwise, or go on with it by --accept-changed-data"
+                )
+            accepted.append(f"WARNING: {told}; --accept-changed-data goes on with it")
+    return accepted
+
+
+def changed_since(fingerprint: Fingerprint) -> str | None:
+    """The first file that is gone or has another size or time than when the fingerprint was taken, in words."""
+    for prefix, files in fingerprint.items():
+        for suffix, entry in files.items():
+            path = prefix + suffix
+            try:
+                about = os.stat(path)
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if about.st_size != entry["bytes"]:
+                return f"{path} has {about.st_size} bytes, {entry['bytes']} when the run began"
+            if about.st_mtime_ns != entry["mtime_ns"]:
+                return f"{path} was written to after the run began"
+    return None
+
+
+def _difference(now: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    if now["bytes"] != saved["bytes"]:
+        return f"{now['bytes']} bytes, {saved['bytes']} then"
+    hashes = now["sha256"], saved["sha256"]
+    if None not in hashes:
+        if hashes[0] != hashes[1]:
+            return f"SHA-256 {hashes[0][:12]}, {hashes[1][:12]} then"
+        if now["verified"]:
+            return None
+    if now["mtime_ns"] != saved["mtime_ns"]:
+        return (
+            "it was written to since, and its content was not compared (--data-verify-gb is the limit of what is read)"
+        )
+    return None
