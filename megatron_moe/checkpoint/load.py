@@ -23,6 +23,7 @@ from megatron_moe.checkpoint.state import (
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.groups import rank_facts
+from megatron_moe.parallel.seeds import seed_everything
 
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 
@@ -89,7 +90,10 @@ def progress_of(source: Source) -> tuple[Progress, list[str]]:
 
 
 def _load_random_state(run: Run, source: Source) -> list[str]:
-    """Restore this rank's random states, or leave the fresh seeds and say so; the same decision on every rank."""
+    """Restore this rank's random states, or make new ones and say so; the same decision on every rank.
+
+    A stream belongs to a rank's place in the layout that drew from it: there is no right way to give it to another.
+    """
     if run.checkpoint.no_load_rng:
         return []
     facts = rank_facts()
@@ -110,5 +114,17 @@ def _load_random_state(run: Run, source: Source) -> list[str]:
     if worst.item() == _READ and state is not None:
         random_state.restore(state)
         return []
+    iteration = source.state["iteration"]
+    seed_everything(run, iteration)
     why = "was saved without them" if same_layout else f"was saved on another layout {source.state['layout']}"
-    return [f"random states start from --seed {run.training.seed}: the checkpoint {why}"]
+    drawing = [name for name in ("hidden_dropout", "attention_dropout") if getattr(run.model, name)]
+    drawing += ["moe_input_jitter_eps"] if run.moe.moe_input_jitter_eps else []
+    effect = (
+        f"{' and '.join(drawing)} draw other numbers from here than that run would have drawn"
+        if drawing
+        else "no dropout and no jitter draws from them, so that nothing changes"
+    )
+    return [
+        f"random states of every rank are made anew from --seed {run.training.seed} and iteration {iteration}, because "
+        f"the checkpoint {why}; {effect}"
+    ]
