@@ -8,10 +8,7 @@ is read is checked first: torch's checkpoint format holds pickles, which the eng
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
-import os
-import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from megatron_moe.checkpoint import manifest, pickles
+from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.config.errors import ConfigError
 
 
@@ -152,62 +150,21 @@ def _listing(head: str, lines: list[str], limit: int = 40) -> str:
 # ---- pickles
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes that torch's checkpoint metadata consists of, and refuses to import anything else."""
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _CLASSES = (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
-    )  # fmt: skip
-    _NAMES = (
-        ("pathlib", "PosixPath"),  # where the writer was told to write
-        ("pathlib._local", "PosixPath"),
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._NAMES or (module in self._MODULES and name in self._CLASSES):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-
-
 def check_trusted(folder: Path) -> None:
-    """Refuse a step whose pickles could run code, before the engine opens them.
+    """Refuse a step whose pickles could run code, before the engine opens them. Collective: all ranks raise or none.
 
-    The engine reads `.metadata` and non-tensor values with plain pickle. Here they are read first with an allow-list.
+    The engine reads `.metadata` and non-tensor values with plain pickle. Here they are read first, with an allow-list.
 
     Raises:
         ConfigError: naming the file and what it wanted to import.
     """
+    refused: set[str] = set()
     try:
-        with open(folder / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        for name, path, offset, length in _pickled_values(metadata):
-            with open(folder / _inside(path), "rb") as file:
-                file.seek(offset)
-                try:
-                    torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
-                except pickle.UnpicklingError as error:
-                    raise pickle.UnpicklingError(f"value {name} in {path}: {str(error).splitlines()[0]}") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise ConfigError(f"{folder}: refused, it may be damaged or harmful ({error})") from error
-
-
-def _pickled_values(metadata: Metadata) -> Iterator[tuple[str, str, int, int]]:
-    for key, kind in metadata.state_dict_metadata.items():
-        if isinstance(kind, BytesStorageMetadata):
-            info = metadata.storage_data[MetadataIndex(key)]
-            yield key, info.relative_path, info.offset, info.length
-
-
-def _inside(path: str) -> str:
-    if os.path.basename(path) != path:
-        raise ValueError(f"the data file {path!r} lies outside the folder")
-    return path
+        pickles.check(folder, manifest.read(folder).files)
+    except (UntrustedError, manifest.ManifestError, OSError) as error:
+        refused = {str(error)}
+    if everywhere := _agreed(refused):
+        raise ConfigError(f"{folder}: refused: {'; '.join(everywhere)}")
 
 
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)

@@ -108,7 +108,7 @@ def find_step(
             there = ", ".join(str(number) for number in available if number != wanted and not reason_against(number))
             raise ConfigError(f"--ckpt-step {wanted}: {reason} in {root}; other complete steps: {there or 'none'}")
         return step_folder(root, wanted), []
-    notes = []
+    notes: list[str] = []
     for iteration in reversed(available):
         step = step_folder(root, iteration)
         reason = reason_against(iteration)

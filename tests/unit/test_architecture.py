@@ -124,7 +124,7 @@ CUDA_OUTSIDE_PLATFORM = {
 
 # Files that may read pickled bytes, each with its reason.
 UNPICKLING = {
-    "checkpoint/dist.py": "reads metadata with an allow-list before the engine reads it without one",
+    "checkpoint/index.py": "builds stand-ins from an allow-list, before the engine reads the same file without one",
 }
 
 LONGEST_FILE = 450
@@ -310,6 +310,18 @@ def test_pickled_bytes_are_read_only_where_it_is_guarded():
     assert {name_of(path) for path in sources("megatron_moe", "tools") if unpickles(path)} == set(UNPICKLING)
     unsafe = re.compile(r"weights_only\s*=\s*False|trust_remote_code\s*=\s*True|allow_pickle\s*=\s*True")
     assert [name_of(path) for path in sources("megatron_moe", "tools") if unsafe.search(path.read_text())] == []
+
+
+def test_torch_loads_weights_only():
+    paths = [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
+    calls = [
+        (f"{name_of(path)}:{node.lineno}", {word.arg: ast.unparse(word.value) for word in node.keywords})
+        for path in paths
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.jit.load", "np.load")
+    ]
+    assert calls and [place for place, words in calls if words.get("weights_only") != "True"] == []
+    assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
 
 
 # ---- sizes

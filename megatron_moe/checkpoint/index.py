@@ -1,0 +1,260 @@
+"""What `.metadata` says: which part of which tensor lies where. Read under restriction; no torch.
+
+torch writes this file as a pickle, and a pickle runs code when it is read without restriction, as the engine reads it.
+Here it is read first, into plain records: every class that has a place in it is replaced by an inert stand-in, made
+anew for each reading, that cannot be changed either, and everything else is refused. Then every value is checked, so
+that what the engine meets afterwards are sizes, offsets and the names of files that the manifest lists.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_moe.checkpoint.manifest import NAME as MANIFEST
+from megatron_moe.checkpoint.manifest import Entry
+
+NAME = ".metadata"
+LARGEST = 2 * 2**30
+"""Bytes of an index that are read at most; one of a million tensors is a tenth of it."""
+LARGEST_VALUE = 256 * 2**20
+"""Bytes of one value that is no tensor."""
+
+_DATA = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_OTHERS = re.compile(
+    r"\.metadata|metadata\.json|common\.pt|config\.json|state\.json|rng/rank_\d{5,}\.(pt|safetensors)", re.ASCII
+)
+_DTYPES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int64": 8,
+    "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1,
+}  # fmt: skip
+"""Types of a tensor and their sizes in bytes."""
+
+
+class UntrustedError(ValueError):
+    """A step that is not read, because its files are damaged or were made to do harm."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pickled value or a part of a tensor lies; offset and length in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor: its first element and its extent along every axis, and where it lies."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor: its type without `torch.`, its shape, and parts that fill it without overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * _DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Every tensor of a step by its key, and every value that is none."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Place]
+
+
+def read(step: Path, files: Mapping[str, Entry]) -> Index:
+    """The index of a step, checked against the files of its manifest.
+
+    Raises:
+        UntrustedError: naming the file and what it holds.
+    """
+    check_names(files)
+    size = files.get(NAME, {"bytes": 0})["bytes"]
+    if size == 0 or size > LARGEST:
+        raise UntrustedError(f"{NAME} has {size} bytes: between 1 and {LARGEST} are read")
+    try:
+        with open(step / NAME, "rb") as file:
+            data = file.read(size)
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        return _checked(metadata, files)
+    except UntrustedError:
+        raise
+    except Exception as error:  # whatever a pickle made for it can raise
+        raise UntrustedError(f"{NAME} is damaged or harmful: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def check_names(files: Mapping[str, Entry]) -> None:
+    """Refuse a step with files that no checkpoint has: some reader might take one for its own.
+
+    Raises:
+        UntrustedError: naming the file.
+    """
+    for name in files:
+        if not (_DATA.fullmatch(name) or _OTHERS.fullmatch(name)):
+            raise UntrustedError(f"{name} is no file of a checkpoint")
+
+
+class _Fixed(type):
+    """Classes that a pickle cannot change."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of {cls.__name__}")
+
+
+class _Call:
+    """A function that a pickle can call, and not change."""
+
+    __slots__ = ("_function",)
+    _function: Any
+
+    def __init__(self, function: Any) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of a function")
+
+
+def _record(name: str) -> type:
+    return _Fixed(name, (), {})
+
+
+class _PropertiesState:
+    """torch's TensorProperties stores itself as a tuple: dtype, layout, requires_grad, memory format, pinned."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__dict__["dtype"], self.__dict__["layout"] = state[0], state[1]
+        assert len(state) == 5
+
+
+class _IndexKey:
+    """torch's MetadataIndex is a key: equal where tensor and offset are."""
+
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _IndexKey) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds stand-ins for the classes of torch's checkpoint metadata, and nothing else."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        metadata = "torch.distributed.checkpoint.metadata"
+        plain = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata")
+        self._known: dict[tuple[str, str], Any] = {(metadata, name): _record(name) for name in plain}
+        self._known |= {
+            (metadata, "TensorProperties"): _Fixed("TensorProperties", (_PropertiesState,), {}),
+            (metadata, "MetadataIndex"): _Fixed("MetadataIndex", (_IndexKey,), {}),
+            (metadata, "_MEM_FORMAT_ENCODING"): _Call(int),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
+            ("torch", "Size"): _Call(tuple),
+            ("torch.serialization", "_get_layout"): _Call(str),
+            ("collections", "OrderedDict"): _Call(dict),
+            # where the writer was told to write
+            ("pathlib", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
+            ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
+        }
+        self._known |= {("torch", name): name for name in _DTYPES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._known.get((module, name))
+        if found is None:
+            raise UntrustedError(f"{NAME} refers to {module}.{name}, which has no place in a checkpoint")
+        return found
+
+
+def _checked(metadata: Any, files: Mapping[str, Entry]) -> Index:
+    _require(type(metadata).__name__ == "Metadata", "it holds no metadata")
+    kinds, storage = metadata.state_dict_metadata, metadata.storage_data
+    _require(isinstance(kinds, dict) and isinstance(storage, dict), "it lists no tensors")
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for key, info in storage.items():
+        _require(isinstance(key, _IndexKey) and isinstance(key.fqn, str), "a key is none")
+        places[key.fqn, key.offset] = _place(key.fqn, info, files)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Place] = {}
+    for key, kind in kinds.items():
+        _require(isinstance(key, str), "a key is no text")
+        if type(kind).__name__ == "BytesStorageMetadata":
+            values[key] = places.pop((key, None))
+            _require(values[key].length <= LARGEST_VALUE, f"{key} has {values[key].length} bytes")
+        else:
+            tensors[key] = _tensor(key, kind, places)
+    _require(not places, f"{next(iter(places), '')} lies somewhere, but is not listed")
+    used = {place.file for place in values.values()} | {
+        part.place.file for tensor in tensors.values() for part in tensor.parts
+    }
+    for name in files:
+        unused = _DATA.fullmatch(name) and name not in used and files[name]["bytes"] > 0
+        _require(not unused, f"it does not know {name}, which {MANIFEST} lists")
+    return Index(tensors, values)
+
+
+def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Tensor:
+    _require(type(kind).__name__ == "TensorStorageMetadata", f"{key} is a {type(kind).__name__}")
+    dtype, layout, shape = kind.properties.dtype, kind.properties.layout, _sizes(key, kind.size)
+    _require(isinstance(dtype, str) and dtype in _DTYPES, f"{key} has the type {dtype!r}")
+    _require(layout == "torch.strided", f"{key} has the layout {layout!r}")
+    _require(isinstance(kind.chunks, list), f"{key} has no parts")
+    parts = []
+    for chunk in kind.chunks:
+        start, extent = _sizes(key, chunk.offsets), _sizes(key, chunk.sizes)
+        inside = len(start) == len(extent) == len(shape) and all(
+            first + count <= size for first, count, size in zip(start, extent, shape)
+        )
+        _require(inside, f"a part of {key} lies outside of it")
+        _require((key, start) in places, f"the part {start} of {key} lies nowhere")
+        parts.append(Part(start, extent, places.pop((key, start))))
+    filled = sum(math.prod(part.shape) for part in parts)
+    _require(filled == math.prod(shape), f"the parts of {key} hold {filled} elements of {math.prod(shape)}")
+    return Tensor(dtype, shape, tuple(parts))
+
+
+def _place(key: str, info: Any, files: Mapping[str, Entry]) -> Place:
+    _require(type(info).__name__ == "_StorageInfo", f"{key} lies nowhere")
+    name, offset, length = info.relative_path, info.offset, info.length
+    _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} lies in {str(name)[:80]!r}")
+    _require(name in files, f"{key} lies in {name}, which {MANIFEST} does not list")
+    _require(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, f"{key} has no place")
+    size = files[name]["bytes"]
+    _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")
+    _require(not getattr(info, "transform_descriptors", None), f"{key} is stored transformed")
+    return Place(name, offset, length)
+
+
+def _sizes(key: str, sizes: Any) -> tuple[int, ...]:
+    sound = isinstance(sizes, tuple) and len(sizes) < 32 and all(type(size) is int and size >= 0 for size in sizes)
+    _require(sound, f"{key} has the sizes {str(sizes)[:80]}")
+    return sizes
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise UntrustedError(f"{NAME} is damaged or harmful: {otherwise}")

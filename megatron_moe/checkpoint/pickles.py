@@ -1,0 +1,69 @@
+"""Every pickle of a step, read under restriction before anything else opens it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe.checkpoint import index
+from megatron_moe.checkpoint.index import Index, Place, UntrustedError
+from megatron_moe.checkpoint.manifest import Entry
+
+COMMON = "common.pt"
+LARGEST = 2 * 2**30
+"""Bytes of a file of plain values that are read at most."""
+
+
+def check(step: Path, files: Mapping[str, Entry]) -> Index:
+    """Read whatever the engine reads without restriction: the index, the values it lists, the common file.
+
+    Tensors are not read here: torch reads them under restriction itself.
+
+    Raises:
+        UntrustedError: naming the file and what it holds.
+    """
+    content = index.read(step, files)
+    for key, place in content.values.items():
+        read_value(step, key, place)
+    if COMMON in files:
+        read_file(step, COMMON)
+    return content
+
+
+def read_file(step: Path, name: str) -> Any:
+    """The tensors and plain values of a file that torch.save wrote, on the CPU.
+
+    Raises:
+        UntrustedError: it holds anything else, cannot be read, or is too large.
+    """
+    with open(step / name, "rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise UntrustedError(f"{name} has more than {LARGEST} bytes")
+    return _loaded(data, name)
+
+
+def read_value(step: Path, key: str, place: Place) -> Any:
+    """A value of a data file: tensors and plain values, on the CPU.
+
+    Raises:
+        UntrustedError: it holds anything else, or cannot be read.
+    """
+    with open(step / place.file, "rb") as file:
+        file.seek(place.offset)
+        return _loaded(file.read(place.length), f"{key} in {place.file}")
+
+
+def _loaded(data: bytes, where: str) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        wanted = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+        raise UntrustedError(f"{where} is damaged or harmful: {(wanted or [str(error)])[0].strip()[:200]}") from None
+    except Exception as error:  # whatever an archive made for it can raise
+        raise UntrustedError(f"{where} is damaged or harmful: {type(error).__name__}: {str(error)[:200]}") from None

@@ -1,0 +1,172 @@
+"""The index of a step is read without running anything in it, and agrees with the files that are there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_moe.checkpoint import index, manifest, pickles
+from tests.unit.checkpoint.steps import contents, make_step, put_step, saved, seal, tensors_of
+
+KEY = "embedding.word_embeddings.weight"
+
+
+def read(step: Path) -> index.Index:
+    return index.read(step, manifest.read(step).files)
+
+
+def changed(tmp_path: Path, change: Any) -> Path:
+    """A step whose index was changed and whose manifest fits."""
+    files = contents(50)
+    metadata = pickle.loads(files[".metadata"])
+    files[".metadata"] = pickle.dumps(change(metadata) or metadata)
+    return put_step(tmp_path, 50, files)
+
+
+def test_every_tensor_is_found_where_torch_wrote_it(tmp_path):
+    step = make_step(tmp_path, 50)
+    content = read(step)
+    assert set(content.values) == {"rerun_state"}
+    expected = tensors_of(0)
+    assert content.tensors.keys() == expected.keys()
+    for key, tensor in content.tensors.items():
+        assert (f"torch.{tensor.dtype}", tensor.shape) == (str(expected[key].dtype), tuple(expected[key].shape))
+        assert tensor.num_bytes == expected[key].nbytes
+        for part in tensor.parts:
+            box = tuple(slice(first, first + count) for first, count in zip(part.start, part.shape))
+            assert torch.equal(pickles.read_value(step, key, part.place), expected[key][box])
+
+
+class Bomb:
+    def __init__(self, callable: Any, *arguments: Any) -> None:
+        self.reduced = callable, arguments
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize(
+    "bomb, named",
+    [
+        (Bomb(os.system, "touch sentinel"), "system"),
+        (Bomb(eval, "open('sentinel', 'w')"), "eval"),
+        (Bomb(getattr, "x", "upper"), "getattr"),
+        (Bomb(torch.load, "x"), "torch.serialization.load"),
+        (Bomb(Path.touch, Path("sentinel")), "."),
+    ],
+)
+def test_an_index_that_wants_to_run_something_is_refused(tmp_path, monkeypatch, bomb, named):
+    monkeypatch.chdir(tmp_path)
+
+    def plant(metadata: Metadata) -> None:
+        metadata.planner_data = bomb
+
+    with pytest.raises(index.UntrustedError, match="has no place in a checkpoint") as error:
+        read(changed(tmp_path, plant))
+    assert named in str(error.value)
+    assert not (tmp_path / "sentinel").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}V__hash__\nctorch\nSize\ns\x86b.",
+        b"ctorch\nSize\nN}V__call__\nNs\x86b.",
+        b"ctorch\nSize\n}V__call__\nNsb.",
+        b"cposix\nsystem\nVtouch sentinel\n\x85R.",
+        b"\x80\x04N.",
+        b"\x80\x04",
+        b"garbage",
+        b"(" * 100_000 + b".",
+        b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    ],
+)
+def test_a_hostile_or_broken_pickle_is_refused_and_changes_nothing(tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    step = put_step(tmp_path, 50, {**contents(50), ".metadata": data})
+    with pytest.raises(index.UntrustedError):
+        read(step)
+    assert not (tmp_path / "sentinel").exists()
+    assert read(make_step(tmp_path / "other", 60)).tensors
+
+
+def moved(metadata: Metadata, **changes: Any) -> None:
+    first = next(iter(metadata.storage_data))
+    info = metadata.storage_data[first]
+    metadata.storage_data[first] = _StorageInfo(**{**vars(info), **changes})
+
+
+def kind(metadata: Metadata) -> TensorStorageMetadata:
+    return metadata.state_dict_metadata[KEY]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda m: moved(m, relative_path="../__0_0.distcp"), r"lies in '\.\./__0_0\.distcp'"),
+        (lambda m: moved(m, relative_path="/etc/passwd"), "lies in '/etc/passwd'"),
+        (lambda m: moved(m, relative_path="__9_0.distcp"), r"__9_0\.distcp, which manifest\.json does not list"),
+        (lambda m: moved(m, offset=-1), "has no place"),
+        (lambda m: moved(m, offset=10**9), r"ends at byte \d+ of __0_0\.distcp, which has"),
+        (lambda m: moved(m, length=2**62), "ends at byte"),
+        (lambda m: moved(m, transform_descriptors=["evil"]), "stored transformed"),
+        (lambda m: setattr(kind(m), "size", torch.Size([99, 16])), "hold 256 elements of 1584"),
+        (lambda m: setattr(kind(m), "size", torch.Size([1, 16])), "lies outside"),
+        (lambda m: setattr(kind(m).chunks[0], "offsets", torch.Size([3, 0])), "lies nowhere"),
+        (lambda m: kind(m).chunks.pop() and None, "hold 128 elements of 256"),
+        (lambda m: setattr(kind(m).properties, "dtype", torch.complex64), "torch.complex64"),
+        (lambda m: m.storage_data.update({MetadataIndex("more"): next(iter(m.storage_data.values()))}), "more"),
+        (lambda m: m.state_dict_metadata.clear(), "lies somewhere, but is not listed"),
+        (lambda m: setattr(m, "storage_data", None), "lists no tensors"),
+        (lambda m: {"a": 1}, "holds no metadata"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, words):
+    with pytest.raises(index.UntrustedError, match=words):
+        read(changed(tmp_path, change))
+
+
+def test_a_data_file_that_the_index_does_not_know_is_refused(tmp_path):
+    step = make_step(tmp_path, 50)
+    (step / "__2_0.distcp").write_bytes(b"stale")
+    seal(step, 50)
+    with pytest.raises(index.UntrustedError, match=r"does not know __2_0\.distcp"):
+        read(step)
+
+
+@pytest.mark.parametrize("name", ["__0.metadata", "evil.pt", "modeling_evil.py", "rng/rank_00000.pkl", "a/.metadata"])
+def test_a_file_that_no_checkpoint_has_is_refused_though_the_manifest_lists_it(tmp_path, name):
+    step = put_step(tmp_path, 50, {**contents(50), name: b"x"})
+    assert manifest.structure_defect(step) is None
+    with pytest.raises(index.UntrustedError, match=f"{name} is no file of a checkpoint"):
+        read(step)
+
+
+def test_an_oversize_index_is_not_read(tmp_path, monkeypatch):
+    step = make_step(tmp_path, 50)
+    monkeypatch.setattr(index, "LARGEST", 100)
+    with pytest.raises(index.UntrustedError, match="between 1 and 100 are read"):
+        read(step)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "rng/rank_00000.pt"])
+def test_a_file_of_plain_values_runs_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    step = put_step(tmp_path, 50, {**contents(50), name: saved({"x": Bomb(os.system, "touch sentinel")})})
+    with pytest.raises(index.UntrustedError, match=f"{name} is damaged or harmful: .*system"):
+        pickles.read_file(step, name)
+    assert not (tmp_path / "sentinel").exists()
+
+
+def test_reading_an_index_needs_no_torch():
+    code = "import sys; import megatron_moe.checkpoint.index; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
