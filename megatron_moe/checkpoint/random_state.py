@@ -18,8 +18,8 @@ def path_of(step: Path, rank: int) -> Path:
     return step / "rng" / f"rank_{rank:05d}.pt"
 
 
-def save(path: Path) -> None:
-    """Write the states of Python, numpy, torch and the engine's model-parallel tracker."""
+def current() -> dict[str, Any]:
+    """The states of Python, numpy, torch and the engine's model-parallel tracker, as tensors and plain values."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "python": list(random.getstate()[1]),
@@ -31,11 +31,11 @@ def save(path: Path) -> None:
     }
     if platform.has_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
-    torch.save(state, path)
+    return state
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `save` wrote; changes nothing.
+    """What `current` gave when it was written; changes nothing.
 
     Raises:
         pickle.UnpicklingError: the file holds anything but tensors and plain values.

@@ -1,73 +1,251 @@
-"""Write one step: hidden folder, all ranks' files, then one rename."""
+"""Save one step: stage, write, publish. One path, whether the training waits for it or goes on.
+
+    begin      all ranks   who writes what; is there room; an empty hidden folder
+    write      each rank   its tensors and random states, hashed while they are written, onto the disk
+    exchange   all ranks   everyone's hashes to rank 0, or everyone's refusal to all
+    publish    rank 0      the small files, the manifest, the rename, the pointer, what is kept of older steps
+    conclude   all ranks   the step is there, or none of them believes so
+
+`write` and `publish` call no collective, so `async_save` may run them in a thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+import io
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint import dist, folder, optimizer_state, random_state
+from megatron_moe import platform
+from megatron_moe.checkpoint import folder, optimizer_state, publish, random_state, writer
+from megatron_moe.checkpoint.durable import new_file, refusal, write_json
+from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
+from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
 from megatron_moe.checkpoint.state import FORMAT_VERSION, Progress, Trained, layout, metadata, model_state
+from megatron_moe.checkpoint.writer_lock import WriterLock, acquire
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.parallel.groups import rank_facts
 
 
-def save(run: Run, trained: Trained, progress: Progress, *, facts: dict[str, Any]) -> Path:
-    """Write the step of `progress` into `--save` and return its folder. Collective over all ranks.
+@dataclass(frozen=True)
+class Target:
+    """Where a run saves. lock: rank 0's. loaded: the step of this folder that the run started from."""
+
+    root: Path
+    rule: Retention
+    lock: WriterLock | None = None
+    loaded: int | None = None
+
+
+def target(run: Run, *, lock: WriterLock | None = None, loaded: int | None = None) -> Target:
+    """From the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
+    options = run.checkpoint
+    return Target(Path(options.save or ""), retention(options.keep_last_k, options.save_retain_interval), lock, loaded)
+
+
+@dataclass
+class Saving:
+    """One step on its way, as one rank sees it. The methods are called in the order of the file's head."""
+
+    target: Target
+    iteration: int
+    staged: writer.Staged
+    random_states: dict[str, Any] | None
+    small_files: dict[str, Any]
+    """File name -> its JSON; rank 0 writes them."""
+    rank: int
+    num_bytes: int
+    """Of all ranks."""
+    notes: list[str] = field(default_factory=list)
+    """What to tell when it is done; on rank 0."""
+    _written: writer.Written | None = None
+    _all_written: list[writer.Written] | None = None
+    _failure: Exception | None = None
+
+    @property
+    def step(self) -> Path:
+        """The step's folder, once it is published."""
+        return folder.step_folder(self.target.root, self.iteration)
+
+    @property
+    def hidden(self) -> Path:
+        """Where it is being written."""
+        return folder.hidden_folder(self.target.root, self.iteration)
+
+    def write(self) -> None:
+        """This rank's files. Not collective; what goes wrong is kept for `exchange`."""
+        self._written, self._failure = attempted(self._write)
+
+    def _write(self) -> writer.Written:
+        written = writer.write(self.staged, self.hidden)
+        if self.random_states is not None:
+            path = random_state.path_of(self.hidden, self.rank)
+            with new_file(path) as file:
+                file.write(_serialized(self.random_states))
+            written.files[path.relative_to(self.hidden).as_posix()] = file.entry()
+        return written
+
+    def exchange(self) -> None:
+        """Everyone's files to rank 0. Collective.
+
+        Raises:
+            SaveError: some rank could not write; on every rank, and nothing of the step is left.
+        """
+        try:
+            self._all_written = gathered(self._written, self._failure, self._refusal)
+        except Exception:
+            self._discard()
+            raise
+
+    def publish(self) -> None:
+        """Make the step visible. Rank 0 only, not collective; what goes wrong is kept for `conclude`."""
+        if self.rank == 0:
+            _, self._failure = attempted(self._publish)
+
+    def _publish(self) -> None:
+        assert self._all_written is not None, "every rank has written"
+        hidden, root = self.hidden, self.target.root
+        files: dict[str, Entry] = writer.finish(self.staged, hidden, self._all_written)
+        for name, value in self.small_files.items():
+            files[name] = write_json(hidden / name, value)
+        if self.target.lock is not None:
+            self.target.lock.check()
+        publish.publish(root, self.iteration, files)
+        protected = () if self.target.loaded is None else (self.target.loaded,)
+        self.notes += remove_surplus(root, self.target.rule, protected)
+
+    def conclude(self) -> Path:
+        """All ranks learn whether the step is there. Collective.
+
+        Raises:
+            SaveError: it could not be published; on every rank.
+        """
+        try:
+            on_rank_zero(self._raise_failure)
+        except Exception:
+            self._discard()
+            raise
+        return self.step
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, OSError):
+            raise OSError(self._refusal(self._failure)) from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def _refusal(self, error: OSError) -> str:
+        root = self.target.root
+        return (
+            f"step {self.iteration} was not saved: {refusal(error, root, self.num_bytes)}; earlier steps in {root} stay"
+        )
+
+    def _discard(self) -> None:
+        """A disk that is full is not to stay full."""
+        if self.rank == 0:
+            publish.discard(self.target.root, self.iteration)
+
+
+def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
+    """Make the folder of `--save` and be the only job that writes there. Collective.
+
+    Returns:
+        The lock, on rank 0, and what to tell: a dead job's lock taken over, half-written steps removed.
+
+    Raises:
+        ConfigError: on every rank: another job writes there, or the folder cannot be written.
+    """
+    root = Path(run.checkpoint.save or "")
+    lock, refused = None, None
+    notes: list[str] = []
+    if torch.distributed.get_rank() == 0:
+        try:
+            publish.claim_root(root)
+            lock, notes = acquire(root)
+            left = remove_left_behind(root)
+            notes += [f"removed what an earlier job left half written in {root}: {', '.join(left)}"] if left else []
+        except ConfigError as error:
+            refused = str(error)
+        except OSError as error:
+            refused = f"--save {root}: cannot be written: {error}"
+    verdict = [refused]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        if lock is not None:
+            lock.release()
+        raise ConfigError(verdict[0])
+    return lock, notes
+
+
+def begin(
+    run: Run,
+    trained: Trained,
+    progress: Progress,
+    where: Target,
+    *,
+    facts: dict[str, Any],
+    buffers: dict[Any, torch.Tensor] | None = None,
+) -> Saving:
+    """The first part of saving the step of `progress`: what the rest needs of the present state. Collective.
 
     Parameters have to be gathered (`training.evaluate.gathered_parameters`). fp32 state is written as fp32.
 
     Args:
         facts: plain values worth keeping beside the tensors, such as versions.
+        buffers: copy the state to host memory, into these where they fit, so that the training may go on meanwhile;
+            None writes the live tensors.
 
     Raises:
-        OSError: the step could not be written; what is there already stays as it was. FileExistsError where the step
-            exists: nothing is overwritten.
+        SaveError: on every rank: there is no room, or a sound step of this number, which is never overwritten.
     """
-    root = Path(run.checkpoint.save or "")
-    place = rank_facts()
-    _on_rank_zero(place.rank, "prepare the folder", lambda: folder.open_hidden(root, progress.iteration))
-    hidden = folder.hidden_folder(root, progress.iteration)
+    place, iteration = rank_facts(), progress.iteration
+    hidden = folder.hidden_folder(where.root, iteration)
     state = model_state(trained)
     if not run.checkpoint.no_save_optim:
         options = metadata(trained.pg_collection)
         state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
-    dist.save_tensors(state, hidden)
-    if not run.checkpoint.no_save_rng:
-        random_state.save(random_state.path_of(hidden, place.rank))
-    torch.distributed.barrier()
+    staged = writer.stage(state, hidden, buffers=buffers)
+    about = {
+        "format_version": FORMAT_VERSION,
+        **asdict(progress),
+        "scheduler": trained.scheduler.state_dict(),
+        "has_optimizer": not run.checkpoint.no_save_optim,
+        "layout": layout(place),
+        **facts,
+    }
+    total = torch.tensor(staged.num_bytes, dtype=torch.int64, device=platform.device())
+    torch.distributed.all_reduce(total)
+    saving = Saving(
+        where,
+        iteration,
+        staged,
+        None if run.checkpoint.no_save_rng else random_state.current(),
+        {folder.CONFIG: flatten(run), folder.STATE: about} if place.rank == 0 else {},
+        place.rank,
+        int(total.item()),
+    )
+    on_rank_zero(lambda: _make_room(saving))
+    return saving
 
-    def complete() -> None:
-        about = {
-            "format_version": FORMAT_VERSION,
-            **asdict(progress),
-            "scheduler": trained.scheduler.state_dict(),
-            "has_optimizer": not run.checkpoint.no_save_optim,
-            "layout": layout(place),
-            **facts,
-        }
-        folder.write_json(hidden / folder.CONFIG, flatten(run))
-        folder.write_json(hidden / folder.STATE, about)
-        folder.publish(root, progress.iteration)
 
-    _on_rank_zero(place.rank, "complete the step", complete)
-    return folder.step_folder(root, progress.iteration)
+def _make_room(saving: Saving) -> None:
+    """An empty hidden folder with room for the step.
+
+    Raises:
+        OSError: there is none, or a sound step of this number is there; the message says all.
+    """
+    try:
+        if saving.target.lock is not None:
+            saving.target.lock.check()
+        publish.open_hidden(saving.target.root, saving.iteration, saving.num_bytes)
+    except OSError as error:
+        raise OSError(saving._refusal(error)) from error
 
 
-def _on_rank_zero(rank: int, task: str, work: Callable[[], object]) -> None:
-    """Do something on rank 0; where it fails, it fails on every rank, so that none waits for one that left."""
-    error: OSError | None = None
-    if rank == 0:
-        try:
-            work()
-        except OSError as caught:
-            error = caught
-    verdict = [str(error) if error is not None else None]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if error is not None:
-        raise error
-    if verdict[0] is not None:
-        raise OSError(f"checkpoint: rank 0 could not {task}: {verdict[0]}")
+def _serialized(value: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.save import save
+from megatron_moe.checkpoint.async_save import Saver
+from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -51,8 +52,12 @@ class Job:
     progress: Progress
     reporter: Reporter
     guard: PrecisionGuard
+    saver: Saver | None = None
+    """Writes the checkpoints of a run that has `--save`."""
     saved: Path | None = None
-    """The step that holds the present weights, once there is one."""
+    """The step that holds the present weights, once there is one or it is on its way."""
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    """Kind and hash of the tokenizer; kept in every checkpoint."""
     unigram_entropy: float | None = None
     """Entropy of the validation's tokens, nats; known to rank 0."""
     data: Fingerprint = field(default_factory=dict)
@@ -112,16 +117,39 @@ class Job:
         return self.schedule.final // (self.schedule.micro_batch_size * self.schedule.data_parallel_size)
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, unless it is written already or `--save` was not given."""
-        if self.run.checkpoint.save is None or self.saved is not None:
+        """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given."""
+        if self.saver is None or self.saved is not None:
             return
         self.check_precision("saving")
         self.check_data()
-        facts = {"padded_vocab_size": self.padded_vocab_size, "versions": versions(), "data": self.data}
-        facts["device"], facts["records"] = str(platform.device().type), list(self.records)
+        facts = {
+            "padded_vocab_size": self.padded_vocab_size,
+            "versions": versions(),
+            "tokenizer": self.tokenizer,
+            "data": self.data,
+            "device": platform.device().type,
+            "records": list(self.records),
+        }
         if self.precision_warnings:
             facts["precision_warnings"] = self.precision_warnings
         self.reporter.flush()
         with gathered_parameters(self.trained.model):
-            self.saved = save(self.run, self.trained, self.progress, facts=facts)
-        self.reporter.message(f"saved {self.saved}")
+            begun = self.saver.save(self.trained, self.progress, facts)
+        if begun:
+            self.saved = step_folder(Path(self.run.checkpoint.save or ""), self.progress.iteration)
+
+    def poll_save(self) -> None:
+        """At a step boundary: see whether a checkpoint in the background is written."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def finish_save(self) -> None:
+        """At the end: wait for a checkpoint in the background.
+
+        Raises:
+            SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.
+        """
+        if self.saver is not None:
+            self.saver.finish()
+            if self.saver.error is not None:
+                raise self.saver.error

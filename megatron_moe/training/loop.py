@@ -10,6 +10,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config import derived
+from megatron_moe.report.records import exact
 from megatron_moe.training.audit import auditing
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.job import Job
@@ -29,6 +30,7 @@ def train(job: Job, stop: StopSignals) -> str:
         Why it ended, in words.
 
     Raises:
+        SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
         FloatingPointError: too many steps in a row had a loss or gradients that were not finite.
     """
     run, trained = job.run, job.trained
@@ -56,6 +58,7 @@ def train(job: Job, stop: StopSignals) -> str:
                 probe=probe,
             )
         _advance(job, result, meter, begin, probe)
+        job.poll_save()
         interval = run.precision.check_precision_interval
         if interval and job.progress.iteration % interval == 0:
             job.check_precision("training")
@@ -71,8 +74,10 @@ def train(job: Job, stop: StopSignals) -> str:
         if reason is not None or _due(job, run.checkpoint.save_interval):
             job.save()
         if reason is not None:
+            job.finish_save()
             return reason
     job.save()
+    job.finish_save()
     return f"done: {job.progress.iteration} iterations"
 
 
@@ -116,6 +121,7 @@ def _advance(job: Job, result: StepResult, meter: Meter, begin: float, probe: He
         seconds=time.perf_counter() - begin,
         health=health,
     )
+    job.records.append(exact(record))
     job.reporter.step(record)
     if told:
         level, interval = job.run.logging.timing_log_level, job.run.logging.log_interval

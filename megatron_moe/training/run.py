@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.folder import claim_root
+from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.plan import Plan, plan
+from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config import derived, rules
 from megatron_moe.config.module_names import kept_in_fp32
@@ -22,6 +23,7 @@ from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.entropy import label_entropy
 from megatron_moe.data.fingerprint import data_fingerprint, require_same_data
+from megatron_moe.data.order import require_same_order
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
@@ -55,16 +57,18 @@ def pretrain(run: Run) -> dict[str, Any]:
     data = data_fingerprint(run)
     if start_from.source is not None and not run.checkpoint.finetune:
         source = start_from.source
-        verified += require_same_data(run, data, source.state.get("data", {}), str(source.step))
+        saved = source.state.get("data", {})
+        verified += require_same_data(run, data, saved, str(source.step))
+        verified += require_same_order(run, data, source.config, saved, str(source.step))
     if run.logging.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join([*start_from.notes, *verified, "dry run: the configuration is sound"]), flush=True)
         return {}
     _quiet_engine()
     clean = False
-    with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop:
+    with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop, ExitStack() as held:
         try:
-            job = _build(run, tokenizer, schedule, start_from, verified)
+            job = _build(run, tokenizer, schedule, start_from, verified, held)
             job.data = data
             with job.reporter:
                 summary = _train_and_tell(job, tokenizer, stop)
@@ -74,10 +78,15 @@ def pretrain(run: Run) -> dict[str, Any]:
             groups.destroy(abort=not clean)
 
 
-def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: Plan, verified: list[str]) -> Job:
-    """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them."""
+def _build(
+    run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: Plan, verified: list[str], held: ExitStack
+) -> Job:
+    """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them; `held` is left at the end."""
     pg_collection = groups.initialize(run)
     place = groups.rank_facts()
+    lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
+    if lock is not None:
+        held.enter_context(lock)
     seed_everything(run)
     padded_vocab_size = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
     guard = PrecisionGuard()
@@ -100,13 +109,23 @@ def _build(run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: 
     if start_from.source is not None and not run.checkpoint.finetune:
         job.records.extend(start_from.source.state.get("records", []))
     job.unigram_entropy = _unigram_entropy(job)
-    if run.checkpoint.save is not None and start_from.continues:
+    job.tokenizer = {"type": tokenizer.name, "sha256": tokenizer.sha256}
+    if start_from.continues:
         job.saved = start_from.source.step
-    if run.checkpoint.save is not None and place.rank == 0:
-        claim_root(Path(run.checkpoint.save))
+    if run.checkpoint.save is not None:
+        loaded_step = start_from.start_iteration if start_from.continues else None
+        job.saver = Saver(run, target(run, lock=lock, loaded=loaded_step), reporter.message)
     reporter.start(_facts(job))
     known = advisories.start_lines(run, place.world_size, platform.engine_version(), cuda=platform.has_cuda())
-    for note in (*verified, *start_from.notes, *loaded.notes, *_precision_notes(run), *_balancing_notes(job), *known):
+    for note in (
+        *lock_notes,
+        *verified,
+        *start_from.notes,
+        *loaded.notes,
+        *_precision_notes(run),
+        *_balancing_notes(job),
+        *known,
+    ):
         reporter.message(note)
     return job
 
@@ -156,7 +175,11 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
             f"nothing to train: the checkpoint is at iteration {job.progress.iteration} of --train-iters "
             f"{run.training.train_iters}"
         )
-    job.reporter.message(train(job, stop))
+    try:
+        job.reporter.message(train(job, stop))
+    except FloatingPointError:  # on all ranks: what is being written is of before
+        job.finish_save()
+        raise
     summary: dict[str, Any] = {"iterations": job.progress.iteration, "unigram_entropy": job.unigram_entropy}
     # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.
     if not stop.stop_requested:

@@ -1,0 +1,158 @@
+"""When a run saves: at once, or in the background while it trains on.
+
+In the background, a thread on each rank writes, and one on rank 0 publishes. What they do not do is talk to other
+ranks: that happens at step boundaries, in one small reduction while a save is pending, so that all ranks agree on when
+a step is written and none meets another's collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.durable import SaveError, size
+from megatron_moe.checkpoint.save import Saving, Target, begin
+from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.config.schema import Run
+
+
+class Saver:
+    """Saves the steps of one run, one after the other. All methods are collective.
+
+    Args:
+        message: where rank 0 tells what it did.
+
+    With `--on-save-error stop`, the default, each method raises SaveError on every rank where a step could not be
+    saved; with `continue` it is told, and the run goes on without that step.
+    """
+
+    def __init__(self, run: Run, target: Target, message: Callable[[str], None]) -> None:
+        self._run = run
+        self._target = target
+        self._message = message
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._pending: _Pending | None = None
+        self.error: SaveError | None = None
+        """Why the last step that was to be saved was not."""
+
+    def save(self, trained: Trained, progress: Progress, facts: dict[str, Any]) -> bool:
+        """Save a step, or begin to; an earlier one is finished first. Parameters have to be gathered.
+
+        Returns:
+            Whether the step is there, or on its way.
+        """
+        self.finish()
+        self.error = None
+        started, background = time.monotonic(), self._run.checkpoint.async_save
+        try:
+            buffers = self._buffers if background else None
+            saving = begin(self._run, trained, progress, self._target, facts=facts, buffers=buffers)
+        except SaveError as error:
+            return self._failed(error)
+        self._pending = _Pending(saving, started, background)
+        if background:
+            self._pending.blocked = time.monotonic() - started
+            return True
+        return self.finish() is not None
+
+    def poll(self) -> Path | None:
+        """At a step boundary: move a pending save on if all ranks are ready. Returns the step it became, if it did."""
+        if self._pending is None or not _all(self._pending.idle):
+            return None
+        return self._move_on(self._pending)
+
+    def finish(self) -> Path | None:
+        """Wait for a pending save. Returns the step it became, if it did."""
+        step = None
+        while self._pending is not None:
+            self._pending.wait()
+            step = self._move_on(self._pending)
+        return step
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is on its way."""
+        return self._pending is not None
+
+    def _move_on(self, pending: _Pending) -> Path | None:
+        """All ranks are idle: agree on what they did, and begin what is next. Returns the step if that was all."""
+        try:
+            if not pending.move_on():
+                return None
+        except SaveError as error:
+            self._failed(error)
+            return None
+        except BaseException:
+            self._pending = None
+            raise
+        self._pending = None
+        saving = pending.saving
+        self._message(f"saved {saving.step} ({pending.times()})")
+        for note in saving.notes:
+            self._message(note)
+        return saving.step
+
+    def _failed(self, error: SaveError) -> bool:
+        self._pending, self.error = None, error
+        if self._run.checkpoint.on_save_error == "stop":
+            raise error
+        self._message(f"CHECKPOINT ERROR: {error}; going on (--on-save-error continue)")
+        return False
+
+
+class _Pending:
+    """A save between its first part and its last: writing, then publishing, here or in a thread."""
+
+    def __init__(self, saving: Saving, started: float, background: bool) -> None:
+        self.saving = saving
+        self.blocked: float | None = None
+        self._started = started
+        self._background = background
+        self._publishing = False
+        self._thread: threading.Thread | None = None
+        self._do(saving.write)
+
+    def idle(self) -> bool:
+        """Whether this rank has done its part."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until this rank has done its part."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def move_on(self) -> bool:
+        """All ranks are idle: to the next part. True if there is none. Collective."""
+        if self._publishing:
+            self.saving.conclude()
+            return True
+        self.saving.exchange()
+        self._publishing = True
+        self._do(self.saving.publish)
+        return False
+
+    def times(self) -> str:
+        """How much was written and how long it took, for the log."""
+        whole = f"{size(self.saving.num_bytes, exact=False)} in {time.monotonic() - self._started:.1f} s"
+        return whole if self.blocked is None else f"{whole}, of which training waited {self.blocked:.2f} s"
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if not self._background:
+            work()
+            return
+        # A process that is told to leave at once does not wait: the hidden folder is never read.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+
+def _all(mine: Callable[[], bool]) -> bool:
+    """Whether it is so on every rank. Collective."""
+    votes = torch.tensor(int(mine()), device=platform.device())
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
+    return bool(votes.item())

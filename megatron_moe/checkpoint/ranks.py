@@ -1,0 +1,75 @@
+"""Errors that all ranks see at once: a rank that leaves alone lets the others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megatron_moe.checkpoint.durable import SaveError
+
+T = TypeVar("T")
+
+
+def on_rank_zero(work: Callable[[], T]) -> T | None:
+    """Do something on rank 0, where its result comes back. Collective.
+
+    Raises:
+        SaveError: on every rank: rank 0 met an OSError. RuntimeError: it met something else, which it raises itself.
+    """
+    result, failure = None, None
+    if torch.distributed.get_rank() == 0:
+        result, failure = attempted(work)
+    verdict = [None if failure is None else (isinstance(failure, OSError), _words(failure))]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        _raise(verdict[0], failure)
+    return result
+
+
+def gathered(result: T | None, failure: Exception | None, describe: Callable[[OSError], str]) -> list[T] | None:
+    """Every rank's result, on rank 0; None on the others. Collective.
+
+    Args:
+        failure: what this rank met instead of a result. describe: what to tell about an OSError.
+
+    Raises:
+        SaveError: on every rank: some rank met an OSError. RuntimeError: some rank met something else.
+    """
+    mine: tuple[T | None, tuple[bool, str] | None] = (result, None)
+    if failure is not None:
+        expected = isinstance(failure, OSError)
+        mine = (None, (expected, describe(failure) if isinstance(failure, OSError) else _words(failure)))
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    parts: list | None = [None] * world_size if rank == 0 else None
+    torch.distributed.gather_object(mine, parts, dst=0)
+    verdict: list[tuple[bool, str] | None] = [None]
+    if parts is not None:
+        failures = [(number, failed) for number, (_, failed) in enumerate(parts) if failed is not None]
+        if failures:
+            words = "; ".join(
+                f"rank {number}: {failed[1]}" if world_size > 1 else failed[1] for number, failed in failures
+            )
+            verdict = [(all(failed[0] for _, failed in failures), words)]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        _raise(verdict[0], failure)
+    return None if parts is None else [part for part, _ in parts]
+
+
+def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """A result, or the exception in its place."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _raise(verdict: tuple[bool, str], own: Exception | None) -> None:
+    expected, words = verdict
+    raise (SaveError if expected else RuntimeError)(words) from own

@@ -1,0 +1,269 @@
+"""Writing half of the door to the engine's dist_checkpointing: plan a step's tensors, write and hash them, finish.
+
+The engine's torch_dist format is written by torch's own writer in this process, one file per rank. The engine forks
+writers and starts a manager process even for a synchronous save, which costs seconds and waits for ever when a writer
+is killed. What is not a tensor goes into `common.pt`, which both engine releases read (0.19 keeps it inside a tensor
+file, which 0.16 cannot read), so steps travel between them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.durable import HashingFile, write_bytes
+from megatron_moe.checkpoint.manifest import Entry
+
+COMMON = "common.pt"
+_FORMAT = {
+    "common_backend": "torch",
+    "common_backend_version": 1,
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+}
+_PER_ITEM = 2048
+"""Bytes that torch's archive adds to a tensor, at most, for the estimate."""
+
+
+@dataclass
+class Staged:
+    """A step's tensors as one rank will write them; `metadata` and `common` on rank 0 only.
+
+    copied: nothing of it changes when the training goes on.
+    """
+
+    plan: SavePlan
+    data: Data
+    metadata: Metadata | None
+    common: bytes | None
+    num_bytes: int
+    copied: bool
+
+
+@dataclass
+class Written:
+    """What a rank has written: where each tensor lies, and every file with its hash."""
+
+    results: list[WriteResult] = field(default_factory=list)
+    files: dict[str, Entry] = field(default_factory=dict)
+
+
+class Data(SavePlanner):
+    """Hands the tensors of a plan to the writer: the live ones, or copies of them in host memory.
+
+    Buffers of the copies are kept from save to save: fresh memory would cost more than the copying.
+    """
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+        self._copies: dict[Any, torch.Tensor | io.BytesIO] | None = None
+
+    def copy(self, items: list[WriteItem], buffers: dict[Any, torch.Tensor]) -> None:
+        """Copy everything now; `buffers` are used again where they fit and hold the new ones afterwards."""
+        self._copies = {}
+        used: dict[Any, torch.Tensor] = {}
+        for item in items:
+            value = self._planner.resolve_data(item)
+            if isinstance(value, torch.Tensor):
+                key = (item.index.fqn, item.index.offset)
+                used[key] = _copied(value.detach(), buffers.get(key))
+                value = used[key]
+            self._copies[item.index] = value
+        platform.synchronize()
+        buffers.clear()
+        buffers.update(used)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if self._copies is not None:
+            return self._copies[write_item.index]
+        return self._planner.resolve_data(write_item)
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("the plan is made")
+
+    def create_local_plan(self) -> SavePlan:
+        raise NotImplementedError("the plan is made")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise NotImplementedError("the plan is made")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise NotImplementedError("the plan is made")
+
+
+def stage(state: dict[str, Any], folder: Path, *, buffers: dict[Any, torch.Tensor] | None = None) -> Staged:
+    """Decide which rank writes which part of a sharded state dict. Collective; nothing is written.
+
+    Args:
+        buffers: copy the tensors to host memory, into these where they fit, so that the training may go on while they
+            are written; None writes the live tensors.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException: the state cannot be saved; on every rank.
+    """
+    with _quiet():
+        sharded, common = save_preprocess(state)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        tensors = mcore_to_pyt_state_dict(by_key, False)
+    writer = _HashingWriter(folder)
+    ranks = _DistWrapper(None, True, 0)
+    metadata: Metadata | None = None
+
+    def local_plan() -> SavePlan:
+        planner.set_up_planner(tensors, writer.storage_meta(), ranks.is_coordinator)
+        return planner.create_local_plan()
+
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
+    data = Data(planner)
+    if buffers is not None:
+        data.copy(plan.items, buffers)
+    # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
+    shared = _serialized(common) if ranks.is_coordinator else None
+    return Staged(plan, data, metadata, shared, _num_bytes(plan, data), buffers is not None)
+
+
+def write(staged: Staged, folder: Path) -> Written:
+    """Write this rank's tensors into the folder, onto the disk. Not collective.
+
+    Raises:
+        OSError: the system refused.
+    """
+    if not staged.plan.items:
+        return Written()
+    writer = _HashingWriter(folder, copy_ahead=not staged.copied)
+    with writer.refusals():
+        results = writer.write_data(staged.plan, staged.data).value()
+    return Written(results, writer.fs.entries())
+
+
+def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, Entry]:
+    """Rank 0 at the end: write what belongs to no rank. Returns every rank's files and these.
+
+    Raises:
+        OSError: the system refused.
+    """
+    assert staged.metadata is not None and staged.common is not None, "they are on rank 0"
+    writer = _HashingWriter(folder)
+    with writer.refusals():
+        writer.finish(staged.metadata, [part.results for part in written])
+    files = writer.fs.entries()
+    files[COMMON] = write_bytes(folder / COMMON, staged.common)
+    files["metadata.json"] = write_bytes(folder / "metadata.json", json.dumps(_FORMAT).encode())
+    for part in written:
+        files.update(part.files)
+    return files
+
+
+class _HashingFileSystem(FileSystem):
+    """torch's file system whose new files are hashed while they are written."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, HashingFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", "a step is only written here"
+        file = HashingFile(Path(path))
+        self._files[Path(path).name] = file
+        try:
+            yield cast(io.IOBase, file)
+        finally:
+            file.close()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
+
+    def entries(self) -> dict[str, Entry]:
+        return {name: file.entry() for name, file in self._files.items()}
+
+    def first_error(self) -> OSError | None:
+        errors = (OSError(file.error.errno, file.error.strerror, str(file.path))
+                  for file in self._files.values() if file.error is not None)  # fmt: skip
+        return next(errors, None)
+
+
+class _HashingWriter(FileSystemWriter):
+    """torch's writer, one file per rank, on a file system that hashes.
+
+    copy_ahead: on a GPU, tensors are fetched while others are written.
+    """
+
+    fs: _HashingFileSystem
+
+    def __init__(self, folder: Path, *, copy_ahead: bool = False) -> None:
+        ahead = {} if copy_ahead else {"per_thread_copy_ahead": 0}
+        # Its files put themselves onto the disk, and know then which of them was refused.
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, **ahead)
+        self.fs = _HashingFileSystem()
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Raise what the system said, and not what torch's archive makes of it."""
+        try:
+            yield
+        except Exception:
+            refused = self.fs.first_error()
+            if refused is None:
+                raise
+            raise refused from None
+
+
+def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
+    if not fits:
+        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    assert buffer is not None
+    return buffer.copy_(value, non_blocking=value.is_cuda)
+
+
+def _serialized(value: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def _num_bytes(plan: SavePlan, data: Data) -> int:
+    """Bytes that this rank will write, from above."""
+    total = 0
+    for item in plan.items:
+        value = data.resolve_data(item)
+        size = value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
+        total += size + _PER_ITEM
+    return total
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks on how the engine calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
+        yield
