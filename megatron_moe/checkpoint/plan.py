@@ -20,6 +20,11 @@ class Source:
     config: dict[str, Any]
     state: dict[str, Any]
 
+    @property
+    def iteration(self) -> int:
+        """The step's number."""
+        return int(self.state["iteration"])
+
 
 @dataclass(frozen=True)
 class Plan:

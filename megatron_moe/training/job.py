@@ -66,6 +66,8 @@ class Job:
     """`report.records.exact` of the last steps, those of earlier incarnations among them."""
     precision_warnings: list[str] = field(default_factory=list)
     """fp32 state that was rounded before it came into this run; told at the start, kept in every checkpoint."""
+    checkpoint_warnings: list[str] = field(default_factory=list)
+    """Damaged steps that were passed over, and a check that was left out; told at the start and in the summary."""
 
     def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
         """One iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""

@@ -16,13 +16,14 @@ from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.plan import Plan, plan
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.checkpoint.verify import verified as verified_plan
 from megatron_moe.config import derived, rules
 from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.entropy import label_entropy
-from megatron_moe.data.fingerprint import data_fingerprint, require_same_data
+from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data
 from megatron_moe.data.order import require_same_order
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
@@ -55,11 +56,7 @@ def pretrain(run: Run) -> dict[str, Any]:
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     verified = check_data(run, tokenizer)
     data = data_fingerprint(run)
-    if start_from.source is not None and not run.checkpoint.finetune:
-        source = start_from.source
-        saved = source.state.get("data", {})
-        verified += require_same_data(run, data, saved, str(source.step))
-        verified += require_same_order(run, data, source.config, saved, str(source.step))
+    verified += _same_data(run, data, start_from)
     if run.logging.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join([*start_from.notes, *verified, "dry run: the configuration is sound"]), flush=True)
@@ -68,8 +65,7 @@ def pretrain(run: Run) -> dict[str, Any]:
     clean = False
     with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop, ExitStack() as held:
         try:
-            job = _build(run, tokenizer, schedule, start_from, verified, held)
-            job.data = data
+            job = _build(run, tokenizer, schedule, start_from, verified, data, held)
             with job.reporter:
                 summary = _train_and_tell(job, tokenizer, stop)
             clean = True
@@ -78,8 +74,26 @@ def pretrain(run: Run) -> dict[str, Any]:
             groups.destroy(abort=not clean)
 
 
+def _same_data(run: Run, data: Fingerprint, start_from: Plan) -> list[str]:
+    """Refuse to continue on other data than the step was trained on; what to tell where that is accepted."""
+    source = start_from.source
+    if source is None or run.checkpoint.finetune:
+        return []
+    saved = source.state.get("data", {})
+    return [
+        *require_same_data(run, data, saved, str(source.step)),
+        *require_same_order(run, data, source.config, saved, str(source.step)),
+    ]
+
+
 def _build(
-    run: Run, tokenizer: Tokenizer, schedule: BatchSchedule, start_from: Plan, verified: list[str], held: ExitStack
+    run: Run,
+    tokenizer: Tokenizer,
+    schedule: BatchSchedule,
+    start_from: Plan,
+    verified: list[str],
+    data: Fingerprint,
+    held: ExitStack,
 ) -> Job:
     """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them; `held` is left at the end."""
     pg_collection = groups.initialize(run)
@@ -87,6 +101,9 @@ def _build(
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:
         held.enter_context(lock)
+    start_from = verified_plan(run, start_from, lambda line: print(line, flush=True))
+    if start_from.known_bad:  # an earlier step than the one that was looked at
+        verified = [*verified, *_same_data(run, data, start_from)]
     seed_everything(run)
     padded_vocab_size = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
     guard = PrecisionGuard()
@@ -105,7 +122,9 @@ def _build(
     )
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration)
     job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
+    job.data = data
     job.precision_warnings = loaded.precision_warnings
+    job.checkpoint_warnings = start_from.warnings
     if start_from.source is not None and not run.checkpoint.finetune:
         job.records.extend(start_from.source.state.get("records", []))
     job.unigram_entropy = _unigram_entropy(job)
@@ -191,6 +210,8 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
             job.reporter.message(f"sample: {summary['sample']}")
     if job.precision_warnings:
         summary["precision_warnings"] = job.precision_warnings
+    if job.checkpoint_warnings:
+        summary["checkpoint_warnings"] = job.checkpoint_warnings
     summary["checkpoint"] = str(job.saved) if job.saved is not None else None
     job.reporter.close(summary)
     return summary
