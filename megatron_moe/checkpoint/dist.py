@@ -18,23 +18,12 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.config.errors import ConfigError
-
-
-def save_tensors(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict (tensors and small plain values) into an empty folder. Collective over all ranks."""
-    with _quiet():
-        dist_checkpointing.save(state, str(folder), sharded_strategy=_SaveInProcess())
 
 
 def not_saved(value: Any) -> Any:
@@ -104,23 +93,6 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from sharded_tensors(value)
-
-
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """The engine's torch_dist format, written by torch's own writer in this process, one file per rank, flushed."""
-
-    def __init__(self) -> None:
-        super().__init__(backend="torch_dist", version=1, thread_count=1)
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(
-                checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1
-            ),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-        )
 
 
 @contextlib.contextmanager

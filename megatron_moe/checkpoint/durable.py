@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class HashingFile:
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._beside: ThreadPoolExecutor | None = None
-        self._file = open(path, "wb", buffering=_BESIDE)  # noqa: SIM115: this is the context
+        self._file = io.BufferedWriter(io.FileIO(path, "wb"), _BESIDE)
 
     def write(self, data: Any) -> int:
         """Append bytes or anything that shows them."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -212,62 +211,6 @@ def check_save_root(
         )
 
 
-def claim_root(root: Path) -> None:
-    """Make the folder and mark it as one of ours."""
-    root.mkdir(parents=True, exist_ok=True)
-    (root / OWNER).touch()
-
-
-def open_hidden(root: Path, iteration: int) -> Path:
-    """An empty hidden folder for a step; what a writer that died left under this name is removed.
-
-    Raises:
-        FileExistsError: the step is there already, complete.
-    """
-    step, hidden = step_folder(root, iteration), hidden_folder(root, iteration)
-    if step.exists():
-        reason = defect(step)
-        if reason is None:
-            raise FileExistsError(f"{step} is there already; checkpoints are never overwritten")
-        os.rename(step, _free_name(step))
-    shutil.rmtree(hidden, ignore_errors=True)
-    (hidden / "rng").mkdir(parents=True)
-    return hidden
-
-
-def _free_name(step: Path) -> Path:
-    candidates = (step.with_name(f"{step.name}.incomplete{number or ''}") for number in range(1000))
-    return next(path for path in candidates if not path.exists())
-
-
-def publish(root: Path, iteration: int) -> Path:
-    """Make a written step visible: the marker, the disk, the rename, the pointer, in this order."""
-    hidden, step = hidden_folder(root, iteration), step_folder(root, iteration)
-    paths = sorted(path for path in hidden.rglob("*") if path.is_file())
-    files: dict[str, manifest.Entry] = {
-        path.relative_to(hidden).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": manifest.sha256_of_file(path),
-        }
-        for path in paths
-    }
-    manifest.write(hidden, iteration, files)
-    for path in (hidden / "rng", hidden):
-        _sync(path)
-    os.rename(hidden, step)
-    _sync(root)
-    _replace(root / LATEST, f"{iteration}\n")
-    return step
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write and flush to disk a JSON file of a step that is not visible yet."""
-    with open(path, "w") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """One of the JSON files of a step.
 
@@ -285,22 +228,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {str(error)[:100]}") from None
     return content
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import pretrain_moe
-from megatron_moe.checkpoint import folder
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import Options, preprocess
+from tests.unit.checkpoint.plain_steps import write_step
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:
@@ -93,10 +93,7 @@ def test_a_token_id_at_the_vocabularys_end(capsys, tmp_path, data):
 
 
 def saved(root: Path, run: Run) -> None:
-    hidden = folder.open_hidden(root, 5)
-    folder.write_json(hidden / folder.CONFIG, flatten(run))
-    folder.write_json(hidden / folder.STATE, {"iteration": 5, "has_optimizer": True})
-    folder.publish(root, 5)
+    write_step(root, 5, config=flatten(run), state={"iteration": 5, "has_optimizer": True})
 
 
 def test_folders_that_are_no_checkpoints_or_belong_to_another_run(capsys, tmp_path):

@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint import folder, publish
 from megatron_moe.config.errors import ConfigError
-
-
-def write_step(root: Path, iteration: int, content: str = "weights") -> Path:
-    hidden = folder.open_hidden(root, iteration)
-    (hidden / "__0_0.distcp").write_text(content)
-    (hidden / "rng" / "rank_00000.pt").write_text("states")
-    folder.write_json(hidden / folder.CONFIG, {"seed": 1})
-    folder.write_json(hidden / folder.STATE, {"iteration": iteration})
-    return folder.publish(root, iteration)
+from tests.unit.checkpoint.plain_steps import write_step
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -35,14 +27,14 @@ def test_the_newest_complete_step_is_found(tmp_path):
 
 def test_a_step_is_invisible_until_it_is_complete(tmp_path):
     write_step(tmp_path, 50)
-    hidden = folder.open_hidden(tmp_path, 100)
+    hidden = publish.open_hidden(tmp_path, 100)
     (hidden / "__0_0.distcp").write_text("half")
     assert folder.steps(tmp_path) == [50]
     assert (tmp_path / folder.LATEST).read_text() == "50\n"
 
 
 def test_what_a_dead_writer_left_is_not_mixed_into_the_next_step(tmp_path):
-    (folder.open_hidden(tmp_path, 50) / "__1_0.distcp").write_text("stale")
+    (publish.open_hidden(tmp_path, 50) / "__1_0.distcp").write_text("stale")
     step = write_step(tmp_path, 50)
     assert not (step / "__1_0.distcp").exists()
     assert not folder.hidden_folder(tmp_path, 50).exists()
@@ -124,7 +116,7 @@ def test_a_missing_or_empty_folder_holds_nothing_yet(tmp_path):
 
 
 def test_a_folder_of_ours_without_a_step_is_no_mistake(tmp_path):
-    folder.claim_root(tmp_path)
+    publish.claim_root(tmp_path)
     (tmp_path / "tensorboard").mkdir()
     assert folder.find_step(tmp_path, None) == (None, [])
 
@@ -148,7 +140,7 @@ def test_a_file_and_a_single_step_are_refused_with_the_right_flags(tmp_path):
 def test_a_complete_step_is_never_overwritten(tmp_path):
     step = write_step(tmp_path, 50, "first")
     with pytest.raises(FileExistsError, match="never overwritten"):
-        folder.open_hidden(tmp_path, 50)
+        publish.open_hidden(tmp_path, 50)
     assert (step / "__0_0.distcp").read_text() == "first"
 
 
@@ -156,7 +148,7 @@ def test_an_incomplete_step_in_the_way_is_put_aside_not_deleted(tmp_path):
     (write_step(tmp_path, 50, "first") / folder.MANIFEST).unlink()
     step = write_step(tmp_path, 50, "second")
     assert (step / "__0_0.distcp").read_text() == "second"
-    assert (tmp_path / "iter_0000050.incomplete" / "__0_0.distcp").read_text() == "first"
+    assert (tmp_path / "iter_0000050.bad" / "__0_0.distcp").read_text() == "first"
 
 
 def test_saving_into_another_runs_folder_is_refused(tmp_path):

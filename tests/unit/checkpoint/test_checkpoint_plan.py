@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint import folder
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
+from tests.unit.checkpoint.plain_steps import write_step
 
 
 def saved_by(run: Run, root: Path, iteration: int = 50, has_optimizer: bool = True) -> Run:
     """A step written by `run`; returns the run that loads it."""
-    hidden = folder.open_hidden(root, iteration)
-    folder.write_json(hidden / folder.CONFIG, flatten(run))
-    folder.write_json(hidden / folder.STATE, {"iteration": iteration, "has_optimizer": has_optimizer})
-    folder.publish(root, iteration)
+    write_step(root, iteration, config=flatten(run), state={"iteration": iteration, "has_optimizer": has_optimizer})
     return replace(run, load=str(root))
 
 

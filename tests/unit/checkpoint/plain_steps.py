@@ -1,0 +1,20 @@
+"""Steps of a few small files, published as real ones are. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import durable, folder, publish
+
+
+def write_step(root: Path, iteration: int, content: str = "weights", **about: Any) -> Path:
+    """A step whose tensors are `content`; `about` replaces what its configuration and state say."""
+    hidden = publish.open_hidden(root, iteration)
+    files = {
+        "__0_0.distcp": durable.write_bytes(hidden / "__0_0.distcp", content.encode()),
+        "rng/rank_00000.pt": durable.write_bytes(hidden / "rng" / "rank_00000.pt", b"states"),
+        folder.CONFIG: durable.write_json(hidden / folder.CONFIG, about.get("config", {"seed": 1})),
+        folder.STATE: durable.write_json(hidden / folder.STATE, about.get("state", {"iteration": iteration})),
+    }
+    return publish.publish(root, iteration, files)
