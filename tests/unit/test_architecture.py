@@ -41,7 +41,7 @@ DOORS: dict[str, set[str]] = {
     "datasets": {"data/datasets.py"},
     "datasets.gpt_dataset": {"data/datasets.py", "data/epochs.py"},
     "datasets.megatron_dataset": {"data/epochs.py"},
-    "dist_checkpointing": {"checkpoint/dist.py"},
+    "dist_checkpointing": {"checkpoint/dist.py", "checkpoint/writer.py"},
     "extensions.transformer_engine": {"model/spec.py"},
     "fusions": {"model/spec.py"},
     "models.gpt": {"model/build.py"},
