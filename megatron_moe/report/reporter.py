@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -28,16 +28,26 @@ class Reporter:
         start_iteration: iterations that the loaded checkpoint had done; 0 for a fresh run. What older files say about
             later iterations, of an incarnation that was killed, is taken back.
         stream: where log lines go; default standard output.
+        also: told of everything too, where this rank is the writer.
 
     Raises:
         ConfigError: a path cannot be written, holds something else, or needs a package that is missing.
     """
 
-    def __init__(self, run: Run, *, is_writer: bool, start_iteration: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        is_writer: bool,
+        start_iteration: int,
+        stream: TextIO | None = None,
+        also: Sequence[Sink] = (),
+    ) -> None:
         self._sinks: list[Sink] = []
         self._closed = False
         if not is_writer:
             return
+        self._sinks.extend(also)
         flags = run.logging
         totals = Totals()
         notes: list[str] = []
@@ -126,7 +136,8 @@ class Reporter:
         console.close(summary)
         if summary is not None:
             for sink in files:
-                console.message(f"wrote {sink.artifact}")
+                if sink.artifact is not None:
+                    console.message(f"wrote {sink.artifact}")
 
     def __enter__(self) -> Reporter:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,7 +32,9 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.platform import advisories
 from megatron_moe.precision.guard import PrecisionGuard
+from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.reporter import Reporter
+from megatron_moe.report.sink import Sink
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 from megatron_moe.training.job import Job, Splits
 from megatron_moe.training.loop import train
@@ -41,8 +44,11 @@ from megatron_moe.training.sample import sample_text
 from megatron_moe.training.signals import StopSignals
 
 
-def pretrain(run: Run) -> dict[str, Any]:
+def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
+
+    Args:
+        also: told of everything too, on rank 0, beside what the flags ask for.
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -65,13 +71,30 @@ def pretrain(run: Run) -> dict[str, Any]:
     clean = False
     with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop, ExitStack() as held:
         try:
-            job = _build(run, tokenizer, schedule, start_from, verified, data, held)
+            job = _build(run, tokenizer, schedule, start_from, verified, data, held, also)
             with job.reporter:
                 summary = _train_and_tell(job, tokenizer, stop)
             clean = True
             return summary
         finally:
             groups.destroy(abort=not clean)
+
+
+class _Records(Sink):
+    """Keeps the exact record of every step."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(exact(record))
+
+
+def recorded(run: Run) -> list[dict[str, Any]]:
+    """Train as `run` says; the exact record of every step on rank 0, nothing on the others."""
+    kept = _Records()
+    pretrain(run, also=(kept,))
+    return kept.records
 
 
 def _same_data(run: Run, data: Fingerprint, start_from: Plan) -> list[str]:
@@ -94,6 +117,7 @@ def _build(
     verified: list[str],
     data: Fingerprint,
     held: ExitStack,
+    also: Sequence[Sink],
 ) -> Job:
     """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them; `held` is left at the end."""
     pg_collection = groups.initialize(run)
@@ -120,7 +144,7 @@ def _build(
     splits = build_datasets(
         run, tokenizer, train_samples, evaluated, evaluated if _has_test(run) else 0, pg_collection=pg_collection
     )
-    reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration)
+    reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration, also=also)
     job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
     job.data = data
     job.precision_warnings = loaded.precision_warnings

@@ -1,0 +1,177 @@
+"""What the tests of re-sharding and resuming share: layouts, a small model on real tokens, and reading steps back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+
+VOCABULARY = 250
+TINY = {
+    **PRESETS["tiny"],
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "moe_ffn_hidden_size": 16,
+    "seq_length": 16,
+    "vocab_size": VOCABULARY,
+    "tokenizer_type": "NullTokenizer",
+    "make_vocab_size_divisible_by": 64,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "eval_iters": 0,
+    "health_interval": 0,
+    "split": "1,0,0",
+}
+
+
+def layout(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> dict[str, Any]:
+    flags = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    return {**flags, "sequence_parallel": tp > 1, **more}
+
+
+# (TP, PP, EP) -> ranks and flags
+LAYOUTS: dict[tuple[int, int, int], tuple[int, dict[str, Any]]] = {
+    sizes: (sizes[0] * sizes[1] * sizes[2], layout(*sizes))
+    for sizes in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
+}
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
+}
+
+
+def corpus(folder: Path, documents: int = 64, seed: int = 3) -> str:
+    """The prefix of a small indexed dataset of random ids."""
+    from megatron_moe.data.datasets import dataset_builder
+
+    random = numpy.random.default_rng(seed)
+    prefix = str(folder / "corpus")
+    builder = dataset_builder(f"{prefix}.bin", numpy.dtype(numpy.uint16))
+    for _ in range(documents):
+        document = random.integers(0, VOCABULARY, random.integers(30, 200))
+        builder.add_document(torch.from_numpy(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+# ---- on the ranks
+
+
+def trained(flags: dict[str, Any]) -> dict[str, Any]:
+    """A whole run; its summary."""
+    from megatron_moe.training.run import pretrain
+
+    return pretrain(build({**TINY, **flags}))
+
+
+def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run that saves what it loaded before it trains, and nothing else; the exact records of its own steps."""
+    from megatron_moe.training import run as runs
+
+    found: list[dict[str, Any]] = []
+    train = runs.train
+
+    def saving_first(job: Any, stop: Any) -> str:
+        job.saved = None
+        job.save()
+        job.finish_save()
+        job.saver = None
+        before = len(job.records)
+        said = train(job, stop)
+        found.extend(list(job.records)[before:])
+        return said
+
+    runs.train = saving_first
+    try:
+        trained(flags)
+    finally:
+        runs.train = train
+    return found
+
+
+def message_of(flags: dict[str, Any]) -> str:
+    """What a run is refused with."""
+    from megatron_moe.config.errors import ConfigError
+
+    try:
+        trained(flags)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("the run was not refused")
+
+
+# ---- reading steps back
+
+
+def tensors(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a step, whole, by its key: read with torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    saved = FileSystemReader(step).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for key, kind in saved.items()
+        if isinstance(kind, TensorStorageMetadata)
+    }
+    load(state, storage_reader=FileSystemReader(step), no_dist=True)
+    return state
+
+
+def plain_values(step: Path) -> dict[str, Any]:
+    """What the optimizer keeps beside its tensors (steps, learning rates, loss scale), by its place."""
+    found: dict[str, Any] = {}
+
+    def walk(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                walk(f"{place}.{key}", value[key])
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                walk(f"{place}[{index}]", inner)
+        elif isinstance(value, torch.Tensor):
+            found[place] = value.tolist()
+        else:
+            found[place] = value
+
+    walk("", torch.load(step / "common.pt", weights_only=False))
+    return found
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
+    first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))
+    return sorted(
+        key
+        for key in first.keys() | second.keys()
+        if key not in first
+        or key not in second
+        or first[key].dtype != second[key].dtype
+        or not torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8))
+    )
+
+
+def _unpadded(key: str, value: torch.Tensor) -> torch.Tensor:
+    table = key.endswith(("word_embeddings.weight", "output_layer.weight"))
+    return (value[:VOCABULARY] if table else value).contiguous()
+
+
+def state_of(step: Path) -> dict[str, Any]:
+    return json.loads((step / "state.json").read_text())
+
+
+COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "records", "data", "tokenizer")
+
+
+def other_state(first: Path, second: Path) -> list[str]:
+    """Names of counters, schedule, records and the optimizer's plain values in which two steps differ."""
+    one, two = state_of(first), state_of(second)
+    return [name for name in COUNTERS if one[name] != two[name]]
