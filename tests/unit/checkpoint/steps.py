@@ -71,7 +71,7 @@ def contents(iteration: int, seed: int = 0, tensors: dict[str, torch.Tensor] | N
         ".metadata": pickle.dumps(Metadata(kinds, None, storage, StorageMeta("somewhere", "save", "load"))),
         "metadata.json": json.dumps({"sharded_backend": "torch_dist"}).encode(),
         "common.pt": saved({"optimizer": {"param_groups": [{"lr": 0.1, "params": [0]}]}}),
-        "config.json": json.dumps({"hidden_size": 16, "num_experts": 4, "lr": 0.001}).encode(),
+        "config.json": json.dumps({"lr": 0.001, "seed": 1234}, indent=1).encode(),
         "state.json": json.dumps(state).encode(),
         **{f"__{rank}_0.distcp": bytes(content) for rank, content in data.items()},
         **{f"rng/rank_{rank:05d}.pt": saved({"torch": torch.arange(64) + seed + rank}) for rank in range(RANKS)},

@@ -1,0 +1,161 @@
+"""A damaged step is found before a weight of it is used, named with its file, and the one before it is taken."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.checkpoint import manifest, verify
+from megatron_moe.checkpoint.plan import plan
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, replace
+from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.steps import make_step
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def found(flags: dict[str, Any], round_seconds: float | None = None) -> tuple[str | None, list[str], list[str]]:
+    """Name of the step that these flags load, or the error; the warnings; the lines of progress. On any rank."""
+    from megatron_moe.checkpoint import verify
+    from megatron_moe.checkpoint.plan import plan
+
+    if round_seconds is not None:
+        verify.ROUND_SECONDS = round_seconds
+    told: list[str] = []
+    run = replace(Run(), **flags)
+    try:
+        chosen = verify.verified(run, plan(run), told.append)
+    except ConfigError as error:
+        return str(error), [], told
+    return chosen.source.step.name if chosen.source else None, chosen.warnings, told
+
+
+def flip(path: Path, position: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for iteration in (50, 100, 150):
+        make_step(tmp_path, iteration, seed=iteration)
+    return tmp_path
+
+
+def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
+    assert found({"load": str(root)}) == ("iter_0000150", [], [])
+    flip(root / "iter_0000150" / "__1_0.distcp")
+    step, (warning,), _ = found({"load": str(root)})
+    assert step == "iter_0000100"
+    for words in ("CHECKPOINT WARNING: step 150 is damaged", "__1_0.distcp does not hold what was saved", str(root)):
+        assert words in warning
+    flip(root / "iter_0000100" / "common.pt")
+    step, warnings, _ = found({"load": str(root)})
+    assert step == "iter_0000050" and len(warnings) == 2
+    flip(root / "iter_0000050" / "rng" / "rank_00000.pt")
+    message, _, _ = found({"load": str(root)})
+    assert "none of its 3 steps can be loaded" in message and "rng/rank_00000.pt" in message
+
+
+def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
+    flip(root / "iter_0000100" / ".metadata")
+    message, _, _ = found({"load": str(root), "ckpt_step": 100})
+    assert "--ckpt-step 100: .metadata does not hold what was saved" in message
+    assert "other complete steps: 50, 150" in message
+    assert found({"load": str(root), "ckpt_step": 150})[0] == "iter_0000150"
+
+
+def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
+    flip(root / "iter_0000150" / "__0_0.distcp")
+    run = replace(Run(), load=str(root), save=str(root))
+    chosen = verify.verified(run, plan(run), print)
+    assert chosen.continues and chosen.start_iteration == 100
+
+
+def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, root):
+    flip(root / "iter_0000150" / "__1_0.distcp")
+    step, (warning,), _ = found({"load": str(root), "verify_checkpoint": False})
+    assert step == "iter_0000150"
+    assert "CHECKPOINT WARNING" in warning and "NOT VERIFIED (--no-verify-checkpoint)" in warning
+
+
+def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
+    flip(root / "iter_0000150" / "__1_0.distcp")
+    results = gloo.run(3, found, flags={"load": str(root)})
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
+
+
+def test_ranks_that_finish_early_wait_for_the_others_in_rounds_and_progress_is_told(gloo, root):
+    results = gloo.run(2, found, flags={"load": str(root)}, round_seconds=0.0)
+    assert [step for step, *_ in results] == ["iter_0000150"] * 2
+    assert [bool(told) for *_, told in results] == [True, False]
+    assert f"verifying {root / 'iter_0000150'}: " in results[0][2][0]
+
+
+def seen_by_rank(roots: list[str]) -> str:
+    return str(found({"load": roots[torch.distributed.get_rank()]})[0])
+
+
+def test_ranks_that_see_different_folders_all_stop(gloo, root, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    make_step(other, 150, seed=7)
+    for message in gloo.run(2, seen_by_rank, roots=[str(root), str(other)]):
+        assert "the ranks see different checkpoints: step 150" in message and "on rank 1" in message
+
+
+def complaint(root: Path, damaged: damage.Damage) -> str | None:
+    """Why a damaged newest step was not handled as it should be: passed over for the one before, its file named."""
+    step, warnings, _ = found({"load": str(root)})
+    if step != "iter_0000100":
+        return f"{damaged.kind} in {list(damaged.files)}: loaded {step}"
+    if not any(name in warning for name in damaged.named for warning in warnings):
+        return f"{damaged.kind} in {list(damaged.files)}: not named in {warnings}"
+    return None
+
+
+def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
+    step, rng = root / "iter_0000150", random.Random(4)
+    sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
+    damages = itertools.chain(
+        damage.flips(sound, 60, rng),
+        damage.truncations(sound, 20, rng),
+        damage.zeroed_pages(sound, 20, rng),
+        damage.misplaced(sound, earlier),
+    )
+    result = damage.tally(step, damages, lambda one: complaint(root, one))
+    assert result.first == {}
+    assert len(result.trials) == 7 and sum(result.trials.values()) > 130
+    assert found({"load": str(root)}) == ("iter_0000150", [], [])
+
+
+def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
+    """Without the content check most flipped bits go unseen."""
+    monkeypatch.setattr(manifest, "checked_content", lambda step, names: iter(()))
+    step = root / "iter_0000150"
+    flipped = damage.flips(damage.content(step), 40, random.Random(4))
+    assert damage.tally(step, flipped, lambda one: complaint(root, one)).missed["flipped bit"] > 20
+
+
+def test_what_was_verified_is_told_and_is_no_warning(alone, root):
+    run = replace(Run(), load=str(root))
+    chosen = verify.verified(run, plan(run), print)
+    assert f"verified {root / 'iter_0000150'}: 9 files" in chosen.notes[-1] and chosen.warnings == []
+
+
+def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
+    assert found({"load": str(tmp_path / "none")}) == (None, [], [])
