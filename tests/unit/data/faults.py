@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -73,10 +74,13 @@ class Scene:
 
     def verdict(self, *flags: str, data_path: tuple[str, ...] = ()) -> str | None:
         """The error of `pretrain_moe.py --dry-run`, or None. Anything but one line and exit status 2 is a defect."""
-        argv = ["--preset", "tiny", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)]
-        argv += ["--split", "100,0,0", "--seq-length", str(S), "--eval-iters", "0", "--dry-run", "--train-iters", "9"]
-        argv += ["--data-path", *(data_path or (self.prefix,)), *flags]
-        return said("pretrain_moe.py", pretrain_moe.main, argv)
+        return said(pretrain_moe.main, [*self.argv(data_path), "--dry-run", *flags])
+
+    def argv(self, data_path: tuple[str, ...] = ()) -> list[str]:
+        return [
+            "--preset", "tiny", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--split", "100,0,0",
+            "--seq-length", str(S), "--eval-iters", "0", "--train-iters", "9", "--data-path", *(data_path or (self.prefix,)),
+        ]  # fmt: skip
 
     def samples(self, **changes: object) -> list[list[int]]:
         """The S + 1 ids of the first 30 samples, one epoch and a bit, as the engine's dataset gives them."""
@@ -95,7 +99,7 @@ class Scene:
             os.unlink(f"{self.prefix}.json")
 
 
-def said(program: str, main: Callable[[list[str]], int], argv: list[str]) -> str | None:
+def said(main: Callable[[list[str]], int], argv: list[str]) -> str | None:
     """The one line of an error with exit status 2, or None for exit status 0; anything else is an AssertionError."""
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -277,6 +281,7 @@ def bad_weights(scene: Scene, rng: random.Random) -> tuple[str, ...]:
 
 def stale_cache(scene: Scene, rng: random.Random) -> None:
     """One cached array flipped, cut, emptied, from other data, or with a list that is damaged or gone."""
+    shutil.rmtree(scene.folder / "cache", ignore_errors=True)
     scene.samples()
     arrays = sorted((scene.folder / "cache").rglob("*.npy"))
     path = rng.choice(arrays)
@@ -319,4 +324,4 @@ def bad_text(scene: Scene, rng: random.Random) -> str:
 def preprocessing_says(scene: Scene) -> str | None:
     """The error of tools/preprocess_data.py on what `bad_text` wrote."""
     argv = ["--input", str(scene.folder / "bad.jsonl"), "--output-prefix", str(scene.folder / "bad"), "--workers", "1"]
-    return said("preprocess_data.py", preprocess_cli.main, [*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])
+    return said(preprocess_cli.main, [*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])

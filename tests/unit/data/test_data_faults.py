@@ -9,15 +9,20 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import flatten
 from megatron_moe.data.batches import batch_iterator
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.fingerprint import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
+from megatron_moe.training.job import Job
+from tests.unit.checkpoint.plain_steps import write_step
 from tests.unit.data import faults
 from tests.unit.data.faults import VOCABULARY, Scene
 
@@ -134,6 +139,37 @@ def file_replaced(scene: Scene, number: int) -> None:
         assert str(caught.value).startswith(scene.prefix)
         accepting = scene.run(data_verify_gb=run.data.data_verify_gb, accept_changed_data=True, load="somewhere")
         assert "WARNING" in require_same_data(accepting, now, saved, "STEP")[0]
+
+
+def test_a_resume_on_a_replaced_file_exits_with_status_2(scene: Scene) -> None:
+    scene.restore()
+    root = scene.folder / "checkpoints"
+    root.mkdir()
+    resume = ["--load", str(root), "--save", str(root)]
+    step = write_step(
+        root,
+        5,
+        config=flatten(cli.parse([*scene.argv(), *resume])),
+        state={"iteration": 5, "has_optimizer": True, "data": data_fingerprint(scene.run())},
+    )
+    assert scene.verdict(*resume) is None
+    changed = faults.documents(1)
+    changed[7][3] = 950
+    faults.write(scene.folder, "data", changed)
+    told = scene.verdict(*resume)
+    assert told is not None and told.startswith(f"{scene.prefix}.bin is not the file that {step} was trained on: SHA-256")
+    assert "--accept-changed-data" in told
+    assert scene.verdict(*resume, "--accept-changed-data") is None
+    assert "--load" in str(scene.verdict("--accept-changed-data"))
+
+
+def test_a_file_replaced_during_the_run_stops_it_before_it_saves(scene: Scene) -> None:
+    scene.restore()
+    job = SimpleNamespace(data=data_fingerprint(scene.run()), place=SimpleNamespace(rank=0))
+    Job.check_data(job)  # type: ignore[arg-type]
+    faults.write(scene.folder, "data", faults.documents(3))
+    with pytest.raises(ConfigError, match=f"{scene.prefix}.bin was written to after the run began.*none is saved"):
+        Job.check_data(job)  # type: ignore[arg-type]
 
 
 def test_a_file_that_disappears_during_the_run_is_named(scene: Scene) -> None:

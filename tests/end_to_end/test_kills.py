@@ -1,0 +1,55 @@
+"""Twenty kills at random times (R1 of docs/reliability.md): nothing of the run may depend on them.
+
+Ranks are forked from one warm process, so that twenty starts cost half a minute of CPU; `make soak` runs two hundred, in
+five layouts, and some under torchrun.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import kills
+
+ITERATIONS = 21
+INTERVAL = 3
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[kills.Forked]:
+    launcher = kills.Forked()
+    yield launcher
+    launcher.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "saving", "most_lost"),
+    [
+        ("EP2", [], INTERVAL),
+        ("TP2", ["--async-save", "--keep-last-k", "2", "--save-retain-interval", "9"], 2 * INTERVAL),
+    ],
+    ids=["EP2 sync", "TP2 async"],
+)
+def test_a_run_that_is_killed_ten_times_equals_one_that_is_not(
+    forked: kills.Forked, tmp_path: Path, layout: str, saving: list[str], most_lost: int
+) -> None:
+    world_size, flags = kills.LAYOUTS[layout]
+    argv = kills.flags(ITERATIONS, *flags)
+    oracle = kills.undisturbed_job(forked, tmp_path / "oracle", argv, world_size)
+    rng = random.Random(f"{layout} {saving}")
+    killed = 0
+    while killed < 10:
+        job = kills.killed_job(
+            forked, tmp_path / f"killed{killed}", [*argv, "--save-interval", str(INTERVAL), *saving], world_size, rng,
+            kills=10 - killed, horizon=oracle.seconds,
+        )  # fmt: skip
+        assert kills.differences(job, oracle, most_lost) == []
+        assert len(job.lines) >= ITERATIONS
+        if saving:
+            there = sorted(path.name for path in (job.folder / "checkpoints").glob("iter_*"))
+            assert there == [f"iter_{number:07d}" for number in (9, 15, 18, 21)]
+        killed += len(job.kills)
