@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import folder, optimizer_state, publish, random_state, writer
-from megatron_moe.checkpoint.durable import new_file, refusal, write_json
+from megatron_moe.checkpoint.durable import SaveError, new_file, refusal, write_json
 from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
@@ -65,6 +67,8 @@ class Saving:
     _written: writer.Written | None = None
     _all_written: list[writer.Written] | None = None
     _failure: Exception | None = None
+    _opened: bool = False
+    """The hidden folder is ours to remove: rank 0 has made it."""
 
     @property
     def step(self) -> Path:
@@ -95,11 +99,8 @@ class Saving:
         Raises:
             SaveError: some rank could not write; on every rank, and nothing of the step is left.
         """
-        try:
-            self._all_written = gathered(self._written, self._failure, self._refusal)
-        except Exception:
-            self._discard()
-            raise
+        with self._all_or_nothing():
+            self._all_written = gathered(self._written, self._failure, self._reason)
 
     def publish(self) -> None:
         """Make the step visible. Rank 0 only, not collective; what goes wrong is kept for `conclude`."""
@@ -124,29 +125,49 @@ class Saving:
         Raises:
             SaveError: it could not be published; on every rank.
         """
-        try:
+        with self._all_or_nothing():
             on_rank_zero(self._raise_failure)
-        except Exception:
-            self._discard()
-            raise
         return self.step
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, OSError):
-            raise OSError(self._refusal(self._failure)) from self._failure
+            raise OSError(self._reason(self._failure)) from self._failure
         if self._failure is not None:
             raise self._failure
 
-    def _refusal(self, error: OSError) -> str:
-        root = self.target.root
-        return (
-            f"step {self.iteration} was not saved: {refusal(error, root, self.num_bytes)}; earlier steps in {root} stay"
-        )
+    def make_room(self) -> None:
+        """An empty hidden folder with room for the step. Collective.
 
-    def _discard(self) -> None:
-        """A disk that is full is not to stay full."""
-        if self.rank == 0:
-            publish.discard(self.target.root, self.iteration)
+        Raises:
+            SaveError: there is none, or a sound step of this number is there; on every rank.
+        """
+        with self._all_or_nothing():
+            on_rank_zero(self._make_room)
+
+    def _make_room(self) -> None:
+        try:
+            if self.target.lock is not None:
+                self.target.lock.check()
+            publish.open_hidden(self.target.root, self.iteration, self.num_bytes)
+            self._opened = True
+        except OSError as error:
+            raise OSError(self._reason(error)) from error
+
+    def _reason(self, error: OSError) -> str:
+        return refusal(error, self.target.root, self.num_bytes)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Whatever goes wrong: nothing of the step stays, since a disk that is full is not to stay full."""
+        try:
+            yield
+        except Exception as error:
+            if self._opened and (self.target.lock is None or self.target.lock.is_held()):
+                publish.discard(self.target.root, self.iteration)
+            if isinstance(error, SaveError):
+                words = f"step {self.iteration} was not saved: {error}; earlier steps in {self.target.root} stay"
+                raise SaveError(words) from error
+            raise
 
 
 def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
@@ -227,22 +248,8 @@ def begin(
         place.rank,
         int(total.item()),
     )
-    on_rank_zero(lambda: _make_room(saving))
+    saving.make_room()
     return saving
-
-
-def _make_room(saving: Saving) -> None:
-    """An empty hidden folder with room for the step.
-
-    Raises:
-        OSError: there is none, or a sound step of this number is there; the message says all.
-    """
-    try:
-        if saving.target.lock is not None:
-            saving.target.lock.check()
-        publish.open_hidden(saving.target.root, saving.iteration, saving.num_bytes)
-    except OSError as error:
-        raise OSError(saving._refusal(error)) from error
 
 
 def _serialized(value: Any) -> bytes:

@@ -82,12 +82,16 @@ class WriterLock:
         if holder.token != self._me.token:
             raise LostLockError(f"{self._path.parent} was taken over by {holder}")
 
+    def is_held(self) -> bool:
+        """Whether the folder is still ours to write."""
+        holder = _read(self._path)
+        return holder is not None and holder.token == self._me.token
+
     def release(self) -> None:
         """Stop the heart and remove the lock, if it is ours still."""
         self._stop.set()
         self._heart.join()
-        holder = _read(self._path)
-        if holder is not None and holder.token == self._me.token:
+        if self.is_held():
             self._path.unlink(missing_ok=True)
 
     def _beat(self) -> None:

@@ -1,0 +1,292 @@
+"""Saving, at once and in the background: the same bits, nothing torn, and a refusal that all ranks learn of."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.checkpoint import folder, manifest
+from tests.unit.checkpoint.test_checkpoint_roundtrip import OPTIMIZERS, TINY, differing, tensors
+
+EVERY = {"train_iters": 4, "save_interval": 2}
+
+
+def trained(flags: dict[str, Any], slow_rank: int | None = None, delay: float = 0.0) -> dict[str, Any]:
+    """A run on this case's ranks, one of which is slow to write. Returns its summary and what was told."""
+    import torch.distributed
+
+    from megatron_moe.checkpoint import writer
+    from megatron_moe.config.schema import build
+    from megatron_moe.report.reporter import Reporter
+    from megatron_moe.training.run import pretrain
+
+    told: list[str] = []
+    write, message = writer.write, Reporter.message
+
+    def slowly(*args: Any) -> writer.Written:
+        if torch.distributed.get_rank() == slow_rank:
+            time.sleep(delay)
+        return write(*args)
+
+    def heard(self: Reporter, text: str) -> None:
+        told.append(text)
+        message(self, text)
+
+    writer.write, Reporter.message = slowly, heard
+    try:
+        return {**pretrain(build({**TINY, **flags})), "told": told}
+    finally:
+        writer.write, Reporter.message = write, message
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
+    flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
+    gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
+    # The second rank writes step 2 while steps 3 and 4 are trained.
+    slow = {"slow_rank": 1, "delay": 3.0}
+    (result, _) = gloo.run(2, trained, flags={**flags, "async_save": True, "save": str(tmp_path / "later")}, **slow)
+    for number in (2, 4):
+        there, here = (folder.step_folder(tmp_path / name, number) for name in ("at once", "later"))
+        assert differing(tensors(there), tensors(here)) == []
+        for step in (there, here):
+            assert manifest.structure_defect(step) is None
+            assert manifest.content_defect(step, manifest.read(step).files) is None
+        for name in (folder.STATE, "rng/rank_00000.pt", "rng/rank_00001.pt", "common.pt"):
+            if name == folder.STATE:
+                first, second = (json.loads((step / name).read_text()) for step in (there, here))
+                assert (first["iteration"], first["scheduler"]) == (second["iteration"], second["scheduler"])
+            else:
+                assert (there / name).read_bytes() == (here / name).read_bytes(), name
+    saved = [text for text in result["told"] if text.startswith("saved ")]
+    assert len(saved) == 2 and "iter_0000002" in saved[0] and "of which training waited" in saved[0]
+    assert result["checkpoint"] == str(tmp_path / "later" / "iter_0000004")
+
+
+def test_a_step_holds_what_is_needed_to_go_on_and_to_know_where_it_is_from(gloo, tmp_path):
+    gloo.run(2, trained, flags={**EVERY, "train_iters": 2, "bf16": True, "save": str(tmp_path)})
+    step = tmp_path / "iter_0000002"
+    state = json.loads((step / folder.STATE).read_text())
+    for name in ("iteration", "consumed_samples", "skipped_iterations", "scheduler", "layout", "data"):
+        assert name in state, name
+    assert {"python", "torch", "megatron-core"} <= state["versions"].keys()
+    assert state["tokenizer"]["type"] == "ByteTokenizer" and len(state["tokenizer"]["sha256"]) == 64
+    assert json.loads((step / folder.CONFIG).read_text())["num_layers"] == 4
+    files = manifest.read(step).files
+    assert {"rng/rank_00000.pt", "rng/rank_00001.pt", ".metadata", "common.pt", "metadata.json"} <= files.keys()
+    keys = tensors(step).keys()
+    for kind in ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "optimizer.state.fp32_param.", ""):
+        assert any(key.startswith(kind) for key in keys) or kind == "optimizer.state.fp32_param.", kind
+    assert any(key.endswith("expert_bias") for key in keys)
+    assert not (tmp_path / ".writer.lock").exists()
+
+
+def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> dict[str, Any]:
+    """A run in which the system refuses the first write of step `number` on one rank. Returns what became of it."""
+    import torch.distributed
+
+    from megatron_moe.checkpoint import durable, publish, writer
+    from megatron_moe.checkpoint.durable import SaveError
+
+    write, replace_text = writer.write, durable.replace_text
+    mark = folder.hidden_folder(Path(flags["save"]), number)
+
+    def full(staged: writer.Staged, hidden: Path) -> writer.Written:
+        if torch.distributed.get_rank() == bad_rank and hidden == mark:
+            raise OSError(errno.ENOSPC, "No space left on device", str(hidden / "__0_0.distcp"))
+        return write(staged, hidden)
+
+    def broken(path: Path, text: str) -> None:
+        if text == f"{number}\n":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        replace_text(path, text)
+
+    if where == "write":
+        writer.write = full
+    else:
+        publish.durable.replace_text = broken
+    try:
+        return trained(flags)
+    except SaveError as error:
+        return {"error": str(error)}
+    finally:
+        writer.write, publish.durable.replace_text = write, replace_text
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("where", ["write", "publish"])
+def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
+    flags = {**EVERY, "train_iters": 6, "async_save": background, "save": str(tmp_path)}
+    results = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
+    for result in results:
+        assert "step 4 was not saved" in result["error"]
+        if where == "write":
+            assert "rank 1" in result["error"] and "__0_0.distcp" in result["error"]
+            assert "the step takes" in result["error"] and "are free at" in result["error"]
+    assert results[0]["error"] == results[1]["error"]
+    assert folder.steps(tmp_path) == [2] and (tmp_path / folder.LATEST).read_text() == "2\n"
+    assert not folder.hidden_folder(tmp_path, 4).exists()
+    step, _ = folder.find_step(tmp_path, None)
+    assert step is not None and manifest.content_defect(step, manifest.read(step).files) is None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background):
+    flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
+    first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where="write")
+    assert folder.steps(tmp_path) == [2, 6] and first["checkpoint"] == str(tmp_path / "iter_0000006")
+    assert any(
+        text.startswith("CHECKPOINT ERROR: step 4 was not saved: rank 1: No space left on device")
+        for text in first["told"]
+    )
+
+
+def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
+    flags = {**EVERY, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
+    for result in gloo.run(2, refused, flags=flags, number=4, bad_rank=0, where="write"):
+        assert "step 4 was not saved" in result["error"]
+
+
+def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
+    """A run whose first rank gets SIGTERM after `iteration` steps while another step is being written."""
+    import signal
+
+    import torch.distributed
+
+    from megatron_moe.training import loop
+
+    told = loop._advance
+
+    def signalled(job: Any, *args: Any) -> None:
+        told(job, *args)
+        if job.progress.iteration == iteration and torch.distributed.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop._advance = signalled
+    try:
+        return trained(flags, slow_rank=1, delay=1.0)
+    finally:
+        loop._advance = told
+
+
+def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo, tmp_path):
+    flags = {**EVERY, "train_iters": 50, "async_save": True, "exit_signal_handler": True, "save": str(tmp_path)}
+    gloo.run(2, stopped, flags=flags, iteration=3)
+    assert folder.steps(tmp_path) == [2, 3]
+    for step in (tmp_path / "iter_0000002", tmp_path / "iter_0000003"):
+        assert manifest.content_defect(step, manifest.read(step).files) is None
+
+
+def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gloo, tmp_path):
+    flags = {"save_interval": 1, "keep_last_k": 1, "save": str(tmp_path)}
+    gloo.run(1, trained, flags={**flags, "train_iters": 3})
+    assert folder.steps(tmp_path) == [3]
+    gloo.run(1, trained, flags={**flags, "train_iters": 6, "async_save": True, "load": str(tmp_path)})
+    assert folder.steps(tmp_path) == [3, 6]
+    gloo.run(1, trained, flags={**flags, "train_iters": 7, "load": str(tmp_path)})
+    assert folder.steps(tmp_path) == [6, 7]
+
+
+HOLDER = """
+from pathlib import Path
+from megatron_moe.checkpoint import writer_lock
+writer_lock.acquire(Path({root!r}))
+print("held", flush=True)
+input()
+"""
+
+
+def second_job(flags: dict[str, Any]) -> str:
+    """What a job is told whose folder another process of this host writes to."""
+    from megatron_moe.checkpoint import writer_lock
+    from megatron_moe.config.errors import ConfigError
+
+    root = Path(flags["save"])
+    if int(os.environ["RANK"]) == 0:
+        root.mkdir()
+        code = HOLDER.format(root=str(root))
+        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    try:
+        with pytest.raises(ConfigError) as error:
+            trained(flags)
+    finally:
+        if int(os.environ["RANK"]) == 0:
+            other.communicate("\n")
+    assert writer_lock.NAME in str(error.value)
+    return str(error.value)
+
+
+def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
+    for message in gloo.run(2, second_job, flags={"save": str(tmp_path / "c")}):
+        assert "another job writes there: process" in message
+
+
+def overtaken(flags: dict[str, Any]) -> str:
+    """What a job is told that lost its folder to another one, which writes the same step at the moment."""
+    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.training import loop
+
+    told, root = loop._advance, Path(flags["save"])
+
+    def losing(job: Any, *args: Any) -> None:
+        told(job, *args)
+        if job.progress.iteration == 3:
+            lock = root / ".writer.lock"
+            lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
+            folder.hidden_folder(root, 4).mkdir()
+
+    loop._advance = losing
+    try:
+        with pytest.raises(SaveError) as error:
+            trained(flags)
+    finally:
+        loop._advance = told
+    return str(error.value)
+
+
+def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path):
+    (message,) = gloo.run(1, overtaken, flags={**EVERY, "save": str(tmp_path)})
+    assert "was taken over by process" in message and "on far" in message
+    assert folder.hidden_folder(tmp_path, 4).is_dir() and (tmp_path / ".writer.lock").exists()
+
+
+def moved(flags: dict[str, Any]) -> str:
+    """What a job is told whose folder is moved while it trains."""
+    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.training import loop
+
+    told, root = loop._advance, Path(flags["save"])
+
+    def moving(job: Any, *args: Any) -> None:
+        told(job, *args)
+        if job.progress.iteration == 3:
+            root.rename(root.with_name("elsewhere"))
+
+    loop._advance = moving
+    try:
+        with pytest.raises(SaveError) as error:
+            trained(flags)
+    finally:
+        loop._advance = told
+    return str(error.value)
+
+
+def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, tmp_path):
+    (message,) = gloo.run(1, moved, flags={**EVERY, "save": str(tmp_path / "c")})
+    assert "moved or deleted while this job ran" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    here = str(tmp_path / "elsewhere")
+    lock = tmp_path / "elsewhere" / ".writer.lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "pid": 2**22 + 1}))  # that process has ended since
+    (summary,) = gloo.run(1, trained, flags={**EVERY, "load": here, "save": here})
+    assert folder.steps(tmp_path / "elsewhere") == [2, 4] and summary["iterations"] == 4
+    assert any("that process is dead" in text for text in summary["told"])
