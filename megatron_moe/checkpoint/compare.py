@@ -34,7 +34,7 @@ _FREE = {
     "moe_token_dispatcher_type",
     "moe_expert_backend",
 }
-_TRAINING_STATE = ("bf16", "fp16", "use_distributed_optimizer")
+_TRAINING_STATE = ("bf16", "fp16")
 """Settings that the optimizer's state depends on; free where only weights are loaded."""
 
 _NOT_TOLD = {"load", "save", "ckpt_step", "metrics_file", "plot_file", "summary_file", "tensorboard_dir", "dry_run"}

@@ -83,16 +83,23 @@ def load_tensors(
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
     """All sharded tensors of a nested state dict, those that a factory makes included."""
-    if isinstance(state, ShardedTensor):
+    for part in sharded_parts(state):
+        if isinstance(part, ShardedTensorFactory):
+            yield from sharded_tensors(part.build())
+        else:
+            yield part
+
+
+def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """All sharded tensors and factories of a nested state dict."""
+    if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         yield state
-    elif isinstance(state, ShardedTensorFactory):
-        yield from sharded_tensors(state.build())
     elif isinstance(state, dict):
         for value in state.values():
-            yield from sharded_tensors(value)
+            yield from sharded_parts(value)
     elif isinstance(state, (list, tuple)):
         for value in state:
-            yield from sharded_tensors(value)
+            yield from sharded_parts(value)
 
 
 @contextlib.contextmanager

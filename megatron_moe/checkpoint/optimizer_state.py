@@ -1,4 +1,13 @@
-"""The optimizer's part of a checkpoint, in a form that any layout can read."""
+"""The optimizer's part of a checkpoint, in a form that any layout and either kind of optimizer can read.
+
+    optimizer.state.param.NAME        the fp32 main weight of NAME; not in an fp32 run, where NAME itself is that
+    optimizer.state.exp_avg.NAME      Adam's moments, fp32
+    optimizer.state.exp_avg_sq.NAME
+    plain values: per optimizer {"optimizer": {"param_groups": [...]}, "grad_scaler": {...}}
+
+The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
+The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,12 @@ from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint.dist import not_saved
+from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
 
 _MAIN_WEIGHTS = "fp32_from_fp16_params"
+_SHARDING = "param_state_sharding_type"
+_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
 FORMAT: dict[str, Any] = {
     # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -24,6 +35,8 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[st
     with _compact_buckets(optimizer), _every_main_weight(optimizer):
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
     _set_empty_groups_apart(state)
+    for part, own in _parts(optimizer, state):
+        _to_common(part, own)
     return state
 
 
@@ -53,10 +66,43 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
         "betas": (run.optimizer.adam_beta1, run.optimizer.adam_beta2),
         "eps": run.optimizer.adam_eps,
     }
+    for part, common in _parts(optimizer, state):
+        _from_common(part, common)
     for group in _param_groups(state):
         group.update({key: value for key, value in settings.items() if key in group})
     with _every_main_weight(optimizer):
         optimizer.load_state_dict(state)
+
+
+def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The engine's optimizers in a chain and their states, which have no number where there is only one."""
+    chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
+    return [(part, own) for part, own in zip(chain, states) if own]
+
+
+def _to_common(part: Any, own: dict[str, Any]) -> None:
+    """Change an optimizer's sharded state into the common form; nothing is copied."""
+    if _MAIN_WEIGHTS in own:
+        for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
+            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
+    elif "param_state" in own:
+        own.pop(_SHARDING)
+        if not (part.config.bf16 or part.config.fp16):
+            # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
+            weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
+            for number, weight in enumerate(weights):
+                own["param_state"][number]["param"] = not_saved(weight)
+    elif "param_groups" in own:
+        own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
+
+
+def _from_common(part: Any, common: dict[str, Any]) -> None:
+    """Undo `_to_common` on what was loaded."""
+    if "param_state" in common:
+        common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
+    elif _MAIN_WEIGHTS not in common and "optimizer" in common:
+        common.update(common.pop("optimizer"))
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:

@@ -42,12 +42,14 @@ def test_every_differing_key_is_listed_with_both_values(tmp_path):
         assert words in str(error.value)
 
 
-def test_another_precision_or_optimizer_needs_the_weights_alone(tmp_path):
-    run = replace(saved_by(RUN, tmp_path), bf16=False, use_distributed_optimizer=False)
+def test_another_precision_needs_the_weights_alone_and_another_optimizer_does_not(tmp_path):
+    run = replace(saved_by(RUN, tmp_path), bf16=False)
     with pytest.raises(ConfigError, match="--finetune or --no-load-optim"):
         plan(run)
     assert plan(replace(run, no_load_optim=True)).source is not None
     assert plan(replace(run, finetune=True)).start_iteration == 0
+    (note,) = plan(replace(run, bf16=True, use_distributed_optimizer=False)).notes
+    assert "use_distributed_optimizer: True -> False" in note
 
 
 def test_settings_that_may_change_are_told(tmp_path):
