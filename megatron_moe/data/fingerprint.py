@@ -22,8 +22,8 @@ Fingerprint = dict[str, dict[str, dict[str, Any]]]
 def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
     """The files of the data flags as they are now; empty for `--mock-data`. Call it after `check_data`.
 
-    sha256 is the sidecar's; without a sidecar this reads the file, `.bin` files up to `--data-verify-gb` in all, else it
-    is None. verified: the content has been read by this process, or by `check_data` before it, and has that hash.
+    sha256 is the sidecar's; without a sidecar this reads the file, `.bin` files up to `--data-verify-gb` in all, else
+    it is None. verified: the content has been read by this process, or by `check_data` before it, and has that hash.
 
     Args:
         deep: whether files may be read; default: only in the process of rank 0.
@@ -72,7 +72,8 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
             told = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
             if not run.data.accept_changed_data:
                 raise ConfigError(
-                    f"{told}; put that file back, name the new data otherwise, or go on with it by --accept-changed-data"
+                    f"{told}; put that file back, name the new data otherwise, or go on with it by "
+                    "--accept-changed-data"
                 )
             accepted.append(f"WARNING: {told}; --accept-changed-data goes on with it")
     return accepted

@@ -1,4 +1,4 @@
-"""Where a token of a sample lies on disk: file, document, place in it. For error messages: it reads the sample again."""
+"""Where a token of a sample lies on disk: file, document, token. For error messages: it reads the sample again."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Runs that are killed with SIGKILL at random times and started again until they are done, and what that may change: nothing.
+"""Runs that are killed with SIGKILL at random times and started again until they are done. Nothing else may change.
 
 `killed_job` is the trial: it starts a job, kills all of its ranks or one of them at a uniformly random time, starts it
-again with the same flags, and so on. `oracle_of` and `Job.differences` are oracle E of docs/reliability.md.
+again with the same flags, and so on. `undisturbed_job` and `differences` are oracle E of docs/reliability.md.
 
-Two launchers start the ranks. `Torchrun` is what users have; a start costs seconds, for every rank imports torch and the
-engine. `Forked` forks ranks from one process that has imported both: real processes of their own that run
+Two launchers start the ranks. `Torchrun` is what users have; a start costs seconds, for every rank imports torch and
+the engine. `Forked` forks ranks from one process that has imported both: real processes of their own that run
 `pretrain_moe.main`, meet by gloo's TCP store and are killed by SIGKILL, at a tenth of the cost.
 """
 
@@ -76,8 +76,8 @@ class Torchrun:
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_moe.py"), *argv,
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_moe.py"), *argv,
         ]  # fmt: skip
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
@@ -236,7 +236,7 @@ class Job:
 
 
 def flags(iterations: int, *more: str) -> list[str]:
-    """A tiny MoE with sigmoid routing, bias and dropout in bf16 on made-up tokens; everything relative to its folder."""
+    """A tiny MoE with sigmoid routing, bias and dropout in bf16 on made-up tokens; all paths are relative."""
     return [
         "--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer", "--bf16", "--num-layers", "2",
         "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "2",
@@ -259,7 +259,14 @@ def undisturbed_job(launcher: Launcher, folder: Path, argv: list[str], world_siz
 
 
 def killed_job(
-    launcher: Launcher, folder: Path, argv: list[str], world_size: int, rng: random.Random, *, kills: int, horizon: float
+    launcher: Launcher,
+    folder: Path,
+    argv: list[str],
+    world_size: int,
+    rng: random.Random,
+    *,
+    kills: int,
+    horizon: float,
 ) -> Job:
     """Start, kill at a time drawn from [0, horizon] seconds, start again; after `kills` kills the job may end.
 
@@ -297,10 +304,10 @@ def killed_job(
 def differences(job: Job, oracle: Job, interval: int) -> list[str]:
     """Where a killed job differs from the undisturbed one, in words: oracle E.
 
-    Every line that any incarnation wrote against the oracle's line of that iteration, but for clocks; the joined log and
-    its evaluations; the last step file by file, so weights, moments, masters, expert_bias, counters, random states and
-    the data's position; the work that a kill cost, in iterations at most `interval`; that every step which is visible
-    is whole, and that one is there once one was; what lies in the folder at the end.
+    Every line that any incarnation wrote against the oracle's line of that iteration, but for clocks; the joined log
+    and its evaluations; the last step file by file, so weights, moments, masters, expert_bias, counters, random states
+    and the data's position; the work that a kill cost, in iterations at most `interval`; that every step which is
+    visible is whole, and that one is there once one was; what lies in the folder at the end.
     """
     found = []
     expected = {line["iteration"]: _without_clocks(line) for line in oracle.lines}
@@ -407,8 +414,8 @@ def _tail(folder: Path) -> str:
 
 def _serve() -> None:
     """Answer requests on standard input, one JSON object a line, until it ends; then end all ranks."""
-    import pretrain_moe
     import megatron_moe.training.run  # noqa: F401  what a rank would spend seconds on
+    import pretrain_moe
 
     answers = os.dup(1)
     os.dup2(2, 1)

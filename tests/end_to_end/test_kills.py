@@ -1,7 +1,7 @@
 """Twenty kills at random times (R1 of docs/reliability.md): nothing of the run may depend on them.
 
-Ranks are forked from one warm process, so that twenty starts cost half a minute of CPU; `make soak` runs two hundred, in
-five layouts, and some under torchrun.
+Ranks are forked from one warm process, so that twenty starts cost half a minute of CPU; `make soak` runs two hundred,
+in five layouts, and some under torchrun.
 """
 
 from __future__ import annotations

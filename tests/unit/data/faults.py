@@ -59,7 +59,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.prefix, self.other = write(self.folder, "data", documents(1)), write(self.folder, "other", documents(2))
-        self.good = {path: Path(path).read_bytes() for p in (self.prefix, self.other) for path in map(p.__add__, SUFFIXES)}
+        self.good = {
+            path: Path(path).read_bytes() for p in (self.prefix, self.other) for path in map(p.__add__, SUFFIXES)
+        }
         self.good_samples = self.samples()
 
     def restore(self) -> None:
@@ -78,8 +80,9 @@ class Scene:
 
     def argv(self, data_path: tuple[str, ...] = ()) -> list[str]:
         return [
-            "--preset", "tiny", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--split", "100,0,0",
-            "--seq-length", str(S), "--eval-iters", "0", "--train-iters", "9", "--data-path", *(data_path or (self.prefix,)),
+            "--preset", "tiny", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--split",
+            "100,0,0", "--seq-length", str(S), "--eval-iters", "0", "--train-iters", "9", "--data-path",
+            *(data_path or (self.prefix,)),
         ]  # fmt: skip
 
     def samples(self, **changes: object) -> list[list[int]]:

@@ -102,10 +102,14 @@ def token_beyond_vocabulary(scene: Scene, number: int) -> None:
             run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
             train, _, _ = build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)
             batches = batch_iterator(train, run)
-            with pytest.raises(ValueError, match="outside the vocabulary") as caught:
+            try:
                 for _ in range(24):
                     next(batches)
-            told = str(caught.value)
+            except ValueError as error:
+                told = str(error)
+            else:  # in the part of a sequence that every epoch leaves over
+                assert not [row for row in scene.samples()[:24] if max(row) >= VOCABULARY]
+                continue
         else:
             assert f"{scene.prefix}.bin: SHA-256" in str(scene.verdict())
             os.unlink(f"{scene.prefix}.json")
@@ -157,7 +161,9 @@ def test_a_resume_on_a_replaced_file_exits_with_status_2(scene: Scene) -> None:
     changed[7][3] = 950
     faults.write(scene.folder, "data", changed)
     told = scene.verdict(*resume)
-    assert told is not None and told.startswith(f"{scene.prefix}.bin is not the file that {step} was trained on: SHA-256")
+    assert told is not None and told.startswith(
+        f"{scene.prefix}.bin is not the file that {step} was trained on: SHA-256"
+    )
     assert "--accept-changed-data" in told
     assert scene.verdict(*resume, "--accept-changed-data") is None
     assert "--load" in str(scene.verdict("--accept-changed-data"))

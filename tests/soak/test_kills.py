@@ -1,0 +1,86 @@
+"""R1 and R13 with their numbers: 200 kills in five layouts, sync and async, 40 under torchrun, 100 with retention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import kills
+
+ITERATIONS = 30
+INTERVAL = 3
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[kills.Forked]:
+    launcher = kills.Forked()
+    yield launcher
+    launcher.close()
+
+
+def killed_until(
+    launcher: kills.Launcher, folder: Path, layout: str, saving: list[str], number: int, most_lost: int
+) -> dict[str, object]:
+    """Jobs that are killed until there were `number` kills; what the figures are made of."""
+    world_size, flags = kills.LAYOUTS[layout]
+    argv = kills.flags(ITERATIONS, *flags)
+    folder.mkdir()
+    oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
+    rng = random.Random(f"{layout} {saving}")
+    jobs: list[kills.Job] = []
+    found: list[str] = []
+    while (done := sum(len(job.kills) for job in jobs)) < number:
+        job = kills.killed_job(
+            launcher, folder / f"killed{len(jobs)}", [*argv, "--save-interval", str(INTERVAL), *saving], world_size,
+            rng, kills=min(10, number - done), horizon=oracle.seconds,
+        )  # fmt: skip
+        found += kills.differences(job, oracle, most_lost)
+        jobs.append(job)
+    every = [kill for job in jobs for kill in job.kills]
+    return {
+        "trials": len(every),
+        "failures": len(found),
+        "layout": layout,
+        "jobs": len(jobs),
+        "of_one_rank": sum(kill.rank is not None for kill in every),
+        "lines_compared": sum(len(job.lines) for job in jobs),
+        "lost_at_most": max(job.lost() for job in jobs),
+        "fewest_loadable": min((kill.loadable for kill in every if kill.resumed > 0), default=0),
+        "found": found[:20],
+    }
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("layout", kills.LAYOUTS)
+def test_kills_of_all_ranks_or_of_one(
+    forked: kills.Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], layout: str, way: str
+) -> None:
+    saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
+    result = killed_until(forked, tmp_path / "jobs", layout, saving, scaled(20), most_lost)
+    figure("R1", **result, saving=way, launcher="forked")
+    assert result["found"] == []
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_kills_under_torchrun(
+    tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str
+) -> None:
+    saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
+    result = killed_until(kills.Torchrun(), tmp_path / "jobs", "EP2", saving, scaled(20), most_lost)
+    figure("R1", **result, saving=way, launcher="torchrun")
+    assert result["found"] == []
+
+
+@pytest.mark.parametrize("keep", ["1", "2"])
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_retention_under_kills(
+    forked: kills.Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str, keep: str
+) -> None:
+    saving = ["--keep-last-k", keep, "--save-retain-interval", "9", *(["--async-save"] if way == "async" else [])]
+    most_lost = 2 * INTERVAL if way == "async" else INTERVAL
+    result = killed_until(forked, tmp_path / "jobs", "DP2", saving, scaled(25), most_lost)
+    figure("R13", **result, saving=way, keep_last_k=int(keep))
+    assert result["found"] == []
