@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20
 
-Exit status: 0 done, or stopped and saved on request; 2 a mistake in the flags or files, told once; 130 Ctrl-C.
+Exit status: 0 done, or stopped and saved on request; 1 the run is not well, told once; 2 a mistake in the flags or
+files, told once; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import signal
 import sys
 
 from megatron_moe.config import cli, rules
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
 
-USER_ERROR = 2
+NOT_WELL, USER_ERROR = 1, 2
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +42,10 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+    except RunFault as fault:
+        if rank == 0:
+            print(f"pretrain_moe.py: stopped: {fault}", file=sys.stderr, flush=True)
+        return NOT_WELL
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:

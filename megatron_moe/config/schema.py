@@ -334,7 +334,7 @@ class FaultConfig:
 
     on_nan: str = _flag(
         "skip",
-        "a loss or gradient that is NaN or infinite: leave the step out, or stop (fp16's overflows are left out always)",
+        "a loss or gradient that is NaN or infinite: skip the step, or stop (fp16's overflows are always skipped)",
         choices=("skip", "stop"),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = _flag(

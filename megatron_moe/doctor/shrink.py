@@ -22,7 +22,7 @@ VOCABULARY, PADDED_VOCABULARY = 250, 256
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
 
 # Sections, and single flags, that do not say which model is trained, or say it of the run's own layout.
-_FORGOTTEN_SECTIONS = ("data", "checkpoint", "logging", "parallel", "precision")
+_FORGOTTEN_SECTIONS = ("data", "checkpoint", "faults", "logging", "parallel", "precision")
 _FORGOTTEN = (
     "rampup_batch_size",
     "eval_interval",

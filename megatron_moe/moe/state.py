@@ -71,6 +71,11 @@ class RouterSnapshot:
             biases.append(None if router.expert_bias is None else router.expert_bias.clone())
         return cls(chunks, tuple(biases))
 
+    @property
+    def biases(self) -> list[Tensor]:
+        """Every expert_bias that there is."""
+        return [bias for bias in self.expert_bias if bias is not None]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Undo the step: bias bits as captured, counts and trackers empty."""

@@ -22,6 +22,8 @@ from megatron_moe.config.derived import expert_tensor_parallel_size, virtual_pip
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 
+_SIDE_TIMEOUT = timedelta(seconds=10)
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -127,6 +129,17 @@ def rank_facts() -> RankFacts:
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
+
+
+def side_store() -> dist.Store | None:
+    """A connection of its own to the store in which the ranks of a launched job met; None where there is none.
+
+    A connection serves one call at a time, and collectives may hold the default one for as long as they wait.
+    """
+    if dist.get_world_size() == 1 or "MASTER_ADDR" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_SIDE_TIMEOUT)
 
 
 def destroy(abort: bool = False) -> None:

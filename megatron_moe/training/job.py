@@ -24,7 +24,9 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
+from megatron_moe.training.finite_state import require_finite_state
 from megatron_moe.training.precision_check import check_precision
+from megatron_moe.training.watchdog import Watchdog
 
 RECORDS_KEPT = 512
 """Steps whose exact records a checkpoint keeps: what tools/verify_resume.py holds a replay against."""
@@ -52,6 +54,8 @@ class Job:
     progress: Progress
     reporter: Reporter
     guard: PrecisionGuard
+    watchdog: Watchdog | None = None
+    """Ends the job when a rank dies or hangs; None with --no-watchdog."""
     saver: Saver | None = None
     """Writes the checkpoints of a run that has `--save`."""
     saved: Path | None = None
@@ -69,6 +73,19 @@ class Job:
     checkpoint_warnings: list[str] = field(default_factory=list)
     """Damaged steps that were passed over, and a check that was left out; told at the start and in the summary."""
 
+    @property
+    def fault_folder(self) -> Path | None:
+        """For what is written down about faults."""
+        flags = self.run
+        if flags.faults.fault_dir is not None:
+            return Path(flags.faults.fault_dir)
+        return None if flags.checkpoint.save is None else Path(flags.checkpoint.save) / "faults"
+
+    def at(self, mark: str, limited: bool = True) -> None:
+        """Tell the watchdog how far the run has come; not limited where what begins may take longer than a timeout."""
+        if self.watchdog is not None:
+            self.watchdog.at(mark, limited)
+
     def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
         """One iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
         return batch_iterators(
@@ -81,9 +98,12 @@ class Job:
 
     def evaluate(self, split: str) -> EvalRecord:
         """Mean loss over the first `--eval-iters` global batches of a split: the same sequences every time."""
+        batches = self.batches(getattr(self.splits, split), 0)
+        for iterator in batches:
+            iterator.observer = lambda _: self.at(f"iteration {self.progress.iteration}, evaluation ({split})")
         record = evaluate(
             self.trained.model,
-            self.batches(getattr(self.splits, split), 0),
+            batches,
             split=split,
             iteration=self.progress.iteration,
             num_micro_batches=self.run.training.eval_iters * self.final_micro_batches,
@@ -93,6 +113,7 @@ class Job:
             in_fp32=self.run.precision.eval_in_fp32,
         )
         self.reporter.evaluation(record)
+        self.at(f"iteration {self.progress.iteration}, evaluated", limited=False)
         return record
 
     def check_precision(self, boundary: str) -> None:
@@ -122,8 +143,11 @@ class Job:
         """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given."""
         if self.saver is None or self.saved is not None:
             return
+        # However long that takes: a rank that hangs makes the others' collectives run into their timeout.
+        self.at(f"iteration {self.progress.iteration}, saving", limited=False)
         self.check_precision("saving")
         self.check_data()
+        require_finite_state(self.trained, self.place, f"saving iteration {self.progress.iteration}")
         facts = {
             "padded_vocab_size": self.padded_vocab_size,
             "versions": versions(),
@@ -152,6 +176,7 @@ class Job:
             SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.
         """
         if self.saver is not None:
+            self.at(f"iteration {self.progress.iteration}, waiting for the last checkpoint", limited=False)
             self.saver.finish()
             if self.saver.error is not None:
                 raise self.saver.error

@@ -10,12 +10,14 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config import derived
+from megatron_moe.config.errors import RunFault
 from megatron_moe.report.records import exact
 from megatron_moe.training.audit import auditing
+from megatron_moe.training.faults import FaultWatch
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.job import Job
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
-from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
 from megatron_moe.training.timers import start_timing, told_times
 
@@ -31,12 +33,14 @@ def train(job: Job, stop: StopSignals) -> str:
 
     Raises:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
-        FloatingPointError: too many steps in a row had a loss or gradients that were not finite.
+        RunFault: a step was not finite and `--on-nan` is stop, too many in a row were not, the state is damaged, or
+            replicas differ.
     """
     run, trained = job.run, job.trained
     connect(trained.model, trained.optimizer)
     start_timing(trained.model, run.logging.timing_log_level)
     batches = job.batches(job.splits.train, job.progress.consumed_samples)
+    watch = FaultWatch(job, batches)
     meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
     started, skips, first = time.monotonic(), 0, job.progress.iteration
     if run.precision.audit_precision and (run.training.train_iters or 0) < first + 2:
@@ -45,6 +49,7 @@ def train(job: Job, stop: StopSignals) -> str:
         begin = time.perf_counter()
         num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
         probe = _probe(job, num_micro_batches)
+        watch.begin()
         with _traced(job, job.progress.iteration == first + 1):
             result = train_step(
                 trained.model,
@@ -56,15 +61,17 @@ def train(job: Job, stop: StopSignals) -> str:
                 seq_length=run.model.seq_length,
                 pg_collection=trained.pg_collection,
                 probe=probe,
+                before_update=watch.before_update,
             )
         _advance(job, result, meter, begin, probe)
+        watch.end(result)
         job.poll_save()
         interval = run.precision.check_precision_interval
         if interval and job.progress.iteration % interval == 0:
             job.check_precision("training")
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
-            raise FloatingPointError(
+            raise RunFault(
                 f"{skips} steps in a row up to iteration {job.progress.iteration} had a loss or gradients that were "
                 "not finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
             )
@@ -150,10 +157,10 @@ def exit_reason(job: Job, stop: StopSignals, started: float) -> str | None:
         return None
     minutes = (time.monotonic() - started) / 60
     limit = options.exit_duration_in_mins
-    local = [int(stop.stop_requested), int(limit is not None and minutes >= limit)]
+    local = [stop.stop_signal, int(limit is not None and minutes >= limit)]
     wishes = torch.tensor(local, device=platform.device())
     torch.distributed.all_reduce(wishes, op=torch.distributed.ReduceOp.MAX)
     terminated, out_of_time = wishes.tolist()
     if terminated:
-        return f"stopped at iteration {done} by SIGTERM"
+        return f"stopped at iteration {done} by {signal_name(terminated)}"
     return f"stopped at iteration {done} (--exit-duration-in-mins {limit:g})" if out_of_time else None

@@ -8,7 +8,7 @@ optimizers share one fp16 loss scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
@@ -99,6 +100,11 @@ class SharedLossScale:
         """Its reciprocal, fp32 [1]."""
         return self._scaler.inv_scale
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether overflows make the scale smaller: not a constant one, and not below its floor."""
+        return float(self._scaler.scale) > float(getattr(self._scaler, "min_scale", math.inf))
+
     def update(self, found_inf: bool) -> None:
         """Called by each engine optimizer, too early and with too little knowledge: ignored."""
 
@@ -119,6 +125,49 @@ def shared_loss_scale(optimizer: MegatronOptimizer) -> SharedLossScale | None:
     """The fp16 loss scale, or None where there is none."""
     scales = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
     return next((scale for scale in scales if isinstance(scale, SharedLossScale)), None)
+
+
+def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """What this rank's updates start from, all fp32: the weights that are updated, and their moments."""
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for master in part.get_parameters():
+            yield master
+            state = part.optimizer.state[master].values()
+            yield from (value for value in state if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def named_moments_and_masters(
+    model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:
+    """The same, each with the model's parameter that it belongs to and what it is: master weight, exp_avg, ..."""
+    owners: dict[int, torch.nn.Parameter] = {}
+    for chunk in model:
+        for parameter in chunk.parameters():
+            # An fp32 parameter is its own master; under the distributed optimizer a rank has masters of its shard only.
+            master = getattr(parameter, "main_param", None)
+            owners[id(parameter if master is None else master)] = parameter
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        # Shards of fp32 parameters do not know whose they are.
+        for whole, shards in zip(getattr(part, "model_fp32_groups", ()), getattr(part, "shard_fp32_groups", ())):
+            owners.update({id(shard): parameter for parameter, shard in zip(whole, shards)})
+        for master in part.get_parameters():
+            yield owners[id(master)], "master weight", master
+            for name, value in part.optimizer.state[master].items():
+                if isinstance(value, Tensor):
+                    yield owners[id(master)], name, value
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element is finite; each is read once, as fast as it can be summed."""
+    found = list(tensors)
+    total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum() if found else torch.zeros(())
+    # A sum of finite numbers may overflow.
+    return math.isfinite(float(total)) or all(bool(tensor.isfinite().all()) for tensor in found)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.schema import Run
 from megatron_moe.model.held import held_by_model, without_wrappers
 from megatron_moe.precision.guard import Held, PrecisionGuard
-from megatron_moe.training.optimizer import parts
+from megatron_moe.training.optimizer import named_moments_and_masters
 
 
 def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Trained) -> int:
@@ -37,18 +37,6 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
 
 def held_by_optimizer(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Held]:
     """The weights that the optimizer updates and their moments, all fp32, named for the model's parameters."""
-    names = {}
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            # An fp32 parameter is its own master; under the distributed optimizer a rank has masters of its shard only.
-            master = getattr(parameter, "main_param", None)
-            names[id(parameter if master is None else master)] = without_wrappers(name)
-    for part in parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        for master in part.get_parameters():
-            name = names.get(id(master), "shard of an fp32 weight")
-            yield Held(name, "master weight", master.dtype, torch.float32)
-            for moment, tensor in part.optimizer.state[master].items():
-                if isinstance(tensor, torch.Tensor):
-                    yield Held(name, moment, tensor.dtype, torch.float32)
+    names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
+    for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
+        yield Held(names[id(parameter)], kind, tensor.dtype, torch.float32)

@@ -29,6 +29,7 @@ from megatron_moe.data.order import require_same_order
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.platform import advisories
 from megatron_moe.precision.guard import PrecisionGuard
@@ -42,6 +43,7 @@ from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.precision_check import check_precision
 from megatron_moe.training.sample import sample_text
 from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.watchdog import Watchdog
 
 
 def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
+        RunFault: the run is not well, which all ranks found together.
         KeyboardInterrupt: Ctrl-C.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,11 +72,13 @@ def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
         return {}
     _quiet_engine()
     clean = False
-    with StopSignals(save_on_sigterm=run.training.exit_signal_handler) as stop, ExitStack() as held:
+    with StopSignals(save=run.training.exit_signal_handler) as stop:
         try:
-            job = _build(run, tokenizer, schedule, start_from, verified, data, held, also)
-            with job.reporter:
-                summary = _train_and_tell(job, tokenizer, stop)
+            with ExitStack() as held:
+                job = _build(run, tokenizer, schedule, start_from, verified, data, held, also)
+                stop.last_words = None if job.watchdog is None else job.watchdog.last_words
+                with job.reporter:
+                    summary = _train_and_tell(job, tokenizer, stop)
             clean = True
             return summary
         finally:
@@ -122,6 +127,7 @@ def _build(
     """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them; `held` is left at the end."""
     pg_collection = groups.initialize(run)
     place = groups.rank_facts()
+    watchdog = held.enter_context(_watchdog(run, place)) if run.faults.watchdog else None
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:
         held.enter_context(lock)
@@ -147,6 +153,7 @@ def _build(
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration, also=also)
     job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
     job.data = data
+    job.watchdog = watchdog
     job.precision_warnings = loaded.precision_warnings
     job.checkpoint_warnings = start_from.warnings
     if start_from.source is not None and not run.checkpoint.finetune:
@@ -158,6 +165,8 @@ def _build(
     if run.checkpoint.save is not None:
         loaded_step = start_from.start_iteration if start_from.continues else None
         job.saver = Saver(run, target(run, lock=lock, loaded=loaded_step), reporter.message)
+    if watchdog is not None:
+        watchdog.folder = job.fault_folder  # not earlier: a folder for checkpoints is claimed first
     reporter.start(_facts(job))
     known = advisories.start_lines(run, place.world_size, platform.engine_version(), cuda=platform.has_cuda())
     for note in (
@@ -171,6 +180,17 @@ def _build(
     ):
         reporter.message(note)
     return job
+
+
+def _watchdog(run: Run, place: RankFacts) -> Watchdog:
+    """Watches this rank from the moment when the ranks have met."""
+    return Watchdog(
+        groups.side_store(),
+        place.rank,
+        place.world_size,
+        60 * run.parallel.distributed_timeout_minutes,
+        prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
 
 
 def _precision_notes(run: Run) -> list[str]:

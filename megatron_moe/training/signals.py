@@ -1,4 +1,4 @@
-"""SIGTERM saves and stops, Ctrl-C stops at once: on all ranks, and with no process left behind.
+"""SIGTERM and SIGUSR1 save and stop, Ctrl-C stops at once: on all ranks, and with no process left behind.
 
 torchrun passes the signal it got on to every rank. A rank may be inside a collective at that moment, where Python runs
 no signal handler; the wake-up pipe is written by the C handler all the same, and a thread that reads it ends the
@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 INTERRUPTED = 130
@@ -20,28 +21,48 @@ INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
 
 
+SAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""What asks for a checkpoint and the end: a launcher's or Slurm's word that time is up."""
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM for 15."""
+    return signal.Signals(number).name
+
+
 class StopSignals:
     """What the operator asked for. Use as a context manager around a run.
 
+    Attributes:
+        stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
+        interrupted: Ctrl-C.
+        last_words: called from a thread before SIGTERM ends this process.
+
     Args:
-        save_on_sigterm: `--exit-signal-handler`: SIGTERM sets `stop_requested` instead of ending the process.
+        save: `--exit-signal-handler`: SIGTERM and SIGUSR1 set `stop_signal` instead of ending the process.
         grace_seconds: after Ctrl-C, how long the main thread may take to leave by itself.
     """
 
-    def __init__(self, *, save_on_sigterm: bool, grace_seconds: float = 3.0) -> None:
-        self.stop_requested = False
+    def __init__(self, *, save: bool, grace_seconds: float = 3.0) -> None:
+        self.stop_signal = 0
         self.interrupted = False
-        self._save_on_sigterm = save_on_sigterm
+        self.last_words: Callable[[], None] | None = None
+        self._save = save
         self._grace_seconds = grace_seconds
         self._previous: dict[int, object] = {}
         self._wakeup_in, self._wakeup_out = socket.socketpair()
         self._previous_fd = -1
         self._left = threading.Event()
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run is to save and stop."""
+        return self.stop_signal != 0
+
     def __enter__(self) -> StopSignals:
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
-        if self._save_on_sigterm:
-            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
+        for number in SAVING if self._save else (signal.SIGTERM,):
+            self._previous[number] = signal.signal(number, self._on_stop)
         self._wakeup_in.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._wakeup_in.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
@@ -51,11 +72,14 @@ class StopSignals:
         self._left.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # None: a handler that was not installed from Python, which cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._wakeup_in.close()
 
-    def _on_terminate(self, _number: int, _frame: FrameType | None) -> None:
-        self.stop_requested = True
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        # The first one counts: a second changes nothing, and does not disturb the checkpoint.
+        if self._save:
+            self.stop_signal = self.stop_signal or number
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
         # A second one, from an impatient hand or from both terminal and launcher, must not disturb the way out.
@@ -64,7 +88,8 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Wait for SIGINT; if the main thread is still here after the grace, end the process without it."""
+        """Wait for SIGINT; if the main thread is still here after the grace, end the process without it. SIGTERM that
+        does not save ends it as it would without a handler, when the last words are said."""
         while True:
             numbers = self._wakeup_out.recv(64)
             if not numbers:  # the other end was closed: the run is over
@@ -72,6 +97,18 @@ class StopSignals:
                 return
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
                 os._exit(INTERRUPTED)
+            if signal.SIGTERM in numbers and not self._save:
+                if self.last_words is not None:
+                    self.last_words()
+                _end_by(signal.SIGTERM)
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal's default action. Python's own `signal` works in the main thread only."""
+    set_handler = ctypes.pythonapi.PyOS_setsig
+    set_handler.restype = ctypes.c_void_p
+    set_handler(number, ctypes.c_void_p(0))
+    os.kill(os.getpid(), number)
 
 
 def die_with_launcher() -> None:

@@ -18,12 +18,19 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import Batch
+from megatron_moe.data.batches import Batch, BatchIterator
+from megatron_moe.data.sample_hash import NOTHING, added, hex_of, words_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import tell_of_global_batch
-from megatron_moe.training.optimizer import clip_gradients, learning_rate, shared_loss_scale
+from megatron_moe.training.optimizer import (
+    all_finite,
+    clip_gradients,
+    learning_rate,
+    moments_and_masters,
+    shared_loss_scale,
+)
 from megatron_moe.training.timers import timed
 
 Model = Sequence[torch.nn.Module]
@@ -36,7 +43,11 @@ class StepResult:
     loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
     before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
     is False where a loss or a gradient was not finite: weights, moments, expert_bias and the learning-rate schedule are
-    then as they were. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target.
+    then as they were. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target. data_hash:
+    of the samples of the step (`data/sample_hash.py`), none where the batches are not a run's own. expert_bias_hash: of
+    every layer's expert_bias after the step, none where there is none or the step was not committed. overflow: not
+    committed for what fp16 is expected to do now and then: a smaller loss scale follows. damaged: not committed because
+    a weight, moment or expert_bias was not finite before it, which no later step heals.
     """
 
     committed: bool
@@ -48,6 +59,10 @@ class StepResult:
     next_loss_scale: float
     router_update: RouterUpdate
     mtp_losses: tuple[float, ...] = ()
+    data_hash: str | None = None
+    expert_bias_hash: str | None = None
+    overflow: bool = False
+    damaged: bool = False
 
 
 class StepProbe(Protocol):
@@ -82,6 +97,7 @@ def train_step(
     seq_length: int,
     pg_collection: ProcessGroupCollection,
     probe: StepProbe | None = None,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run one global batch through forward, backward, reduction and update.
 
@@ -90,11 +106,94 @@ def train_step(
         batches: one iterator of micro-batches per chunk, all at the same position.
         num_micro_batches: micro-batches of this rank.
         probe: measures the step, where this one is to be measured.
+        before_update: called on all ranks when the backward pass is done and nothing has changed yet.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     snapshot = RouterSnapshot.capture(model)
+    source = batches[0]
+    updates: list[RouterUpdate] = []
+
+    def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+        updates.append(finalize_model_grads(chunks, num_tokens, **options))
+
+    with nullcontext() if probe is None else probe.watching():
+        losses = run_micro_batches(
+            model,
+            batches,
+            finalize,
+            num_micro_batches=num_micro_batches,
+            micro_batch_size=micro_batch_size,
+            seq_length=seq_length,
+            pg_collection=pg_collection,
+        )
+    if before_update is not None:
+        before_update()
+
+    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
+    overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
+    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
+    if probe is not None and not overflow:
+        probe.see_gradients(optimizer)
+    loss_sum, tokens, bad_ranks, damaged_ranks, low, high, bias_low, bias_high, *further = sum_over_job(
+        *local_loss(losses, pg_collection),
+        0.0 if math.isfinite(grad_norm) else 1.0,
+        0.0 if all_finite((*moments_and_masters(optimizer), *snapshot.biases)) else 1.0,
+        *(source.take_sample_words() if isinstance(source, BatchIterator) else NOTHING),
+        *local_bias_words(updates[0], pg_collection),
+        *local_further_losses(model, pg_collection),
+    )
+    committed = bad_ranks == 0 and damaged_ranks == 0 and math.isfinite(loss_sum)
+    if committed:
+        with timed(model, "optimizer"):
+            clip_gradients(optimizer, grad_norm)
+            optimizer.step_with_ready_grads()
+        scheduler.step(increment=1)
+    else:
+        snapshot.restore()
+    overflow = False
+    if (scale := shared_loss_scale(optimizer)) is not None:
+        overflow = not committed and damaged_ranks == 0 and math.isfinite(loss_sum) and scale.can_fall
+        scale.commit(found_inf=not committed)
+    next_scale = used_scale if scale is None else float(scale.scale.item())
+    loss = loss_sum / tokens if tokens else math.nan
+    mtp_losses = tuple(total / count if count else math.nan for total, count in zip(further[::2], further[1::2]))
+    return StepResult(
+        committed,
+        loss,
+        int(tokens),
+        grad_norm,
+        used_lr,
+        used_scale,
+        next_scale,
+        updates[0],
+        mtp_losses,
+        hex_of(low, high),
+        hex_of(bias_low, bias_high) if committed else None,
+        overflow,
+        damaged_ranks > 0,
+    )
+
+
+def run_micro_batches(
+    model: Model,
+    batches: Sequence[Iterator[Batch]],
+    finalize: Callable[..., None] | None,
+    *,
+    num_micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    pg_collection: ProcessGroupCollection,
+) -> list[dict[str, Tensor]]:
+    """Forward and backward of a global batch; gradients are added to those that the buffers hold.
+
+    Args:
+        finalize: called by the schedule after the last micro-batch, see below; None: gradients stay this rank's own.
+
+    Returns:
+        See `local_loss`.
+    """
     batches = tell_of_global_batch(
         model,
         batches,
@@ -105,51 +204,20 @@ def train_step(
         pg_collection=pg_collection,
     )
     take_further_losses(model)  # of a pass that was no step
-    updates: list[RouterUpdate] = []
-
-    def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
-        updates.append(finalize_model_grads(chunks, num_tokens, **options))
-
     # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
     # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its groups
     # where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours as well.
     for chunk in model:
         get_model_config(chunk).finalize_model_grads_func = finalize
-    with nullcontext() if probe is None else probe.watching():
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=list(batches) if len(batches) > 1 else batches[0],
-            model=list(model),
-            num_microbatches=num_micro_batches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=False,
-        )
-
-    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
-    overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
-    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
-    if probe is not None and not overflow:
-        probe.see_gradients(optimizer)
-    loss_sum, tokens, bad_ranks, *further = sum_over_job(
-        *local_loss(losses, pg_collection),
-        0.0 if math.isfinite(grad_norm) else 1.0,
-        *local_further_losses(model, pg_collection),
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(batches) if len(batches) > 1 else batches[0],
+        model=list(model),
+        num_microbatches=num_micro_batches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
     )
-    committed = bad_ranks == 0 and math.isfinite(loss_sum)
-    if committed:
-        with timed(model, "optimizer"):
-            clip_gradients(optimizer, grad_norm)
-            optimizer.step_with_ready_grads()
-        scheduler.step(increment=1)
-    else:
-        snapshot.restore()
-    if (scale := shared_loss_scale(optimizer)) is not None:
-        scale.commit(found_inf=not committed)
-    next_scale = used_scale if scale is None else float(scale.scale.item())
-    loss = loss_sum / tokens if tokens else math.nan
-    mtp_losses = tuple(total / count if count else math.nan for total, count in zip(further[::2], further[1::2]))
-    return StepResult(committed, loss, int(tokens), grad_norm, used_lr, used_scale, next_scale, updates[0], mtp_losses)
 
 
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -179,6 +247,16 @@ def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupColle
         return 0.0, 0.0
     total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
     return float(total[0]), float(total[1])
+
+
+def local_bias_words(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> tuple[float, float]:
+    """The hash of the `expert_bias` of this stage's layers, counted by one rank of the stage."""
+    biases = [(n, bias) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
+    if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
+        return NOTHING
+    sizes = [len(bias) for _, bias in biases]
+    on_host = torch.cat([bias for _, bias in biases]).cpu().split(sizes)  # one copy from the device for all layers
+    return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(biases, on_host))
 
 
 def take_further_losses(model: Model) -> Tensor | None:

@@ -72,7 +72,7 @@ DOORS: dict[str, set[str]] = {
     "tensor_parallel": {"model/mla.py", "model/mtp.py", "model/spec.py", "moe/layer.py"},
     "tensor_parallel.mappings": {"model/embedding.py", "model/mtp.py"},
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
-    "tensor_parallel.random": {"checkpoint/random_state.py", "training/global_batch.py"},
+    "tensor_parallel.random": {"checkpoint/random_state.py", "training/global_batch.py", "training/replay.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
     "tensor_parallel.layers": {
@@ -104,11 +104,13 @@ DOORS: dict[str, set[str]] = {
         "training/global_batch.py",
         "training/metrics.py",
         "training/optimizer.py",
+        "training/replay.py",
         "training/step.py",
     },
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
     "utils.get_model_config": {
         "training/global_batch.py",
+        "training/replay.py",
         "training/step.py",
         "training/finalize_model_grads.py",
         "training/timers.py",

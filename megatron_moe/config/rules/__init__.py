@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import balancing, model, moe, parallel, precision, ranges, sources, training
+from megatron_moe.config.rules import balancing, faults, model, moe, parallel, precision, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -107,6 +107,8 @@ RULES: tuple[Rule, ...] = (
     training.recomputed_modules_do_not_nest,
     model.softmax_flag_is_read,
     model.transformer_engine_is_installed,
+    # faults
+    faults.spikes_have_a_folder,
     # what is read and written
     sources.one_data_source,
     sources.blend_is_weighted,
@@ -116,6 +118,7 @@ RULES: tuple[Rule, ...] = (
     sources.sample_needs_tokenizer,
     sources.sample_length_needs_prompt,
     sources.save_flags_need_save,
+    sources.retained_steps_are_saved,
     sources.load_flags_need_load,
     sources.written_paths_are_writable,
     sources.written_files_differ,

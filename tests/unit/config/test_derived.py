@@ -63,7 +63,7 @@ def test_every_preset_passes_the_rules(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_holds_only_what_differs_and_nothing_of_place_or_layout(preset):
-    here = {"data", "checkpoint", "logging", "parallel"}
+    here = {"data", "checkpoint", "faults", "logging", "parallel"}
     assert not {name for name in PRESETS[preset] if schema.fields_by_name()[name][0] in here}
     assert schema.build(schema.flatten(run_of(f"--preset {preset}"))) == schema.build(PRESETS[preset])
 

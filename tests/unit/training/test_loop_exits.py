@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ def job(iteration: int, **flags: Any) -> Any:
     return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=Progress(iteration, 0))
 
 
-QUIET = SimpleNamespace(stop_requested=False)
+QUIET = SimpleNamespace(stop_signal=0)
 
 
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
@@ -30,7 +31,7 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
     import torch
 
     rank = torch.distributed.get_rank()
-    stop = SimpleNamespace(stop_requested=rank == asked)
+    stop = SimpleNamespace(stop_signal=int(signal.SIGTERM) if rank == asked else 0)
     return exit_reason(job(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
 
 

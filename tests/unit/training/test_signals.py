@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_moe.training.signals import INTERRUPTED, StopSignals
+from megatron_moe.training.signals import INTERRUPTED, SAVING, StopSignals, signal_name
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_sigterm_asks_to_stop_and_does_not_end_the_process():
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignals(save_on_sigterm=True) as stop:
+    with StopSignals(save=True) as stop:
         assert not stop.stop_requested
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # a second one is harmless
@@ -28,22 +28,38 @@ def test_sigterm_asks_to_stop_and_does_not_end_the_process():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_is_left_alone_without_the_flag():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignals(save_on_sigterm=False):
-        assert signal.getsignal(signal.SIGTERM) is before
+def test_the_first_of_several_signals_is_the_reason():
+    before = [signal.getsignal(number) for number in SAVING]
+    with StopSignals(save=True) as stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        assert signal_name(stop.stop_signal) == "SIGUSR1"
+    assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
+
+
+def test_sigterm_ends_the_process_without_the_flag_when_its_last_words_are_said():
+    code = textwrap.dedent("""
+        import os, signal, time
+        from megatron_moe.training.signals import StopSignals
+        with StopSignals(save=False) as stop:
+            stop.last_words = lambda: os.write(1, b"last words")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=30)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"last words")
 
 
 def test_ctrl_c_raises_in_the_main_thread():
     with pytest.raises(KeyboardInterrupt):
-        with StopSignals(save_on_sigterm=False) as stop:
+        with StopSignals(save=False) as stop:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
     assert stop.interrupted
 
 
 def test_a_second_ctrl_c_does_not_disturb_the_way_out():
-    with StopSignals(save_on_sigterm=False):
+    with StopSignals(save=False):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
@@ -66,7 +82,7 @@ def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
         import ctypes
         from megatron_moe.training.signals import StopSignals
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-        with StopSignals(save_on_sigterm=False, grace_seconds=0.3):
+        with StopSignals(save=False, grace_seconds=0.3):
             libc.pthread_mutex_init(mutex, None)
             libc.pthread_mutex_lock(mutex)
             print("ready", flush=True)

@@ -1,0 +1,116 @@
+"""The last step, kept so that it can be run once more: its micro-batches and the random states it began with.
+
+Nothing is computed for it: a step's micro-batches are a few integers per token, held until the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
+
+from megatron_moe import platform
+from megatron_moe.data.batches import Batch, BatchIterator
+from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.training.evaluate import gathered_parameters
+from megatron_moe.training.global_batch import same_random_states
+from megatron_moe.training.step import Model, run_micro_batches
+from megatron_moe.training.timers import untimed
+
+
+class Replay:
+    """Watches a run's iterators of micro-batches.
+
+    Args:
+        batches: one per model chunk.
+        pg_collection: the groups that the model was built with.
+        tell: is called with the number of every micro-batch that is taken, from 0.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[BatchIterator],
+        pg_collection: ProcessGroupCollection,
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._pg_collection = pg_collection
+        self.held: list[list[Batch]] = [[] for _ in batches]
+        """Per model chunk the micro-batches of the present step."""
+        self._states: Any = None
+        for iterator, held in zip(batches, self.held):
+            iterator.observer = partial(self._hold, held)
+        self._tell = tell
+
+    def _hold(self, held: list[Batch], batch: Batch) -> None:
+        self._tell(len(held))
+        held.append(batch)
+
+    def begin(self) -> None:
+        """A step begins: forget the one before."""
+        for held in self.held:
+            held.clear()
+        self._states = random_states()
+
+    def again(self, model: Model, *, micro_batch_size: int, seq_length: int) -> None:
+        """Forward and backward of the step once more, with the weights as they are now. Collective over the job.
+
+        Afterwards the gradient buffers hold this rank's own gradients, not reduced; random states, expert_bias and
+        routing counts are as before.
+        """
+        config = get_model_config(model[0])
+        snapshot, no_sync = RouterSnapshot.capture(model), config.no_sync_func
+        for chunk in model:
+            chunk.zero_grad_buffer()
+            get_model_config(chunk).no_sync_func = None
+        try:
+            with untimed(model), gathered_parameters(model), without_reduction(model), same_random_states():
+                set_random_states(self._states)
+                run_micro_batches(
+                    model,
+                    [iter(held) for held in self.held],
+                    None,
+                    num_micro_batches=len(self.held[0]),
+                    micro_batch_size=micro_batch_size,
+                    seq_length=seq_length,
+                    pg_collection=self._pg_collection,
+                )
+        finally:
+            for chunk in model:
+                get_model_config(chunk).no_sync_func = no_sync
+            snapshot.restore()
+
+
+@contextmanager
+def without_reduction(model: Model) -> Iterator[None]:
+    """No gradient leaves this rank in the block, whatever the overlap of its reduction."""
+    wrappers: list[Any] = list(model)  # DistributedDataParallel
+    groups = [group for chunk in wrappers for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    for group in groups:
+        group.is_last_microbatch = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.is_last_microbatch = True
+
+
+def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """The states of torch's generators, CPU's and the device's, and of the engine's."""
+    tracked = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    device = torch.get_device_module(platform.device()).get_rng_state() if platform.has_cuda() else None
+    return torch.get_rng_state(), device, tracked
+
+
+def set_random_states(states: tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]) -> None:
+    """Put back what `random_states` returned."""
+    host, device, tracked = states
+    torch.set_rng_state(host)
+    if device is not None:
+        torch.get_device_module(platform.device()).set_rng_state(device)
+    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})

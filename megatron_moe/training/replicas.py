@@ -1,0 +1,141 @@
+"""Replicas held against each other: every copy of a weight and of expert_bias has the same bits on all its ranks.
+
+A bit that flips in one rank's memory, or a collective that goes wrong on one of them, makes replicas drift apart
+without a word: from then on the ranks train different models. A hash of each tensor is compared over the ranks that
+hold a copy; whole tensors are never sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.state import Trained
+from megatron_moe.config.errors import RunFault
+from megatron_moe.moe.state import routers
+from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.training.finite_state import global_names
+
+# Odd, so that a changed bit changes the sum modulo 2^64 whatever it is multiplied with; 2^64 over the golden ratio.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+_CHUNK = 2**22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def bit_hash(tensor: Tensor) -> Tensor:
+    """An int64 on the tensor's device: the sum modulo 2^64 of its elements' bits, each times an odd number of its own.
+
+    Any single element that differs changes it; of tensors that differ in more, one in 2^60 or so escapes.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
+        # Twice anything plus one is odd; the shift brings high bits down, where neighbours differ.
+        weight = index * _ODD
+        total += (part * (2 * (weight ^ (weight >> 29)) + 1)).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor whose copies differ: its name, and the hash that each rank of its group has."""
+
+    name: str
+    hashes: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        counts = Counter(value for _, value in self.hashes).most_common()
+        ranks = [rank for rank, _ in self.hashes]
+        if len(counts) > 1 and counts[0][1] > counts[1][1]:
+            odd = [rank for rank, value in self.hashes if value != counts[0][0]]
+            whose = f"that of rank {odd[0]} differs" if len(odd) == 1 else f"those of ranks {_listed(odd)} differ"
+            return f"{self.name}: of {len(ranks)} copies (ranks {_listed(ranks)}) {whose} from the others"
+        halves = " and ".join(_listed([rank for rank, value in self.hashes if value == one]) for one, _ in counts)
+        return f"{self.name}: the copies of ranks {halves} differ, with no majority"
+
+
+def compare_replicas(trained: Trained) -> list[Difference]:
+    """Compare all replicas that this rank has a part in; what it found. Collective over all ranks.
+
+    Parameters have to be gathered. Dense weights are compared over data and context parallel ranks, those that tensor
+    parallelism does not split over its ranks too; experts over theirs; expert_bias over every rank of the stage; a
+    tied embedding between the first and the last stage.
+    """
+    found: list[Difference] = []
+    for group, named in _by_group(trained):
+        if group is None or group.size() == 1 or not named:
+            continue
+        own = torch.stack([bit_hash(tensor) for _, tensor in named])
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        table = torch.stack(every)
+        ranks = dist.get_process_group_ranks(group)
+        for column in (table != table[0]).any(dim=0).nonzero().flatten().tolist():
+            found.append(Difference(named[column][0], tuple(zip(ranks, table[:, column].tolist()))))
+    return found
+
+
+def require_equal_replicas(trained: Trained, place: RankFacts, iteration: int) -> None:
+    """Stop where replicas differ. Collective over all ranks.
+
+    Raises:
+        RunFault: on every rank, naming the first tensors and the ranks that hold something else than the others.
+    """
+    found = compare_replicas(trained)
+    count = torch.tensor(len(found), device=platform.device())
+    dist.all_reduce(count)
+    if not int(count):
+        return
+    gathered: list[Any] = [None] * place.world_size
+    dist.all_gather_object(gathered, found)
+    # Every rank of a group found the same.
+    differences = list(dict.fromkeys(difference for of_rank in gathered for difference in of_rank))
+    shown = "; ".join(map(str, differences[:4]))
+    more = f"; and {len(differences) - 4} more tensors" if len(differences) > 4 else ""
+    raise RunFault(
+        f"iteration {iteration}: replicas differ: {shown}{more}. The ranks train different models: continue from a "
+        "checkpoint before the last comparison that was well; a rank that is named again has bad memory"
+    )
+
+
+def _by_group(trained: Trained) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
+    """Each group of ranks that hold copies, with the tensors they hold copies of, in the same order on all of them."""
+    groups = trained.pg_collection
+    split: list[tuple[str, Tensor]] = []
+    whole, experts, biases, tied = split[:], split[:], split[:], split[:]
+    for chunk in trained.model:
+        shown = global_names(chunk)
+        for name, parameter in chunk.named_parameters():
+            entry = (shown[name], parameter)
+            if not getattr(parameter, "allreduce", True):
+                experts.append(entry)
+            elif getattr(parameter, "tensor_model_parallel", False):
+                split.append(entry)
+            else:
+                whole.append(entry)
+            if getattr(parameter, "shared_embedding", False):
+                tied.append(("the tied embedding", parameter))
+        modules = {id(module): shown[name] for name, module in chunk.named_modules()}
+        for router in routers([chunk]):
+            if router.expert_bias is not None:
+                biases.append((f"{modules[id(router)]}.expert_bias", router.expert_bias))
+    yield groups.dp_cp, split
+    yield groups.tp_dp_cp, whole + biases
+    yield groups.expt_dp, experts
+    if trained.pg_collection.pp.size() > 1:
+        yield groups.embd, tied[:1]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,0 +1,329 @@
+"""A thread in every rank that ends the job when one rank dies or hangs, after saying which one, and where all are.
+
+Ranks meet in a key-value store, not in collectives, which hang with whom they wait for. Each rank beats there, watches
+its own progress and whether its neighbour on the same machine still exists. Who notices something first asks everyone;
+all answer with their stacks and what they wait for; one of them draws the conclusion (`verdict.py`), and every process
+ends with status 1, those that are stopped or do not answer by SIGKILL from a neighbour.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_moe.checkpoint.durable import SaveError
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.training import whereabouts
+from megatron_moe.training.processes import Process, this_process
+from megatron_moe.training.verdict import DOING, FAILED, GONE, SILENT, LastWords, conclude
+
+BROKEN = 1
+"""Exit status of every rank of a job that the watchdog ended."""
+
+_SHARED = (ConfigError, RunFault, SaveError, KeyboardInterrupt, SystemExit)
+_RANKS_PER_BEAT_SECOND = 500
+_FAILURES_OF_STORE = 3
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's stores; `get` waits, so it is only called after `check`."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Watchdog:
+    """Watches this rank. Use as a context manager around the run; every rank of the job has one.
+
+    Args:
+        store: a connection of its own, shared with nobody in this process; None for a job of one rank.
+        rank, world_size: of this process.
+        timeout: seconds without progress after which the job is ended.
+        folder: for the stacks, a file per rank, and the verdict; None: only standard error has them. May be set later.
+        settle: seconds that ranks have to answer.
+        prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        folder: Path | None = None,
+        settle: float = 4.0,
+        prefix: str = "watchdog",
+    ) -> None:
+        self._store, self._rank, self._world, self._timeout = store, rank, world_size, timeout
+        self._tick = max(min(1.0, timeout / 10), world_size / _RANKS_PER_BEAT_SECOND)
+        self.folder, self._settle, self._prefix = folder, max(settle, 3 * self._tick), prefix
+        self._here = _ranks_here(rank, world_size)
+        self._mark, self._limited, self._since = "start", False, time.monotonic()
+        self._stop, self._ending, self._alone = threading.Event(), threading.Lock(), store is None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._neighbour: Process | None = None
+        self._failures = 0
+
+    # ---- for the run
+
+    def __enter__(self) -> Watchdog:
+        if hasattr(signal, "SIGUSR2"):
+            faulthandler.register(signal.SIGUSR2, all_threads=True)
+        self._tell_beat("running")
+        self._thread.start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """The run is over. An error that all ranks share is one of its ends; any other is this rank's own."""
+        if error is not None and not isinstance(error, _SHARED):
+            self.failed(error)
+        with self._ending:  # which another thread may be about, and then ends the process
+            self._stop.set()
+            self._tell_beat("done")
+
+    def at(self, mark: str, limited: bool = True) -> None:
+        """The run has come to `mark`. Not limited: what begins may take longer than the timeout."""
+        self._mark, self._limited, self._since = mark, limited, time.monotonic()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank's main thread raised `error`, which the others do not know of. Ends the process.
+
+        In a job of one rank it returns, and the error takes its way.
+        """
+        if self._alone or self._stop.is_set():
+            return
+        _ignore_sigterm()
+        now, doing = time.time(), whereabouts.of_error(error)
+        if doing.waits_in is None:  # a collective that fails tells of another rank
+            _say("".join(traceback.format_exception(error)))
+            _tell_launcher(error)
+        text = _short(f"{type(error).__name__}: {str(error).strip()}")
+        self._end(self._said(FAILED, doing, text, now))
+
+    def last_words(self) -> None:
+        """Somebody wants this rank to end. If that is because another one died, say so; ends the process then."""
+        if not self._alone and not self._stop.is_set() and self._something_is_wrong():
+            self._end(self._words())
+
+    # ---- the thread
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._tick):
+            late = time.monotonic() - self._since
+            if self._limited and late > self._timeout:
+                self._end(self._words(), f"no progress for {late:.0f} s since: {self._mark}")
+            if self._alone:
+                continue
+            try:
+                self._tell_beat("running")
+                called = self._asked()
+                if not called and self._neighbour_is_gone():
+                    called = "a process is gone"
+                self._failures = 0
+            except Exception as error:  # a store that is gone has many ways to say so
+                self._failures += 1
+                if self._failures == _FAILURES_OF_STORE:
+                    self._alone = True
+                    _say(
+                        f"rank {self._rank}: the launcher's store does not answer ({error}); hangs are found, dead "
+                        "ranks are left to the launcher"
+                    )
+                continue
+            if called:
+                self._end(self._words())
+
+    def _asked(self) -> bool | str:
+        assert self._store is not None
+        return self._store.check([self._key("end")])
+
+    def _words(self) -> LastWords:
+        doing = whereabouts.of_this_process((threading.get_ident(), self._thread.ident or 0))
+        return self._said(DOING, doing)
+
+    def _said(self, state: str, doing: whereabouts.Doing, text: str = "", failed_at: float = 0.0) -> LastWords:
+        known = (doing.at, doing.waits_in, doing.tensor, doing.number)
+        return LastWords(self._rank, state, self._mark, *known, text, failed_at)
+
+    def _neighbour_is_gone(self) -> bool:
+        """Whether the next rank on this machine has ended without having said that it is done."""
+        rank = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
+        if self._neighbour is None:
+            self._neighbour = self._process_of(rank)
+        return self._neighbour is not None and self._neighbour.is_gone() and self._state_of(rank) != "done"
+
+    def _something_is_wrong(self) -> bool:
+        """Whether a rank asks for the end, or one on this machine has ended without having said that it is done."""
+        try:
+            if self._asked():
+                return True
+            processes = {rank: self._process_of(rank) for rank in self._here}
+            return any(p is not None and p.is_gone() and self._state_of(r) != "done" for r, p in processes.items())
+        except Exception:  # a store that is gone: then nobody can be asked
+            return False
+
+    # ---- the end
+
+    def _end(self, words: LastWords, reason: str = "") -> None:
+        """Answer, hear what the others say, conclude, and end this process with status 1. Once per process."""
+        if not self._ending.acquire(blocking=False):
+            if threading.current_thread() is not self._thread:
+                time.sleep(10 * self._settle)  # the thread that was first ends the process
+            return
+        if self._stop.is_set():
+            self._ending.release()
+            return
+        try:
+            _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not told yet
+            if self._alone:
+                self._write_stacks(words)
+                _say(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {words}")
+            else:
+                self._end_together(words, reason)
+        finally:
+            os._exit(BROKEN)
+
+    def _end_together(self, words: LastWords, reason: str) -> None:
+        assert self._store is not None
+        # The words first: whoever sees the call for the end can count on them.
+        self._store.set(self._key(f"words/{self._rank}"), json.dumps(asdict(words)))
+        self._store.set(self._key("end"), str(self._rank))
+        self._write_stacks(words)
+        # Rank 0 concludes. Where it does not answer all others listen to everyone, and the lowest one concludes.
+        answers = self._answers(range(self._world) if self._rank == 0 else {0, *self._here})
+        if self._rank != 0 and 0 not in answers:
+            answers = self._answers(range(self._world))
+        if self._rank == min(answers):
+            missing = self._missing(set(range(self._world)) - set(answers))
+            marks = {rank: self._beat_of(rank).get("mark", "unknown") for rank in missing}
+            text = conclude(answers, missing, marks)
+            text = f"the job of {self._world} ranks is ended{f' ({reason})' if reason else ''}: {text}"
+            _say(f"pretrain_moe.py: {text}")
+            self._write("verdict.txt", text + "\n")
+            self._store.set(self._key("verdict"), text)
+        self._end_missing([rank for rank in self._here if rank not in answers])
+        deadline = time.monotonic() + self._settle
+        while not self._store.check([self._key("verdict")]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, LastWords]:
+        """The words of these ranks that answer in time; those on this machine that are gone are not waited for."""
+        assert self._store is not None
+        answers: dict[int, LastWords] = {}
+        silent, deadline = set(ranks), time.monotonic() + self._settle
+        while silent:
+            for rank in sorted(silent):
+                if self._store.check([self._key(f"words/{rank}")]):
+                    answers[rank] = LastWords(**json.loads(self._store.get(self._key(f"words/{rank}"))))
+            silent -= set(answers)
+            over = time.monotonic() > deadline
+            if over or all((p := self._process_of(rank)) is not None and p.is_gone() for rank in silent):
+                break
+            time.sleep(0.05)
+        return answers
+
+    def _missing(self, ranks: Iterable[int]) -> dict[int, str]:
+        """How each of these ranks, which did not answer, is missing."""
+        missing = {}
+        for rank in sorted(ranks):
+            process = self._process_of(rank)
+            if self._state_of(rank) != "done":
+                missing[rank] = SILENT if process is None else GONE if process.is_gone() else process.state()
+        return missing
+
+    def _end_missing(self, ranks: Iterable[int]) -> None:
+        """End what is left on this machine: a stopped process gets no SIGTERM, and the launcher waits half a minute."""
+        processes = [self._process_of(rank) for rank in ranks]
+        left = [process for process in processes if process is not None and not process.is_gone()]
+        for process in left:
+            process.send(signal.SIGUSR2)  # its stacks, from C, whatever holds its interpreter
+            process.send(signal.SIGCONT)
+        deadline = time.monotonic() + self._settle
+        while any(not process.is_gone() for process in left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in left:
+            process.send(signal.SIGKILL)
+
+    def _write_stacks(self, words: LastWords) -> None:
+        text = whereabouts.stacks((threading.get_ident(),) if threading.current_thread() is self._thread else ())
+        head = f"rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
+        text = f"==== {head.rstrip()}\n{text}\n"
+        _say(text)
+        self._write(f"stacks_rank_{self._rank:05d}.txt", text)
+
+    def _write(self, name: str, text: str) -> None:
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            _say(f"rank {self._rank}: cannot write {self.folder / name}: {error}")
+
+    # ---- the store
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _tell_beat(self, state: str) -> None:
+        if self._alone:
+            return
+        assert self._store is not None
+        beat = {"state": state, "mark": self._mark, "process": asdict(this_process())}
+        self._store.set(self._key(f"beat/{self._rank}"), json.dumps(beat))
+
+    def _beat_of(self, rank: int) -> dict[str, Any]:
+        assert self._store is not None
+        key = self._key(f"beat/{rank}")
+        return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+
+    def _state_of(self, rank: int) -> str:
+        return self._beat_of(rank).get("state", "")
+
+    def _process_of(self, rank: int) -> Process | None:
+        """The process of a rank, where it is on this machine."""
+        beat = self._beat_of(rank)
+        process = Process(**beat["process"]) if beat else None
+        return process if process is not None and process.host == this_process().host else None
+
+
+def _ranks_here(rank: int, world_size: int) -> list[int]:
+    """The ranks that the launcher started on this machine, as it says; all of them where it does not."""
+    number = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    first = rank - int(os.environ.get("LOCAL_RANK", rank)) if number < world_size else 0
+    return list(range(first, min(first + number, world_size)))
+
+
+def _ignore_sigterm() -> None:
+    """From any thread, while the main thread may be in C: Python's own `signal` can be called from that one only."""
+    ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
+    ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """torchrun's file for the error of a rank, by which it names the first one; without it, it goes by exit times."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    handler = get_error_handler()
+    handler.record_exception(error)
+
+
+def _say(text: str) -> None:
+    """One write, so that the lines of many ranks do not mix."""
+    os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+
+
+def _short(text: str, limit: int = 400) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,0 +1,269 @@
+"""Numbers that are not finite, put into a real run at one place, on one rank or all: the cases of test_faults.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe.config.errors import RunFault
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+
+FLAGS: dict[str, Any] = {
+    **PRESETS["tiny"],
+    "mock_data": True,
+    "vocab_size": 100,
+    "num_layers": 2,
+    "seq_length": 32,
+    "moe_layer_freq": 1,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "hidden_dropout": 0.1,
+    "eval_iters": 0,
+    "train_iters": 4,
+    "health_interval": 0,
+    "lr_warmup_iters": 0,
+    "lr_decay_style": "constant",
+    "watchdog": False,
+}
+
+
+def small(**flags: Any) -> Run:
+    """The run of these tests."""
+    return build({**FLAGS, **flags})
+
+
+def spoiled(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with one element replaced, gradient and all."""
+    other = torch.zeros_like(tensor)
+    other.view(-1)[0] = value
+    return tensor + other
+
+
+def _module(model: Any, end: str) -> torch.nn.Module:
+    return next(module for name, module in model[0].named_modules() if name.endswith(end))
+
+
+@contextmanager
+def embedding_output(job: Any, value: float) -> Iterator[None]:
+    module = _module(job.trained.model, "word_embeddings")
+    hook = module.register_forward_hook(lambda _m, _i, output: spoiled(output, value))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def router_logits(job: Any, value: float) -> Iterator[None]:
+    router: Any = _module(job.trained.model, "layers.1.mlp.router")
+    gate = router.gate
+    router.gate = lambda hidden: spoiled(gate(hidden), value)
+    yield
+    del router.gate
+
+
+@contextmanager
+def expert_bias(job: Any, value: float) -> Iterator[None]:
+    router: Any = _module(job.trained.model, "layers.1.mlp.router")
+    kept = router.expert_bias.clone()
+    router.expert_bias[0] = value
+    yield
+    router.expert_bias.copy_(kept)
+
+
+@contextmanager
+def expert_weight(job: Any, value: float) -> Iterator[None]:
+    weight: Any = _module(job.trained.model, "layers.1.mlp.experts").weight2
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[:, 0, 0] = value  # of every expert: one without a token would not matter
+    yield
+    with torch.no_grad():
+        weight.copy_(kept)
+
+
+@contextmanager
+def expert_gradient(job: Any, value: float) -> Iterator[None]:
+    weight: Any = _module(job.trained.model, "layers.1.mlp.experts").weight1
+    hook = weight.register_hook(lambda gradient: spoiled(gradient, value))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def reduced_gradient(job: Any, value: float) -> Iterator[None]:
+    from megatron_moe.training import step as step_file
+
+    finalize = step_file.finalize_model_grads
+
+    def spoiling(*args: Any, **kwargs: Any) -> Any:
+        update = finalize(*args, **kwargs)
+        _module(job.trained.model, "layers.1.mlp.router").weight.main_grad[0, 0] = value
+        return update
+
+    step_file.finalize_model_grads = spoiling
+    yield
+    step_file.finalize_model_grads = finalize
+
+
+@contextmanager
+def loss(job: Any, value: float) -> Iterator[None]:
+    hook = job.trained.model[0].register_forward_hook(lambda _m, _i, losses: spoiled(losses, value))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def adam_moment(job: Any, value: float) -> Iterator[None]:
+    from megatron_moe.training.optimizer import named_moments_and_masters
+
+    wanted: Any = _module(job.trained.model, "layers.1.mlp.experts").weight1
+    for parameter, kind, tensor in named_moments_and_masters(job.trained.model, job.trained.optimizer):
+        if parameter is wanted and kind == "exp_avg":
+            found, kept = tensor, tensor.clone()
+            tensor.view(-1)[0] = value
+    yield
+    found.copy_(kept)
+
+
+SITES: dict[str, Callable[[Any, float], Any]] = {
+    site.__name__: site
+    for site in (
+        *(embedding_output, router_logits, expert_bias, expert_weight),
+        *(expert_gradient, reduced_gradient, loss, adam_moment),
+    )
+}
+DAMAGE = ("expert_bias", "expert_weight", "adam_moment")
+"""Sites where the fault is in the run's state, which no step that is left out heals."""
+NAMED = {
+    "embedding_output": "the output of embedding.word_embeddings",
+    "router_logits": "the logits of decoder.layers.1.mlp.router",
+    "expert_bias": "expert_bias of decoder.layers.1.mlp.router",
+    "expert_weight": "the weight decoder.layers.1.mlp.experts.weight2",
+    "expert_gradient": "the gradient of decoder.layers.1.mlp.experts.weight1",
+    "reduced_gradient": "the gradient of decoder.layers.1.mlp.router.weight",
+    "loss": "the loss per token",
+    "adam_moment": "the exp_avg of decoder.layers.1.mlp.experts.weight1",
+}
+
+
+def digests(job: Any) -> dict[str, str]:
+    """Of all that a step may change."""
+    from megatron_moe.moe.state import routers
+    from megatron_moe.training.optimizer import moments_and_masters
+    from tests.unit.training.test_step_transaction import digest
+
+    trained = job.trained
+    return {
+        "weights": digest([list(chunk.state_dict().items()) for chunk in trained.model]),
+        "optimizer": digest(list(moments_and_masters(trained.optimizer))),
+        "schedule": trained.scheduler.num_steps,
+        "bias": digest([router.expert_bias for router in routers(trained.model)]),
+        "counts": digest([[r.local_tokens_per_expert, r.counted_tokens] for r in routers(trained.model)]),
+    }
+
+
+def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> dict[str, Any]:
+    """One run with a fault in every second step: (site, value, "one" or "all" ranks).
+
+    Returns:
+        Per fault: told, what was said on this rank or raised; raised, whether it was; and changed, what the step
+        changed. Beside it the sound steps: all of them must be applied.
+    """
+    from megatron_moe.training import loop
+    from megatron_moe.training.faults import FaultWatch
+    from megatron_moe.training.run import pretrain
+
+    rank, seen, sound = torch.distributed.get_rank(), [], []
+
+    class Spoiling(FaultWatch):
+        """The fault lasts from the beginning of the step to the end of the second look."""
+
+        def begin(self) -> None:
+            super().begin()
+            number, self.due = divmod(self._job.progress.iteration, 2)
+            self.fault: Any = nullcontext()
+            if self.due:
+                site, value, ranks = faults[number]
+                self.before = digests(self._job)
+                if ranks == "all" or rank == 1:
+                    self.fault = SITES[site](self._job, float(value))
+            self.fault.__enter__()
+
+        def end(self, result: Any) -> None:
+            said: list[str] = []
+            raised = False
+            message = self._job.reporter.message
+            self._job.reporter.message = said.append
+            try:
+                super().end(result)
+            except RunFault as fault:
+                said, raised = [str(fault)], True
+            self._job.reporter.message = message
+            self.fault.__exit__(None, None, None)
+            if not self.due:
+                sound.append(result.committed)
+                return
+            after = digests(self._job)
+            changed = [name for name in after if after[name] != self.before[name]]
+            seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
+
+    original = loop.FaultWatch
+    loop.FaultWatch = Spoiling  # type: ignore[misc]
+    try:
+        pretrain(small(train_iters=2 * len(faults) + 1, **flags))
+    finally:
+        loop.FaultWatch = original  # type: ignore[misc]
+    return {"seen": seen, "sound": sound}
+
+
+def poisoned_saves(root: str) -> dict[str, Any]:
+    """A run that saves every step; before the last save a NaN is put into rank 1's state, at each place in turn."""
+    from megatron_moe.training import job as job_file
+    from megatron_moe.training.run import pretrain
+
+    refusals: list[str] = []
+    save = job_file.Job.save
+
+    def spoiling(job: Any) -> None:
+        if job.progress.iteration == 2 and job.saved is None:
+            for site in DAMAGE:
+                with SITES[site](job, float("nan")) if torch.distributed.get_rank() == 1 else nullcontext():
+                    try:
+                        save(job)
+                    except RunFault as fault:
+                        refusals.append(str(fault))
+        save(job)
+
+    job_file.Job.save = spoiling  # type: ignore[method-assign]
+    try:
+        pretrain(small(train_iters=2, save=root, save_interval=1))
+    finally:
+        job_file.Job.save = save  # type: ignore[method-assign]
+    return {"refusals": refusals, "steps": sorted(path.name for path in Path(root).glob("iter_*"))}
+
+
+def stopped_run(site: str, flags: dict[str, Any]) -> str:
+    """The error of a run in which `site` holds a NaN on rank 1 from step 2 on."""
+    from megatron_moe.training import loop
+    from megatron_moe.training.faults import FaultWatch
+    from megatron_moe.training.run import pretrain
+
+    class Spoiling(FaultWatch):
+        def begin(self) -> None:
+            super().begin()
+            if self._job.progress.iteration == 1 and torch.distributed.get_rank() == 1:
+                SITES[site](self._job, float("nan")).__enter__()
+
+    original = loop.FaultWatch
+    loop.FaultWatch = Spoiling  # type: ignore[misc]
+    try:
+        pretrain(small(**flags))
+    except RunFault as fault:
+        return str(fault)
+    finally:
+        loop.FaultWatch = original  # type: ignore[misc]
+    return "it went on"

@@ -1,0 +1,55 @@
+"""NaN and infinity, wherever and on whichever rank: found in the same step by all ranks, named, and without a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
+
+KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+
+
+def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: bool = True) -> None:
+    """What one fault has to look like on all ranks; `results` by rank."""
+    site, value, ranks = fault
+    assert [result["committed"] for result in results] == [False] * len(results), fault
+    assert [result["changed"] for result in results] == [[]] * len(results), fault
+    assert [result["raised"] for result in results] == [site in DAMAGE] * len(results), fault
+    told = results[0]["told"]
+    assert len(told) == 1 and told[0].startswith("iteration "), (fault, told)
+    if by_name:
+        assert NAMED[site] in told[0], (fault, told)
+        assert KINDS[value] in told[0] or site == "router_logits", (fault, told)
+        places = [f"rank {rank}/2 (" in told[0] for rank in range(2)]
+        assert places == ([True, True] if ranks == "all" else [False, True]), (fault, told)
+    assert ("continue from the last checkpoint" if site in DAMAGE else "--on-nan skip") in told[0], fault
+
+
+def test_every_site_is_named_and_nothing_has_changed(gloo):
+    faults = [
+        (site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate((*SITES, *SITES))
+    ]
+    results = gloo.run(2, faulty_steps, faults=faults, flags={**EP2, "use_distributed_optimizer": True, "bf16": True})
+    for result in results:
+        assert result["sound"] == [True] * (len(faults) + 1)
+    for number, fault in enumerate(faults):
+        check(fault, [result["seen"][number] for result in results])
+
+
+def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
+    for result in gloo.run(2, poisoned_saves, root=str(tmp_path)):
+        assert result["steps"] == ["iter_0000001", "iter_0000002"]
+        assert len(result["refusals"]) == len(DAMAGE)
+        for site, text in zip(DAMAGE, result["refusals"]):
+            assert text.startswith("saving iteration 2: ") and NAMED[site] in text and "rank 1/2" in text
+
+
+@pytest.mark.parametrize(("site", "flags"), [("adam_moment", {}), ("loss", {"on_nan": "stop"})])
+def test_a_run_stops_on_all_ranks_where_it_has_to(gloo, site, flags):
+    told = gloo.run(2, stopped_run, site=site, flags=flags)
+    assert told[0] == told[1] and told[0].startswith("iteration 2: ") and NAMED[site] in told[0]

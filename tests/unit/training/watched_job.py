@@ -1,0 +1,113 @@
+"""Small jobs under the watchdog: collectives in a loop, and a fault in one rank of each. Run by test_watchdog.py, as a
+process of its own that forks all ranks of all jobs, so that torch is loaded once."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.errors import RunFault
+from megatron_moe.training.watchdog import Watchdog
+
+FAULTY_STEP = 3
+
+
+def sum_of_gradients(size: int = 8) -> None:
+    dist.all_reduce(torch.ones(size))
+
+
+def count_of_tokens() -> None:
+    dist.all_reduce(torch.ones(2, dtype=torch.int64))
+
+
+def hold_the_interpreter() -> None:
+    """Wait in C for a mutex that never comes free, with Python's own lock held: no thread of this process runs."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def step(fault: str | None) -> None:
+    """One step of this rank, which differs from the others' where it has a fault."""
+    if fault == "exception":
+        raise ValueError("layer 3 is upside down")
+    if fault == "exit":
+        os._exit(7)
+    if fault in ("KILL", "SEGV", "STOP"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{fault}"))
+    if fault == "sleep":
+        time.sleep(1000)
+    if fault == "interpreter":
+        hold_the_interpreter()
+    if fault == "wrong order":
+        count_of_tokens()
+    if fault != "skipped":
+        sum_of_gradients(9 if fault == "wrong shape" else 8)
+    if fault != "wrong order":
+        count_of_tokens()
+    dist.barrier()
+
+
+def rank_of_job(rank: int, job: dict[str, Any]) -> None:
+    """What a rank does; its errors are its exit status, as in a program."""
+    fault, faulty, world, timeout = job["fault"], job["faulty"], job["world"], job["timeout"]
+    store: Any = dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False)
+    group = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    with Watchdog(store if job["watched"] else None, rank, world, timeout, Path(job["folder"]), settle=2.0) as watchdog:
+        for number in range(1, FAULTY_STEP + 2):
+            watchdog.at(f"iteration {number}", limited=job["watched"])
+            if fault == "shared" and number == FAULTY_STEP:
+                raise RunFault("all ranks found the same")
+            step(fault if rank == faulty and number == FAULTY_STEP else None)
+
+
+def forked(rank: int, job: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 2)
+    try:
+        rank_of_job(rank, job)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    """Jobs as JSON on standard input; their ranks' exit statuses and seconds as JSON on standard output."""
+    jobs = json.load(sys.stdin)
+    begin = time.monotonic()
+    ranks = {forked(rank, job): (number, rank) for number, job in enumerate(jobs) for rank in range(job["world"])}
+    ended: list[dict[str, Any]] = [{"statuses": [None] * job["world"], "seconds": 0.0} for job in jobs]
+    patience = max(job["patience"] for job in jobs)
+    while ranks and time.monotonic() - begin < patience:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(0.05)
+            continue
+        number, rank = ranks.pop(pid)
+        ended[number]["statuses"][rank] = os.waitstatus_to_exitcode(status)
+        ended[number]["seconds"] = time.monotonic() - begin
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    json.dump(ended, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
