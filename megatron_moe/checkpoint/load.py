@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, optimizer_state, random_state
+from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.checkpoint.plan import Source
 from megatron_moe.checkpoint.state import (
     Progress,
@@ -103,7 +103,7 @@ def _load_random_state(run: Run, source: Source) -> list[str]:
     if same_layout and path.is_file():
         try:
             state, verdict = random_state.read(path), _READ
-        except pickle.UnpicklingError:
+        except UntrustedError:
             verdict = _REFUSED
     worst = torch.tensor(verdict, device=platform.device())
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_moe import platform
+from megatron_moe.checkpoint import pickles
 
 
 def path_of(step: Path, rank: int) -> Path:
@@ -38,9 +39,9 @@ def read(path: Path) -> dict[str, Any]:
     """What `current` gave when it was written; changes nothing.
 
     Raises:
-        pickle.UnpicklingError: the file holds anything but tensors and plain values.
+        UntrustedError: the file is damaged, or holds anything but tensors and plain values.
     """
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return pickles.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def remove_surplus(root: Path, rule: Retention, protected: Collection[int]) -> l
     notes = []
     for number in rule.surplus(sound, protected):
         try:
-            _remove(folder.step_folder(root, number))
+            remove_step(folder.step_folder(root, number))
         except OSError as error:
             notes.append(f"step {number} is not needed any more, but could not be removed: {error}")
     return notes
@@ -74,7 +74,7 @@ def remove_left_behind(root: Path) -> list[str]:
     return [path.name for path in left]
 
 
-def _remove(step: Path) -> None:
+def remove_step(step: Path) -> None:
     """Hide a step at once, then delete it: half of one is never to be seen."""
     hidden = step.with_name(f".{step.name}.deleting")
     shutil.rmtree(hidden, ignore_errors=True)

@@ -1,0 +1,174 @@
+"""The numbers in a step's tensors, read part by part: no model, no process group, memory for two parts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe.checkpoint import index, manifest, pickles
+from megatron_moe.checkpoint.index import Index, Part, Tensor, UntrustedError
+from megatron_moe.checkpoint.inspect_steps import DamagedError
+
+_BLOCK = 1 << 22
+"""Elements that are widened to fp64 at a time."""
+
+
+class Reader:
+    """The tensors of one step; `part` reads one box of one of them."""
+
+    def __init__(self, step: Path) -> None:
+        self.step = step
+        try:
+            self.index: Index = pickles.check(step, manifest.read(step).files)
+        except (UntrustedError, manifest.ManifestError, OSError) as error:
+            raise DamagedError(f"{step}: refused: {error}") from error
+        self.part = lru_cache(maxsize=2)(self._part)
+
+    def keys(self, pattern: str | None) -> list[str]:
+        """Keys in order, those that a regular expression finds something in."""
+        return sorted(key for key in self.index.tensors if pattern is None or re.search(pattern, key))
+
+    def _part(self, key: str, part: Part) -> torch.Tensor:
+        value = pickles.read_value(self.step, key, part.place)
+        tensor = self.index.tensors[key]
+        fits = isinstance(value, torch.Tensor) and str(value.dtype) == f"torch.{tensor.dtype}"
+        if not fits or tuple(value.shape) != part.shape:
+            raise UntrustedError(
+                f"{key} in {part.place.file} is not the {tensor.dtype} {list(part.shape)} of {index.NAME}"
+            )
+        return value.detach()
+
+
+# ---- stats
+
+
+@dataclass
+class Stats:
+    """What the finite numbers of a tensor are like, and how many are not finite. Sums and moments in fp64."""
+
+    count: int = 0
+    nans: int = 0
+    infs: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    mean: float = 0.0
+    squares: float = field(default=0.0, repr=False)
+    """Sum of squared distances from the mean."""
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take more numbers, of any shape and type."""
+        for block in _blocks(values):
+            wide = block.double()
+            finite = wide[torch.isfinite(wide)]
+            nans = int(torch.isnan(wide).sum())
+            self.nans += nans
+            self.infs += wide.numel() - finite.numel() - nans
+            if finite.numel():
+                self._merge(finite)
+
+    def _merge(self, values: torch.Tensor) -> None:
+        """Chan, Golub, LeVeque 1983: moments of two samples joined."""
+        count, mean = values.numel(), float(values.mean())
+        squares, total = float((values - mean).square().sum()), self.count + values.numel()
+        distance = mean - self.mean
+        self.squares += squares + distance * distance * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+
+    def facts(self) -> dict[str, Any]:
+        """As plain values; None where there is no finite number."""
+        some = self.count > 0
+        return {
+            "min": self.low if some else None,
+            "max": self.high if some else None,
+            "mean": self.mean if some else None,
+            "std": math.sqrt(self.squares / self.count) if some else None,
+            "nan": self.nans,
+            "inf": self.infs,
+        }
+
+
+def stats(reader: Reader, key: str) -> dict[str, Any]:
+    """Shape, type and numbers of one tensor.
+
+    Raises:
+        UntrustedError: a part of it is not what the index says.
+    """
+    tensor, result = reader.index.tensors[key], Stats()
+    for part in tensor.parts:
+        result.add(reader.part(key, part))
+    return {"key": key, "dtype": tensor.dtype, "shape": list(tensor.shape), **result.facts()}
+
+
+# ---- diff
+
+
+def diff(first: Reader, second: Reader, key: str) -> dict[str, Any]:
+    """How a tensor differs between two steps; `equal` means to the bit. However each is split into parts.
+
+    Raises:
+        UntrustedError: a part is not what its index says.
+    """
+    one, two = first.index.tensors.get(key), second.index.tensors.get(key)
+    result: dict[str, Any] = {"key": key, "equal": False}
+    if one is None or two is None:
+        return {**result, "only_in": str((second if one is None else first).step)}
+    if one.dtype != two.dtype:
+        result["dtypes"] = [one.dtype, two.dtype]
+    if one.shape != two.shape:
+        return {**result, "shapes": [list(one.shape), list(two.shape)]}
+    different, largest = 0, 0.0
+    for mine, others in _boxes(first, second, key, one, two):
+        count, distance = _distance(mine, others)
+        different, largest = different + count, max(largest, distance)
+    result["equal"] = different == 0 and one.dtype == two.dtype
+    return result if result["equal"] else {**result, "different": different, "max_difference": largest}
+
+
+def _boxes(
+    first: Reader, second: Reader, key: str, one: Tensor, two: Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same boxes of a tensor from two steps, one after the other, covering all of it."""
+    for part in one.parts:
+        for other in two.parts:
+            low = [max(a, b) for a, b in zip(part.start, other.start)]
+            high = [min(a + m, b + n) for a, m, b, n in zip(part.start, part.shape, other.start, other.shape)]
+            if all(a < b for a, b in zip(low, high)):
+                yield (
+                    first.part(key, part)[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))],
+                    second.part(key, other)[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, other.start))],
+                )
+
+
+def _distance(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """Elements that differ, and by how much at most; infinite where one is not a number and the other is."""
+    count, largest = 0, 0.0
+    for a, b in zip(_blocks(one), _blocks(two)):
+        if a.dtype == b.dtype:
+            unequal = (_bits(a) != _bits(b)).any(-1)
+            count += int(unequal.sum())
+            if not unequal.any():
+                continue
+        x, y = a.double(), b.double()
+        apart = torch.where(torch.isnan(x) & torch.isnan(y) | (x == y), 0.0, (x - y).abs())
+        count += int((apart != 0).sum()) if a.dtype != b.dtype else 0
+        largest = max(largest, float(torch.nan_to_num(apart, nan=math.inf, posinf=math.inf).max()))
+    return count, largest
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element: [elements, bytes]."""
+    return values.reshape(-1, 1).contiguous().view(torch.uint8)
+
+
+def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = values.reshape(-1)
+    return iter(flat.split(_BLOCK)) if flat.numel() else iter(())

@@ -1,0 +1,20 @@
+#!/usr/bin/env python3
+"""What is in a checkpoint, and is it whole? See `megatron_moe/checkpoint/inspect_cli.py`.
+
+python tools/inspect_checkpoint.py list runs/demo/checkpoints
+python tools/inspect_checkpoint.py verify runs/demo/checkpoints --json verify.json
+python tools/inspect_checkpoint.py diff runs/a/iter_0000050 runs/b/iter_0000050 --match expert_bias
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_moe.checkpoint.inspect_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
