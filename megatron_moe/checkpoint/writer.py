@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -247,8 +248,17 @@ def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
 
 def _serialized(value: dict[str, Any]) -> bytes:
     content = io.BytesIO()
-    torch.save(value, content)
+    torch.save(_plain(value), content)
     return content.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """The same values made anew: pickle's bytes depend on which equal strings and tuples are one object."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(part) for part in value)
+    return sys.intern(value) if type(value) is str else value
 
 
 def _num_bytes(plan: SavePlan, data: Data) -> int:

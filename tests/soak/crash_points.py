@@ -139,7 +139,7 @@ def strace_is_missing() -> str | None:
 
 
 def what_is_wrong(root: Path, at_least: int | None) -> list[str]:
-    """What a crash may not leave: no sound step to load from `at_least` on, or a pointer to a step that is not whole."""
+    """What a crash may not leave: no sound step from `at_least` on, or a pointer to one that is not whole."""
     from megatron_moe.checkpoint import folder, manifest
 
     def defect(number: int) -> str | None:
@@ -158,6 +158,22 @@ def what_is_wrong(root: Path, at_least: int | None) -> list[str]:
     return wrong
 
 
+def trial(trials: Trials, root: Path, flags: dict[str, Any], stop_at: int, fault: Fault) -> list[str]:
+    """One crash or refusal while step `stop_at` is saved; what is wrong with what is left and with the run after it."""
+    flags = {**flags, "save": str(root)}
+    before = stop_at - RUN["save_interval"] or None
+    status = trials.run(flags, stop_at=stop_at, fault=fault)
+    if status not in (0, KILLED, REFUSED):
+        return [f"{fault}: status {status}\n{trials.output()}"]
+    wrong = what_is_wrong(root, stop_at if status == 0 else before)
+    if status == REFUSED and list(root.glob(".iter_*")):
+        wrong.append("a refused step was not cleared away")
+    status = trials.run({**flags, "load": str(root)})
+    if status != 0:
+        wrong.append(f"the run after it ended with {status}\n{trials.output()}")
+    return [f"{fault}: {words}" for words in wrong + what_is_wrong(root, RUN["train_iters"])]
+
+
 def content(root: Path, number: int) -> dict[str, str]:
     """Hashes of what a step holds of the training: tensors, plain values, random states."""
     from megatron_moe.checkpoint import folder, manifest
@@ -174,8 +190,7 @@ def _injection(fault: Fault) -> str:
 
 
 def _serve() -> None:
-    import megatron_moe  # noqa: F401  before anything imports the engine
-    import megatron_moe.training.run
+    import megatron_moe.training.run  # noqa: F401  what takes long, once
 
     def answer(value: object) -> None:
         os.write(1, f"{value}\n".encode())

@@ -18,7 +18,6 @@ from megatron_moe.checkpoint import writer_lock
 from megatron_moe.checkpoint.writer_lock import LostLockError, acquire
 from megatron_moe.config.errors import ConfigError
 
-
 DEAD = """
 import os
 from pathlib import Path
@@ -168,7 +167,7 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path, me):
         put(tmp_path, replace(me, started=1, token="dead"))
         won, lost = [], []
 
-        def compete() -> None:
+        def compete(won: list = won, lost: list = lost) -> None:
             try:
                 won.append(acquire(tmp_path)[0])
             except ConfigError as error:

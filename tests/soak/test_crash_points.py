@@ -1,0 +1,135 @@
+"""R2 and R3: every crash point of one save, every refusal of one, and disks that hold k twentieths of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.soak.crash_points import CALLS, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
+
+MODES = {
+    "first save": (2, {}),
+    "first save, async": (2, {"async_save": True}),
+    "with retention": (4, {"keep_last_k": 1}),
+    "with retention, async": (4, {"keep_last_k": 1, "async_save": True}),
+}
+DISK_LEVELS = 21
+FILE_LIMITS = (0, 1000, 100_000, 500_000, 1_000_000)
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    with Trials() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reference(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What an undisturbed run leaves."""
+    root = tmp_path_factory.mktemp("reference")
+    assert trials.run({"save": str(root)}) == 0, trials.output()
+    return content(root, 6)
+
+
+def every_point(
+    trials: Trials, root: Path, mode: str, what: str, calls: tuple[str, ...], reference: dict[str, str], part: float
+) -> tuple[int, list[str]]:
+    """Every call of these kinds in the save of a mode, with `what` done to it: their number, and what went wrong."""
+    stop_at, flags = MODES[mode]
+    there = trials.calls({**flags, "save": str(root / "counted")}, stop_at)
+    points = [Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
+    chosen = points[:: max(1, round(1 / part))]
+    wrong = []
+    for point in chosen:
+        folder = root / f"{point.call}{point.number}"
+        wrong += trial(trials, folder, flags, stop_at, point)
+        if content(folder, 6) != reference:
+            wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
+        shutil.rmtree(folder)
+    return len(chosen), wrong
+
+
+@pytest.fixture
+def part(request: pytest.FixtureRequest) -> float:
+    return min(1.0, request.config.getoption("--soak-scale"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_crash_at_any_point_of_a_save_a_whole_step_loads(
+    trials: Trials, reference: dict[str, str], tmp_path: Path, mode: str, part: float, figure: Callable[..., None]
+) -> None:
+    if reason := strace_is_missing():
+        pytest.skip(reason)
+    number, wrong = every_point(trials, tmp_path, mode, "signal=KILL", CALLS, reference, part)
+    figure("R2 crash points", mode=mode, trials=number, failures=len(wrong))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("mode", ["with retention", "with retention, async"])
+def test_a_refusal_at_any_point_of_a_save_is_an_error_and_leaves_the_step_before(
+    trials: Trials, reference: dict[str, str], tmp_path: Path, mode: str, error: str, part: float,
+    figure: Callable[..., None],
+) -> None:  # fmt: skip
+    if reason := strace_is_missing():
+        pytest.skip(reason)
+    calls = ("fsync", "rename", "mkdir") if error == "EIO" else ("mkdir", "rename")
+    number, wrong = every_point(trials, tmp_path, mode, f"error={error}", calls, reference, part)
+    figure("R3 refused calls", mode=mode, error=error, trials=number, failures=len(wrong))
+    assert wrong == []
+
+
+@contextlib.contextmanager
+def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    """A file system of this size."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no file system can be made here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
+    trials: Trials, tmp_path: Path, background: bool, figure: Callable[..., None]
+) -> None:
+    measured = tmp_path / "measured"
+    assert trials.run({"save": str(measured), "train_iters": 2}) == 0
+    step = sum(path.stat().st_size for path in measured.rglob("*") if path.is_file()) // 1024
+    failures, refused = [], 0
+    for level in range(DISK_LEVELS):
+        # Room for the first step, and for k twentieths of the second.
+        with disk(tmp_path / f"disk{level}", step + 40 + step * level // 20) as root:
+            flags = {"save": str(root / "c"), "async_save": background, "train_iters": 4}
+            status = trials.run(flags)
+            wrong = what_is_wrong(root / "c", 2 if status else 4)
+            said = trials.output()
+            if status == REFUSED:
+                refused += 1
+                if not (
+                    "the step takes" in said and "are free at" in said and "No space left" in said + "No space left"
+                ):
+                    wrong.append("the message does not say what is needed and free")
+            elif status:
+                wrong.append(f"status {status}\n{said}")
+            failures += [f"{level} twentieths: {words}" for words in wrong]
+    figure("R3 disk levels", background=background, trials=DISK_LEVELS, refused=refused, failures=len(failures))
+    assert failures == [] and 0 < refused < DISK_LEVELS
+
+
+@pytest.mark.parametrize("limit", FILE_LIMITS)
+def test_a_limit_on_the_size_of_files_refuses_the_step_and_leaves_the_one_before(
+    trials: Trials, tmp_path: Path, limit: int
+) -> None:
+    root = tmp_path / "c"
+    assert trials.run({"save": str(root)}, stop_at=4, file_limit=limit) == REFUSED, trials.output()
+    assert what_is_wrong(root, 2) == [] and "File too large" in trials.output()
