@@ -1,8 +1,6 @@
-"""The only door to the engine's dist_checkpointing: write and read one step's tensors.
+"""The reading half of the door to the engine's dist_checkpointing; `writer` is the other.
 
-Two things differ from the engine's defaults. Writing stays in this process: the engine forks writers and starts a
-manager process even for a synchronous save, which costs seconds and waits for ever when a writer is killed. And what
-is read is checked first: torch's checkpoint format holds pickles, which the engine loads without restriction.
+What is read is checked first: torch's checkpoint format holds pickles, which the engine loads without restriction.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import UntrustedError
@@ -77,8 +74,16 @@ def load_tensors(
         )
         raise ConfigError(_listing(head, casts))
     rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}
-    with _quiet():
-        return dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy()), rounded
+    loaded: dict[str, Any] = {}
+    unreadable: set[str] = set()
+    try:
+        with _quiet():
+            loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
+    except CheckpointException as failed:
+        unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
+    if everywhere := _agreed(unreadable):
+        raise ConfigError(f"{folder}: refused: a tensor cannot be read: {'; '.join(everywhere[:3])}")
+    return loaded, rounded
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:

@@ -62,8 +62,13 @@ def read_value(step: Path, key: str, place: Place) -> Any:
 def _loaded(data: bytes, where: str) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
-        raise UntrustedError(f"{where} is damaged or harmful: {(wanted or [str(error)])[0].strip()[:200]}") from None
-    except Exception as error:  # whatever an archive made for it can raise
-        raise UntrustedError(f"{where} is damaged or harmful: {type(error).__name__}: {str(error)[:200]}") from None
+    except Exception as error:  # whatever a pickle or an archive made for it can raise
+        raise UntrustedError(f"{where} is damaged or harmful: {words(error)}") from None
+
+
+def words(error: BaseException) -> str:
+    """What torch had against a file, without its advice on how to read it all the same."""
+    lines = str(error).splitlines() or [""]
+    wanted = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
+    return f"{kind}{(wanted or lines)[0].strip()[:200]}"

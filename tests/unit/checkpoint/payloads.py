@@ -1,0 +1,169 @@
+"""Checkpoints made to do harm: each payload changes a sound step of one rank, and the manifest is made to fit it.
+
+Wherever a payload's code runs, it makes a file, the sentinel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_moe.checkpoint import manifest
+from tests.unit.checkpoint.steps import saved, seal
+
+DATA = "__0_0.distcp"
+
+
+class Bomb:
+    """Makes the sentinel when it is unpickled without restriction."""
+
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.sentinel}",)
+
+
+def _weights_file(step: Path, bomb: Bomb) -> None:
+    (step / "pytorch_model.bin").write_bytes(saved(bomb))
+
+
+def _pt_file(step: Path, bomb: Bomb) -> None:
+    (step / "model_optim_rng.pt").write_bytes(saved({"model": bomb}))
+
+
+def _common(step: Path, bomb: Bomb) -> None:
+    (step / "common.pt").write_bytes(saved({"optimizer": bomb}))
+
+
+def _metadata(step: Path, bomb: Bomb) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.planner_data = bomb
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _append(step: Path, content: bytes) -> _StorageInfo:
+    with open(step / DATA, "ab") as file:
+        place = _StorageInfo(DATA, file.tell(), len(content))
+        file.write(content)
+    return place
+
+
+def _byte_object(step: Path, bomb: Bomb) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.state_dict_metadata["rerun_state"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("rerun_state")] = _append(step, saved(bomb))
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _tensor_item(step: Path, bomb: Bomb) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    for index in metadata.storage_data:
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            metadata.storage_data[index] = _append(step, saved(bomb))
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _random_states(step: Path, bomb: Bomb) -> None:
+    (step / "rng" / "rank_00000.pt").write_bytes(saved({"torch": bomb}))
+
+
+def _args_namespace(step: Path, bomb: Bomb) -> None:
+    (step / "common.pt").write_bytes(saved({"args": argparse.Namespace(load=bomb)}))
+
+
+def _object_array(step: Path, bomb: Bomb) -> None:
+    (step / "rng" / "rank_00000.pt").write_bytes(saved({"numpy": np.array([bomb], dtype=object)}))
+
+
+def _zip_slip(step: Path, bomb: Bomb) -> None:
+    content = io.BytesIO((step / "common.pt").read_bytes())
+    with zipfile.ZipFile(content, "a") as archive:
+        archive.writestr(os.path.relpath(bomb.sentinel, step), b"x")
+        archive.writestr("archive/data.pkl", pickle.dumps(bomb))
+    (step / "common.pt").write_bytes(content.getvalue())
+    outside = step.parent / "outside.distcp"
+    outside.write_bytes(saved(bomb))
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path, info.offset, info.length = "../outside.distcp", 0, outside.stat().st_size
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _link_out(step: Path, bomb: Bomb) -> None:
+    outside = step.parent / "outside.pt"
+    outside.write_bytes(saved(bomb))
+    (step / "common.pt").unlink()
+    (step / "common.pt").symlink_to(outside)
+
+
+def _module(step: Path, bomb: Bomb) -> None:
+    (step / "modeling_evil.py").write_text(f"import os\nos.system('touch {bomb.sentinel}')\n")
+    config = json.loads((step / "config.json").read_text())
+    config |= {"auto_map": {"AutoModel": "modeling_evil.Model"}, "trust_remote_code": True}
+    (step / "config.json").write_text(json.dumps(config))
+
+
+def _oversize_header(step: Path, bomb: Bomb) -> None:
+    """An index whose first text claims 2**62 bytes."""
+    (step / ".metadata").write_bytes(b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x" * 100)
+
+
+PAYLOADS: dict[str, Callable[[Path, Bomb], None]] = {
+    "pickle in a .bin file": _weights_file,
+    "pickle in a .pt file": _pt_file,
+    "common.pt": _common,
+    ".metadata": _metadata,
+    "value in a .distcp file": _byte_object,
+    "tensor in a .distcp file": _tensor_item,
+    "random states": _random_states,
+    "args namespace": _args_namespace,
+    "array of objects": _object_array,
+    "paths out of the folder": _zip_slip,
+    "link out of the folder": _link_out,
+    "modeling_evil.py": _module,
+    "oversize header": _oversize_header,
+}
+CARRIES_NO_CODE = {"oversize header"}
+NOT_READ_BY_LOAD = {"random states", "array of objects"}
+"""Weights alone do without random states, and load."""
+
+
+def plant(name: str, step: Path, sentinel: Path) -> None:
+    """Put a payload into a step, with a manifest that fits."""
+    PAYLOADS[name](step, Bomb(sentinel))
+    seal(step, int(step.name[len("iter_") :]))
+    content = manifest.read(step)
+    for path in step.rglob("*"):
+        if path.is_symlink():
+            entry: manifest.Entry = {"bytes": path.stat().st_size, "sha256": manifest.sha256_of_file(path)}
+            manifest.write(step, content.iteration, {**content.files, path.name: entry})
+
+
+def read_without_protection(step: Path) -> None:
+    """What a reader does that trusts its files: every pickle is opened, every module of the step is run."""
+    for path in sorted(step.rglob("*")):
+        with contextlib.suppress(Exception):
+            if path.suffix in (".pt", ".bin"):
+                torch.load(path, weights_only=False)
+            elif path.suffix == ".py":
+                exec(path.read_text(), {})
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        with open(step / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
