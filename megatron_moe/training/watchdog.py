@@ -212,10 +212,11 @@ class Watchdog:
             _say(f"pretrain_moe.py: {text}")
             self._write("verdict.txt", text + "\n")
             self._store.set(self._key("verdict"), text)
-        self._end_missing([rank for rank in self._here if rank not in answers])
+        # A rank that is stopped is named before it is woken: it would answer then.
         deadline = time.monotonic() + self._settle
         while not self._store.check([self._key("verdict")]) and time.monotonic() < deadline:
             time.sleep(0.05)
+        self._end_missing([rank for rank in self._here if rank not in answers])
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, LastWords]:
         """The words of these ranks that answer in time; those on this machine that are gone are not waited for."""

@@ -1,0 +1,108 @@
+"""Bits flipped in one replica of a real run: the cases of test_replicas.py and of the soak."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from megatron_moe.config.errors import RunFault
+from tests.distributed.fault_cases import small
+
+
+def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Change one bit of one element."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    bits = tensor.detach().view(-1).view(integers)
+    width = 8 * tensor.element_size()
+    mask = 1 << bit
+    bits[element] ^= mask - (1 << width) if bit == width - 1 else mask
+
+
+def copies(job: Any) -> list[tuple[str, torch.Tensor, Any]]:
+    """Every tensor of this rank that has copies elsewhere, with its name and the group that holds them."""
+    from megatron_moe.training.replicas import _by_group
+
+    return [
+        (name, tensor, group)
+        for group, named in _by_group(job.trained)
+        if group is not None and group.size() > 1
+        for name, tensor in named
+    ]
+
+
+def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0, compare: bool = True) -> dict[str, Any]:
+    """A run that compares before every update. In every second step a random bit of a random copy on a random rank is
+    flipped before the step, of an expert_bias after the backward pass, which moves it; and it is flipped back after it.
+
+    Args:
+        compare: False: the protection is off.
+
+    Returns:
+        caught: trials whose error named the tensor and, where there is a majority, the rank, on this rank. missed: the
+        others. alarms: errors of steps without a flip.
+    """
+    from megatron_moe.training import faults, loop
+    from megatron_moe.training.run import pretrain
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    outcome: dict[str, Any] = {"caught": 0, "missed": [], "alarms": [], "steps": 0}
+
+    class Flipping(faults.FaultWatch):
+        def begin(self) -> None:
+            super().begin()
+            job = self._job
+            draw = random.Random(1000 * seed + job.progress.iteration)
+            self.undo: Any = None
+            self.expected: tuple[str, int] | None = None
+            if job.progress.iteration % 2 and job.progress.iteration < 2 * trials:
+                victim, place, bit = draw.randrange(world), draw.random(), draw.random()
+                chosen: list[Any] = [None]
+                if rank == victim:
+                    known = copies(job)
+                    name, tensor, group = known[int(place * len(known))]
+                    element = int(draw.random() * tensor.numel())
+                    self.undo = (tensor, element, int(bit * 8 * tensor.element_size()))
+                    if not name.endswith("expert_bias"):
+                        flip(*self.undo)
+                    self.late = name.endswith("expert_bias")
+                    chosen = [(name, group.size())]
+                torch.distributed.broadcast_object_list(chosen, src=victim)
+                self.expected = (chosen[0][0], victim if chosen[0][1] > 2 else -1)
+
+        def before_update(self) -> None:
+            outcome["steps"] += 1
+            if self.undo is not None and self.late:
+                flip(*self.undo)
+            try:
+                super().before_update()
+                told = None
+            except RunFault as fault:
+                told = str(fault)
+            if self.undo is not None:
+                flip(*self.undo)
+            if self.expected is None:
+                outcome["alarms"] += [] if told is None else [told]
+                return
+            name, odd = self.expected
+            good = told is not None and name in told and (odd < 0 or f"that of rank {odd} differs" in told)
+            outcome["caught"] += good
+            outcome["missed"] += [] if good else [(self.expected, told)]
+
+    original = loop.FaultWatch
+    loop.FaultWatch = Flipping  # type: ignore[misc]
+    every = {"check_weight_hash_across_dp_replicas_interval": 1 if compare else None}
+    try:
+        pretrain(small(train_iters=2 * trials + 1, log_interval=1000, **every, **flags))
+    finally:
+        loop.FaultWatch = original  # type: ignore[misc]
+    return outcome
+
+
+def clean_steps(flags: dict[str, Any], steps: int) -> int:
+    """A run of so many steps that compares in each of them; steps without an alarm."""
+    from megatron_moe.training.run import pretrain
+
+    every = {"check_weight_hash_across_dp_replicas_interval": 1}
+    return pretrain(small(train_iters=steps, log_interval=1000, **every, **flags))["iterations"]

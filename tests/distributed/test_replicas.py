@@ -1,0 +1,51 @@
+"""A bit that differs between replicas is seen, named with its rank, and nothing else is an alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.training.replicas import Difference, bit_hash
+from tests.distributed.replica_cases import flip, flipped_bits
+
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
+TP2_DP2: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_tensor_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_single_bit_changes_the_hash(dtype):
+    tensor = torch.randn(5).to(dtype)
+    before = int(bit_hash(tensor))
+    for element in range(tensor.numel()):
+        for bit in range(8 * tensor.element_size()):
+            flip(tensor, element, bit)
+            assert int(bit_hash(tensor)) != before
+            flip(tensor, element, bit)
+    assert int(bit_hash(tensor)) == before
+    assert int(bit_hash(tensor.flip(0))) != before, "elements that changed places"
+
+
+def test_the_odd_copy_is_named_where_there_is_a_majority():
+    assert str(Difference("w", ((0, 7), (2, 7), (4, 9)))) == (
+        "w: of 3 copies (ranks 0, 2, 4) that of rank 4 differs from the others"
+    )
+    assert str(Difference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, EP2), (4, TP2_DP2)])
+def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
+    for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):
+        assert (outcome["missed"], outcome["alarms"]) == ([], [])
+        assert (outcome["caught"], outcome["steps"]) == (5, 11)
+
+
+def test_without_the_comparison_nobody_notices(gloo):
+    for outcome in gloo.run(2, flipped_bits, flags=EP2, trials=1, compare=False):
+        assert outcome["caught"] == 0 and len(outcome["missed"]) == 1
