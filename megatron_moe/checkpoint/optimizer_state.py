@@ -83,26 +83,32 @@ def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 def _to_common(part: Any, own: dict[str, Any]) -> None:
     """Change an optimizer's sharded state into the common form; nothing is copied."""
-    if _MAIN_WEIGHTS in own:
-        for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
-            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
-    elif "param_state" in own:
-        own.pop(_SHARDING)
-        if not (part.config.bf16 or part.config.fp16):
+    if part.config.use_distributed_optimizer:
+        del own[_SHARDING]
+        if not _has_main_weights(part):
             # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
-            weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
+            buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
+            weights = [weight for buffer in buffers for weight in buffer.param_index_map]
             for number, weight in enumerate(weights):
                 own["param_state"][number]["param"] = not_saved(weight)
-    elif "param_groups" in own:
+    elif _has_main_weights(part):
+        for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
+            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
+    else:
         own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
 
 
 def _from_common(part: Any, common: dict[str, Any]) -> None:
     """Undo `_to_common` on what was loaded."""
-    if "param_state" in common:
+    if part.config.use_distributed_optimizer:
         common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
-    elif _MAIN_WEIGHTS not in common and "optimizer" in common:
+    elif not _has_main_weights(part):
         common.update(common.pop("optimizer"))
+
+
+def _has_main_weights(part: Any) -> bool:
+    """Whether the run's weights have fp32 copies that the optimizer updates."""
+    return part.config.bf16 or part.config.fp16
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:

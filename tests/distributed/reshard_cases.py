@@ -15,6 +15,8 @@ from megatron_moe.config.schema import build
 VOCABULARY = 250
 TINY = {
     **PRESETS["tiny"],
+    "num_layers": 2,
+    "moe_layer_freq": "[1,1]",
     "hidden_size": 32,
     "ffn_hidden_size": 48,
     "moe_ffn_hidden_size": 16,
@@ -175,3 +177,56 @@ def other_state(first: Path, second: Path) -> list[str]:
     """Names of counters, schedule, records and the optimizer's plain values in which two steps differ."""
     one, two = state_of(first), state_of(second)
     return [name for name in COUNTERS if one[name] != two[name]]
+
+
+# ---- what is shown
+
+
+def compared(step: Path, copy: Path, known: dict[str, torch.Tensor] | None = None) -> list[str]:
+    """What differs between a step and the same step saved by another layout, in words. known: the step's tensors."""
+    found = [f"tensor {key}" for key in differing(tensors(step) if known is None else known, tensors(copy))]
+    one, two = plain_values(step), plain_values(copy)
+    found += [f"value {place}" for place in sorted(one.keys() | two.keys()) if one.get(place) != two.get(place)]
+    return found + [f"state {name}" for name in other_state(step, copy)]
+
+
+def next_step_differs(recorded: dict[str, Any], now: dict[str, Any], *, to_the_bit: bool, fp32: bool) -> list[str]:
+    """What is wrong with the step after a move, held against the same step of the run that was not moved."""
+    if to_the_bit:
+        return [name for name in recorded if recorded[name] != now[name]]
+    wrong = [name for name in ("iteration", "data_hash", "learning_rate_hex", "skipped") if recorded[name] != now[name]]
+    loss, other = float.fromhex(recorded["loss_hex"]), float.fromhex(now["loss_hex"])
+    if abs(loss - other) > (1e-6 if fp32 else 1e-3) * abs(loss):
+        wrong.append(f"loss {other}, not moved {loss}")
+    return wrong
+
+
+def lines(metrics_file: Path) -> list[dict[str, Any]]:
+    """The exact records of a metrics file."""
+    from megatron_moe.report.jsonl import read_steps
+    from megatron_moe.report.records import exact
+
+    return [exact(record) for record in read_steps(metrics_file)]
+
+
+def incarnations(gloo: Any, folder: Path, ranks: int, flags: dict[str, Any], lengths: list[int]) -> list[str]:
+    """A run in as many pieces as there are `lengths` (steps of each), held against the same run in one piece.
+
+    Returns:
+        What differs: lines of the log, tensors and values of the last step.
+    """
+    total = sum(lengths)
+    flags = {**flags, "train_iters": total}
+    whole, pieces = folder / "whole", folder / "pieces"
+    gloo.run(ranks, trained, flags={**flags, "save": str(whole), "metrics_file": str(folder / "whole.jsonl")})
+    part = {**flags, "save": str(pieces), "metrics_file": str(folder / "pieces.jsonl"), "keep_last_k": 2}
+    done = 0
+    for length in lengths:
+        done += length
+        load = {"load": str(pieces)} if done > length else {}
+        gloo.run(ranks, trained, flags={**part, **load, "exit_interval": done})
+    one, two = lines(folder / "whole.jsonl"), lines(folder / "pieces.jsonl")
+    found = [] if len(one) == len(two) == total else [f"{len(two)} lines instead of {len(one)}"]
+    found += [f"line of iteration {a['iteration']}" for a, b in zip(one, two) if a != b]
+    name = f"iter_{total:07d}"
+    return found + compared(whole / name, pieces / name)

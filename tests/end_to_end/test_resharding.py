@@ -1,0 +1,75 @@
+"""A step of any layout is read by any other, every bit of it; the run goes on there as it would have gone on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import reshard_cases as cases
+
+# (TP, PP, EP) of each stop; two stops beside each other are a pair, twelve in all. The last is the first.
+CHAINS = {
+    "fp32": [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1)],
+    "bf16, distributed": [(2, 1, 2), (1, 2, 2), (1, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2)],
+}
+
+
+@pytest.mark.parametrize("mode", CHAINS)
+def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
+    flags: dict[str, Any] = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
+    first, *others = CHAINS[mode]
+    ranks, sizes = cases.LAYOUTS[first]
+    source = tmp_path / "0"
+    gloo.run(ranks, cases.trained, flags={**flags, **sizes, "save_interval": 2, "save": str(source)})
+    saved, recorded = source / "iter_0000002", cases.state_of(source / "iter_0000003")["records"][-1]
+    known = cases.tensors(saved)
+    assert any(value.any() for key, value in known.items() if key.endswith("expert_bias"))
+    wrong = []
+    for number, stop in enumerate(others, start=1):
+        ranks, sizes = cases.LAYOUTS[stop]
+        target = tmp_path / str(number)
+        here = {**flags, **sizes, "load": str(tmp_path / str(number - 1)), "ckpt_step": 2, "save": str(target)}
+        record = gloo.run(ranks, cases.moved, flags=here)[0][-1]
+        wrong += [f"{stop}: {what}" for what in cases.compared(saved, target / "iter_0000002", known)]
+        told = cases.next_step_differs(recorded, record, to_the_bit=stop == first, fp32=mode == "fp32")
+        wrong += [f"{stop}: next step: {what}" for what in told]
+    assert wrong == []
+
+
+DENSE_FIRST = {"moe_layer_freq": "[0,1]"}
+CROSSINGS = {
+    "fp32, whole to distributed": ({}, False, {}),
+    "fp16, distributed to whole, a first stage without experts": ({"fp16": True}, True, DENSE_FIRST),
+    "fp32, distributed to whole, a first stage without experts": ({}, True, DENSE_FIRST),
+}
+
+
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name):
+    dtype, distributed, model = CROSSINGS[name]
+    scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if "fp16" in dtype else {}
+    flags = {**dtype, **scale, **model, "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
+    source, target = tmp_path / "source", tmp_path / "target"
+    before = {**flags, **cases.layout(pp=2), "use_distributed_optimizer": distributed, "save_interval": 2}
+    gloo.run(2, cases.trained, flags={**before, "save": str(source)})
+    after = {**flags, **cases.layout(), "use_distributed_optimizer": not distributed, "load": str(source)}
+    (records,) = gloo.run(1, cases.moved, flags={**after, "ckpt_step": 2, "save": str(target)})
+    assert cases.compared(source / "iter_0000002", target / "iter_0000002") == []
+    recorded = cases.state_of(source / "iter_0000003")["records"][-1]
+    assert cases.next_step_differs(recorded, records[-1], to_the_bit=False, fp32=not dtype) == []
+
+
+def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
+    flags = {
+        **cases.layout(ep=2),
+        "data_path": (cases.corpus(tmp_path),),
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "hidden_dropout": 0.1,
+        "rampup_batch_size": (4, 2, 30),
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 3,
+    }
+    assert cases.incarnations(gloo, Path(tmp_path), 2, flags, [1, 3, 2, 1, 1, 2]) == []
