@@ -1,0 +1,88 @@
+"""A loss that jumps leaves its batch behind; one that wanders does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.training.spikes import LEAST, SpikeDetector
+from tests.distributed.fault_cases import small
+
+SPIKE, SEQUENCE = LEAST + 3, 5
+"""The iteration that jumps, and which of its sequences does it."""
+
+
+def test_a_jump_is_a_spike_and_noise_is_none():
+    draw = random.Random(0)
+    losses = [4.0 - 0.001 * step + draw.gauss(0, 0.05) for step in range(500)]
+    detector = SpikeDetector(8.0)
+    assert [step for step, loss in enumerate(losses) if detector.see(loss)] == []
+    median, deviation = detector.see(5.0) or (0.0, 0.0)
+    assert median == pytest.approx(3.56, abs=0.05) and deviation == pytest.approx(0.06, abs=0.02)
+    # A level that stays is accepted, and the beginning of a run, where losses fall fast, knows no spikes.
+    assert sum(detector.see(5.0) is not None for _ in range(128)) < 70 and detector.see(5.0) is None
+    early = SpikeDetector(8.0)
+    assert [early.see(loss) for loss in (9.0, 3.0, *[20.0] * (LEAST - 2))] == [None] * LEAST
+
+
+def jumping_run(folder: str, flags: dict[str, Any], factor: float | None = 8.0) -> list[float]:
+    """A run in which one sequence of iteration SPIKE is hard; the losses of its samples as the step recorded them."""
+    from megatron_moe.training import faults, loop
+    from megatron_moe.training.run import pretrain
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses: list[float] = []
+
+    class Jumping(faults.FaultWatch):
+        def __init__(self, job: Any, batches: Any) -> None:
+            super().__init__(job, batches)
+            job.trained.model[0].register_forward_hook(self._harder, prepend=True)
+            dp = job.trained.pg_collection.dp
+            self.place, self.dp = dp.rank(), dp.size()
+
+        def _harder(self, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            # Micro-batch m of this rank begins at sequence (m x DP + its place) x 2.
+            begin = ((len(self._replay.held[0]) - 1) * self.dp + self.place) * 2
+            hard = torch.zeros_like(output)
+            if self._job.progress.iteration + 1 == SPIKE and begin <= SEQUENCE < begin + 2:
+                hard[SEQUENCE - begin] = 40.0
+            return output + hard
+
+        def end(self, result: Any) -> None:
+            losses.append(result.loss)
+            super().end(result)
+
+    original = loop.FaultWatch
+    loop.FaultWatch = Jumping  # type: ignore[misc]
+    try:
+        pretrain(small(lr=1e-6, train_iters=SPIKE + 2, fault_dir=folder, loss_spike_factor=factor, **flags))
+    finally:
+        loop.FaultWatch = original  # type: ignore[misc]
+    assert rank < world
+    return losses
+
+
+@pytest.mark.parametrize("flags", [{}, {"context_parallel_size": 2}], ids=["DP2", "CP2"])
+def test_the_batch_of_a_spike_is_written_down(gloo, tmp_path, flags):
+    losses = gloo.run(2, jumping_run, folder=str(tmp_path), flags=flags)[0]
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"spike_{SPIKE:07d}.jsonl"
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    assert (head["iteration"], head["loss"], head["first_sample"]) == (SPIKE, losses[SPIKE - 1], (SPIKE - 1) * 8)
+    assert [line["sample"] for line in lines] == list(range((SPIKE - 1) * 8, SPIKE * 8))
+    worst = max(lines, key=lambda line: line["loss"])
+    assert lines.index(worst) == SEQUENCE
+    tokens = sum(line["loss_tokens"] for line in lines)
+    assert math.fsum(line["loss"] * line["loss_tokens"] for line in lines) / tokens == pytest.approx(head["loss"])
+    assert {len(line["tokens"]) for line in lines} == {32} and len({tuple(line["tokens"]) for line in lines}) == 8
+
+
+def test_without_the_flag_nothing_is_kept(gloo, tmp_path: Path):
+    gloo.run(1, jumping_run, folder=str(tmp_path), flags={}, factor=None)
+    assert list(tmp_path.iterdir()) == []
