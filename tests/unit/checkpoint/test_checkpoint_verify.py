@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.checkpoint import manifest, verify
+from megatron_moe.checkpoint import folder, manifest, verify
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.steps import make_step
+from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, trained
 
 
 @pytest.fixture
@@ -159,3 +160,16 @@ def test_what_was_verified_is_told_and_is_no_warning(alone, root):
 
 def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
     assert found({"load": str(tmp_path / "none")}) == (None, [], [])
+
+
+def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone, tmp_path):
+    flags = {"num_layers": 1, "moe_layer_freq": "[1]", "save_interval": 1, "expert_model_parallel_size": 2}
+    gloo.run(2, trained, flags={**flags, "train_iters": 2, "save": str(tmp_path)})
+    flip(tmp_path / "iter_0000002" / "__1_0.distcp", 5000)
+    both = {"load": str(tmp_path), "save": str(tmp_path)}
+    summary, _ = gloo.run(2, trained, flags={**flags, **both, "train_iters": 3})
+    (warning,) = summary["checkpoint_warnings"]
+    assert "step 2 is damaged and passed over: __1_0.distcp does not hold what was saved" in warning
+    # step 2 was made again, what was damaged is kept under another name, and nothing is wrong any more
+    assert folder.steps(tmp_path) == [1, 2, 3] and (tmp_path / "iter_0000002.bad").is_dir()
+    assert found({**TINY, **flags, "load": str(tmp_path)})[:2] == ("iter_0000003", [])
