@@ -33,7 +33,7 @@ CLOCKS = ("seconds", "tokens_per_second", "model_tflops", "mfu", "seconds_left",
 
 HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval")
 """Settings in which the oracle may differ: when and how a run is saved must not change what it computes."""
-BELONG = {".megatron_moe_checkpoints", "latest_checkpointed_iteration.txt"}
+BELONG = {".megatron_moe_checkpoints", "latest_checkpointed_iteration.txt", "faults"}
 """What lies in a folder of checkpoints beside its steps."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -117,9 +117,13 @@ class Torchrun:
 class Forked:
     """Ranks forked from one process that has imported torch, the engine and the trainer already."""
 
-    def __init__(self) -> None:
+    def __init__(self, *program: str) -> None:
         self._parent = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, *(program or (__file__,))],
+            cwd=ROOT,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self._ranks: list[int] = []
         assert self._answer() == {"ready": True}
@@ -230,6 +234,10 @@ class Job:
         """The last step."""
         return max((self.folder / "checkpoints").glob("iter_*"))
 
+    def resumed(self) -> int:
+        """The step that the last incarnation was loaded from; 0 where it began afresh."""
+        return self.kills[-1].resumed if self.kills else 0
+
     def lost(self) -> int:
         """The most iterations that any kill cost."""
         return max((kill.reached - kill.resumed for kill in self.kills if kill.resumed >= 0), default=0)
@@ -248,7 +256,7 @@ def flags(iterations: int, *more: str) -> list[str]:
 
 def undisturbed_job(launcher: Launcher, folder: Path, argv: list[str], world_size: int) -> Job:
     """The oracle: no kill, and one save, at the end."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     began = time.monotonic()
     launcher.start(argv, world_size, folder, folder / "log.txt")
     status = launcher.wait(240)
@@ -272,7 +280,7 @@ def killed_job(
 
     A job that ends before its time is drawn ends with fewer kills.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     job = Job(folder)
     began = time.monotonic()
     written: list[bytes] = []

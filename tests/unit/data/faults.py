@@ -327,4 +327,4 @@ def bad_text(scene: Scene, rng: random.Random) -> str:
 def preprocessing_says(scene: Scene) -> str | None:
     """The error of tools/preprocess_data.py on what `bad_text` wrote."""
     argv = ["--input", str(scene.folder / "bad.jsonl"), "--output-prefix", str(scene.folder / "bad"), "--workers", "1"]
-    return said(preprocess_cli.main, [*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"])
+    return said(preprocess_cli.main, [*argv, "--tokenizer-type", "ByteTokenizer"])
