@@ -41,8 +41,8 @@ def test_samples_are_read_on_in_one_order_none_missing_none_twice(before, after,
     whole, hashes, end = read(1, 4, 20, 0, ramp)
     assert whole == list(range(end))
     for cut in (1, 5, 9):
-        first, told, consumed = read(before, 2, cut, 0, ramp)
-        second, more, last = read(after, 1, 20 - cut, consumed, ramp)
+        first, told, consumed = read(before, 1, cut, 0, ramp)
+        second, more, last = read(after, 4 // after, 20 - cut, consumed, ramp)
         # not sorted before they are compared
         assert first + second == whole
         assert last == end and told + more == hashes
