@@ -17,7 +17,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.durable import SaveError, size
-from megatron_moe.checkpoint.save import Saving, Target, begin
+from megatron_moe.checkpoint.save import Memory, Saving, Target, begin
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config.schema import Run
 
@@ -36,7 +36,7 @@ class Saver:
         self._run = run
         self._target = target
         self._message = message
-        self._buffers: dict[Any, torch.Tensor] = {}
+        self._memory = Memory()
         self._pending: _Pending | None = None
         self.error: SaveError | None = None
         """Why the last step that was to be saved was not."""
@@ -51,8 +51,8 @@ class Saver:
         self.error = None
         started, background = time.monotonic(), self._run.checkpoint.async_save
         try:
-            buffers = self._buffers if background else None
-            saving = begin(self._run, trained, progress, self._target, facts=facts, buffers=buffers)
+            memory = self._memory if background else None
+            saving = begin(self._run, trained, progress, self._target, facts=facts, memory=memory)
         except SaveError as error:
             return self._failed(error)
         self._pending = _Pending(saving, started, background)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, optimizer_state, publish, random_state, writer
+from megatron_moe.checkpoint import folder, optimizer_gather, optimizer_state, publish, random_state, writer
 from megatron_moe.checkpoint.durable import SaveError, new_file, refusal, write_json
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
 from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
 from megatron_moe.checkpoint.state import FORMAT_VERSION, Progress, Trained, layout, metadata, model_state
@@ -47,6 +48,14 @@ def target(run: Run, *, lock: WriterLock | None = None, loaded: int | None = Non
     """From the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
     options = run.checkpoint
     return Target(Path(options.save or ""), retention(options.keep_last_k, options.save_retain_interval), lock, loaded)
+
+
+@dataclass
+class Memory:
+    """Host memory that is kept from save to save: fresh memory costs more time than copying into it."""
+
+    copies: Buffers = field(default_factory=dict)
+    gathered: Buffers = field(default_factory=dict)
 
 
 @dataclass
@@ -208,7 +217,7 @@ def begin(
     where: Target,
     *,
     facts: dict[str, Any],
-    buffers: dict[Any, torch.Tensor] | None = None,
+    memory: Memory | None = None,
 ) -> Saving:
     """The first part of saving the step of `progress`: what the rest needs of the present state. Collective.
 
@@ -216,19 +225,20 @@ def begin(
 
     Args:
         facts: plain values worth keeping beside the tensors, such as versions.
-        buffers: copy the state to host memory, into these where they fit, so that the training may go on meanwhile;
-            None writes the live tensors.
+        memory: copy the state to host memory, into this where it fits, so that the training may go on meanwhile; None
+            writes the live tensors.
 
     Raises:
         SaveError: on every rank: there is no room, or a sound step of this number, which is never overwritten.
     """
     place, iteration = rank_facts(), progress.iteration
     hidden = folder.hidden_folder(where.root, iteration)
-    state = model_state(trained)
+    state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
         options = metadata(trained.pg_collection)
-        state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
-    staged = writer.stage(state, hidden, buffers=buffers)
+        with optimizer_gather.into(trained.optimizer, {} if memory is None else memory.gathered) as gathered:
+            state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
+    staged = writer.stage(state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies)
     about = {
         "format_version": FORMAT_VERSION,
         **asdict(progress),

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from megatron_moe import platform
 from megatron_moe.checkpoint.durable import HashingFile, write_bytes
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
 
 COMMON = "common.pt"
 _FORMAT = {
@@ -81,13 +82,13 @@ class Data(SavePlanner):
         self._planner = planner
         self._copies: dict[Any, torch.Tensor | io.BytesIO] | None = None
 
-    def copy(self, items: list[WriteItem], buffers: dict[Any, torch.Tensor]) -> None:
-        """Copy everything now; `buffers` are used again where they fit and hold the new ones afterwards."""
+    def copy(self, items: list[WriteItem], buffers: Buffers, private: set[int]) -> None:
+        """Copy everything now that is not `private`, into `buffers`, which hold what was used afterwards."""
         self._copies = {}
         used: dict[Any, torch.Tensor] = {}
         for item in items:
             value = self._planner.resolve_data(item)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in private:
                 key = (item.index.fqn, item.index.offset)
                 used[key] = _copied(value.detach(), buffers.get(key))
                 value = used[key]
@@ -97,9 +98,8 @@ class Data(SavePlanner):
         buffers.update(used)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if self._copies is not None:
-            return self._copies[write_item.index]
-        return self._planner.resolve_data(write_item)
+        value = self._planner.resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
+        return _by_itself(value) if isinstance(value, torch.Tensor) else value
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("the plan is made")
@@ -114,10 +114,11 @@ class Data(SavePlanner):
         raise NotImplementedError("the plan is made")
 
 
-def stage(state: dict[str, Any], folder: Path, *, buffers: dict[Any, torch.Tensor] | None = None) -> Staged:
+def stage(state: dict[str, Any], folder: Path, *, gathered: Gathered, buffers: Buffers | None = None) -> Staged:
     """Decide which rank writes which part of a sharded state dict. Collective; nothing is written.
 
     Args:
+        gathered: what of the state is nobody's else, and what is not there on this rank.
         buffers: copy the tensors to host memory, into these where they fit, so that the training may go on while they
             are written; None writes the live tensors.
 
@@ -135,7 +136,9 @@ def stage(state: dict[str, Any], folder: Path, *, buffers: dict[Any, torch.Tenso
 
     def local_plan() -> SavePlan:
         planner.set_up_planner(tensors, writer.storage_meta(), ranks.is_coordinator)
-        return planner.create_local_plan()
+        plan = planner.create_local_plan()
+        _check_present(plan, planner, gathered.absent)
+        return plan
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
@@ -145,7 +148,7 @@ def stage(state: dict[str, Any], folder: Path, *, buffers: dict[Any, torch.Tenso
     plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
     data = Data(planner)
     if buffers is not None:
-        data.copy(plan.items, buffers)
+        data.copy(plan.items, buffers, gathered.private)
     # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
     shared = _serialized(common) if ranks.is_coordinator else None
     return Staged(plan, data, metadata, shared, _num_bytes(plan, data), buffers is not None)
@@ -259,6 +262,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(part) for part in value)
     return sys.intern(value) if type(value) is str else value
+
+
+def _check_present(plan: SavePlan, planner: SavePlanner, absent: set[int]) -> None:
+    """A rank never writes what it was not given; which rank writes what is the engine's choice."""
+    for item in plan.items:
+        value = planner.resolve_data(item)
+        if isinstance(value, torch.Tensor) and value.numel() and value.untyped_storage().data_ptr() in absent:
+            raise RuntimeError(f"{item.index.fqn} would be written by a rank that does not have it")
+
+
+def _by_itself(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no part of a larger one: torch's writer would copy that first."""
+    value = value.detach()
+    if value.is_cuda or not value.numel() or value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    content = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(content).view(value.dtype).view(value.shape)
 
 
 def _num_bytes(plan: SavePlan, data: Data) -> int:

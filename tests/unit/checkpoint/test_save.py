@@ -290,3 +290,49 @@ def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, t
     (summary,) = gloo.run(1, trained, flags={**EVERY, "load": here, "save": here})
     assert folder.steps(tmp_path / "elsewhere") == [2, 4] and summary["iterations"] == 4
     assert any("that process is dead" in text for text in summary["told"])
+
+
+def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent."""
+    from megatron_moe.checkpoint import dist, optimizer_gather, optimizer_state
+    from megatron_moe.checkpoint.async_save import Saver
+    from megatron_moe.checkpoint.state import metadata, model_state
+
+    found: dict[str, Any] = {}
+
+    def compare(self: Saver, trained: Any, *_: Any) -> bool:
+        options = metadata(trained.pg_collection)
+
+        def tensors_of() -> dict[Any, Any]:
+            state = model_state(trained)
+            own = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
+            return {(part.key, part.global_offset): part for part in dist.sharded_tensors(own)}
+
+        engine = tensors_of()
+        with optimizer_gather.into(trained.optimizer, {}) as gathered:
+            ours = tensors_of()
+        assert engine.keys() == ours.keys()
+        absent = [k for k, part in ours.items() if part.data.untyped_storage().data_ptr() in gathered.absent]
+        unequal = [k for k in ours if k not in absent and not engine[k].data.equal(ours[k].data)]
+        written = [k for k in absent if not any(ours[k].replica_id)]
+        found.update(number=len(ours), absent=len(absent), unequal=unequal, written=written)
+        return True
+
+    save, Saver.save = Saver.save, compare
+    try:
+        trained({**flags, "train_iters": 2})
+    finally:
+        Saver.save = save
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(gloo, tmp_path, world_size):
+    flags = {
+        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
+        "save": str(tmp_path),
+    }  # fmt: skip
+    results = gloo.run(world_size, gathered_twice, flags=flags)
+    for rank, found in enumerate(results):
+        assert found["number"] > 100 and found["unequal"] == [] and found["written"] == []
+        assert (found["absent"] > 0) == (rank > 0)
