@@ -29,13 +29,15 @@ def killed_until(
     argv = kills.flags(ITERATIONS, *flags)
     folder.mkdir()
     oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
+    saving = ["--save-interval", str(INTERVAL), *saving]
+    whole = kills.undisturbed_job(launcher, folder / "whole", [*argv, *saving], world_size)
     rng = random.Random(f"{layout} {saving}")
     jobs: list[kills.Job] = []
-    found: list[str] = []
+    found = kills.differences(whole, oracle, most_lost)
     while (done := sum(len(job.kills) for job in jobs)) < number:
         job = kills.killed_job(
-            launcher, folder / f"killed{len(jobs)}", [*argv, "--save-interval", str(INTERVAL), *saving], world_size,
-            rng, kills=min(10, number - done), horizon=oracle.seconds,
+            launcher, folder / f"killed{len(jobs)}", [*argv, *saving], world_size, rng,
+            kills=min(10, number - done), horizon=whole.seconds,
         )  # fmt: skip
         found += kills.differences(job, oracle, most_lost)
         jobs.append(job)
@@ -48,7 +50,7 @@ def killed_until(
         "of_one_rank": sum(kill.rank is not None for kill in every),
         "lines_compared": sum(len(job.lines) for job in jobs),
         "lost_at_most": max(job.lost() for job in jobs),
-        "fewest_loadable": min((kill.loadable for kill in every if kill.resumed > 0), default=0),
+        "fewest_loadable": min((kill.loadable for kill in every if kill.resumed > 0), default=None),
         "found": found[:20],
     }
 
