@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 FAILED, DOING = "failed", "doing"
 GONE, STOPPED, SILENT = "gone", "stopped", "silent"
+GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,12 @@ def conclude(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: 
 
 def _cause(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
     failed = sorted((w for w in words.values() if w.state == FAILED and not w.waits_in), key=lambda w: w.failed_at)
+    if len(failed) > 1 and len(failed) == len(words) and len({w.text for w in failed}) == 1:
+        return f"all ranks failed alike at {failed[0].at} ({failed[0].mark}): {failed[0].text}"  # and agreed to
     if failed:
         return f"rank {failed[0].rank} failed at {failed[0].at} ({failed[0].mark}): {failed[0].text}"
     for kind, text in (
-        (GONE, "is gone: its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"),
+        (GONE, f"is gone: {GONE_WORDS}"),
         (STOPPED, "is stopped (SIGSTOP): its process is there and does not run"),
         (SILENT, "does not answer"),
     ):

@@ -26,7 +26,7 @@ from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.training import whereabouts
 from megatron_moe.training.processes import Process, this_process
-from megatron_moe.training.verdict import DOING, FAILED, GONE, SILENT, LastWords, conclude
+from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, SILENT, LastWords, conclude
 
 BROKEN = 1
 """Exit status of every rank of a job that the watchdog ended."""
@@ -74,6 +74,7 @@ class Watchdog:
         self._stop, self._ending, self._alone = threading.Event(), threading.Lock(), store is None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._neighbour: Process | None = None
+        self._host: Process | None = None
         self._failures = 0
 
     # ---- for the run
@@ -160,7 +161,7 @@ class Watchdog:
         """Whether the next rank on this machine has ended without having said that it is done."""
         rank = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
         if self._neighbour is None:
-            self._neighbour = self._process_of(rank)
+            self._neighbour, self._host = self._process_of(rank), self._process_of(0)
         return self._neighbour is not None and self._neighbour.is_gone() and self._state_of(rank) != "done"
 
     def _something_is_wrong(self) -> bool:
@@ -190,7 +191,10 @@ class Watchdog:
                 self._write_stacks(words)
                 _say(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {words}")
             else:
-                self._end_together(words, reason)
+                try:
+                    self._end_together(words, reason)
+                except Exception as error:  # whose kinds are torch's own
+                    self._end_without_store(words, error)
         finally:
             os._exit(BROKEN)
 
@@ -217,6 +221,17 @@ class Watchdog:
         while not self._store.check([self._key("verdict")]) and time.monotonic() < deadline:
             time.sleep(0.05)
         self._end_missing([rank for rank in self._here if rank not in answers])
+
+    def _end_without_store(self, words: LastWords, error: Exception) -> None:
+        """The store ended with who held it: the launcher, or without one rank 0."""
+        self._write_stacks(words)
+        host = "its launcher is gone"
+        if self._host is not None and self._host.is_gone():
+            host = f"rank 0 is gone, which held it: {GONE_WORDS}"
+        _say(
+            f"pretrain_moe.py: the job of {self._world} ranks is ended: the ranks' store does not answer "
+            f"({_short(str(error), 80)}), {host}. rank {self._rank}: {words}"
+        )
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, LastWords]:
         """The words of these ranks that answer in time; those on this machine that are gone are not waited for."""
@@ -258,7 +273,8 @@ class Watchdog:
 
     def _write_stacks(self, words: LastWords) -> None:
         text = whereabouts.stacks((threading.get_ident(),) if threading.current_thread() is self._thread else ())
-        head = f"rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
         text = f"==== {head.rstrip()}\n{text}\n"
         _say(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)

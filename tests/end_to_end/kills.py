@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CLOCKS = ("seconds", "tokens_per_second", "model_tflops", "mfu", "seconds_left", "memory_bytes")
 """Fields of metrics.jsonl that tell of the machine, not of the training."""
 
-HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval")
-"""Settings in which the oracle may differ: when and how a run is saved must not change what it computes."""
+HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval", "distributed_timeout_minutes")
+"""Settings in which the oracle may differ: when and how a run is saved, or ended, must not change what it computes."""
 BELONG = {".megatron_moe_checkpoints", "latest_checkpointed_iteration.txt", "faults"}
 """What lies in a folder of checkpoints beside its steps."""
 

@@ -1,0 +1,209 @@
+"""Real runs in which one rank dies or hangs at a given place: what the watchdog makes of them.
+
+As a program this is the parent of `kills.Forked`, whose ranks run `pretrain_moe.main` with the fault that fault.json in
+the job's folder describes: {"rank", "iteration", "phase", "kind"}; without that file they run undisturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.end_to_end import kills  # noqa: E402  found from the repository's root
+
+PHASES = ("forward", "backward", "grad reduce", "save", "eval")
+DEATHS = ("KILL", "SEGV", "exception", "exit")
+HANGS = ("sleep", "STOP", "skipped", "wrong shape", "wrong order")
+BLAMED = {
+    "KILL": "rank {rank} is gone",
+    "SEGV": "rank {rank} is gone",
+    "exit": "rank {rank} is gone",
+    "exception": "rank {rank} failed at",
+    "STOP": "rank {rank} is stopped (SIGSTOP)",
+    "sleep": "rank {rank} did not come to the collective",
+}
+
+
+# ---- this side
+
+
+class Breaking(kills.Forked):
+    """Starts ranks that meet in a store of this process, as torchrun's ranks do in its agent's; or, without `agent`, in
+    rank 0's, as those do that Slurm starts."""
+
+    def __init__(self, agent: bool = True) -> None:
+        super().__init__(__file__, *(("--agent",) if agent else ()))
+        self._agent = agent
+        self._stores: list[Any] = []
+
+    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        if not self._agent:
+            super().start(argv, world_size, folder, log)
+            return
+        from torch.distributed import TCPStore
+
+        self._stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        job = {"argv": argv, "world_size": world_size, "folder": str(folder), "log": str(log)}
+        self._ranks = self._ask({"start": {**job, "port": self._stores[0].port}})["pids"]
+
+
+@dataclass
+class Broken:
+    """How a job ended: status, seconds after the first rank had the fault, what it said, and what it left behind."""
+
+    status: int | None
+    seconds: float
+    said: str
+    left: list[str]
+
+    def cause(self) -> str:
+        """The verdict's first sentence, of whichever rank told it."""
+        lines = [line for line in self.said.splitlines() if "ranks is ended" in line]
+        return lines[0].partition("is ended")[2] if lines else ""
+
+    def defects(self, kind: str, rank: int, seconds: float) -> list[str]:
+        """What is not as it should be."""
+        found = [] if self.status == 1 else [f"status {self.status}"]
+        if self.seconds > seconds:
+            found.append(f"it took {self.seconds:.1f} s, more than {seconds}")
+        # Ranks whose collectives do not fit are told apart by a majority, which two ranks do not have.
+        wanted = BLAMED.get(kind, "rank {rank}").format(rank=rank)
+        # Saving agrees over all ranks on what failed on one.
+        agreed = "all ranks failed alike at " in self.cause() and f"rank {rank}: ValueError" in self.cause()
+        if wanted not in self.cause() and not (kind == "exception" and agreed):
+            found.append(f"'{wanted}' is not in '{self.cause()}'")
+        return found + self.left
+
+
+def break_job(launcher: Any, folder: Path, argv: list[str], world_size: int, fault: dict[str, Any]) -> Broken:
+    """Run a job with `fault` to its end."""
+    folder.mkdir(exist_ok=True)
+    (folder / "fault.json").write_text(json.dumps(fault))
+    shared = set(os.listdir("/dev/shm"))
+    launcher.start(argv, world_size, folder, folder / "log.txt")
+    pids = launcher.ranks()
+    status = launcher.wait(240)
+    ended = time.time()
+    (folder / "fault.json").unlink()
+    began = folder / "fault_began"
+    seconds = ended - float(began.read_text()) if began.exists() else -1.0
+    left = [f"process {pid} is there" for pid in pids if kills._alive(pid)]
+    left += [f"process {pid} is there" for pid in _in_folder(folder)]
+    left += [f"/dev/shm/{name} is there" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name]
+    if not began.exists():
+        left.append("the fault did not happen")
+    began.unlink(missing_ok=True)
+    return Broken(status, seconds, (folder / "log.txt").read_text(errors="replace"), left)
+
+
+def _in_folder(folder: Path) -> list[int]:
+    """Processes that work in a folder: the ranks, and whatever they started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and kills._alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+# ---- in the ranks
+
+
+def _act(kind: str) -> None:
+    Path("fault_began").write_text(str(time.time()))
+    if kind == "exception":
+        raise ValueError("a fault of the test")
+    if kind == "exit":
+        os._exit(9)
+    if kind == "sleep":
+        time.sleep(10000)
+    os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+
+
+def _install(fault: dict[str, Any]) -> None:
+    """Change the functions of the phase; the iteration is that of the step that runs."""
+    from megatron_moe.checkpoint import save as save_file
+    from megatron_moe.training import evaluate, faults, step
+
+    kind, phase, now = fault["kind"], fault["phase"], {"iteration": 0}
+    begin = faults.FaultWatch.begin
+
+    def counted(self: Any) -> None:
+        now["iteration"] = self._job.progress.iteration + 1
+        begin(self)
+
+    faults.FaultWatch.begin = counted  # type: ignore[method-assign]
+
+    def first(function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if now["iteration"] < fault["iteration"]:
+                return function(*args, **kwargs)
+            if instead is not None:
+                return instead(function, *args, **kwargs)
+            _act(kind)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    if kind in ("skipped", "wrong shape", "wrong order"):
+        step.sum_over_job = first(step.sum_over_job, lambda *args: _odd_sum(kind, *args))
+    elif phase == "forward":
+        step.forward_step = first(step.forward_step)
+    elif phase == "backward":
+        forward_step = step.forward_step
+
+        def with_hook(*args: Any) -> Any:
+            output, loss_func = forward_step(*args)
+            if now["iteration"] >= fault["iteration"] and output.requires_grad:
+                output.register_hook(lambda _: _act(kind))
+            return output, loss_func
+
+        step.forward_step = with_hook
+    elif phase == "grad reduce":
+        step.finalize_model_grads = first(step.finalize_model_grads)
+    elif phase == "save":
+        save_file.Saving._write = first(save_file.Saving._write)  # type: ignore[method-assign]
+    else:
+        evaluate.forward_step = first(evaluate.forward_step)
+
+
+def _odd_sum(kind: str, real: Callable[..., list[float]], *values: float) -> list[float]:
+    import torch
+
+    Path("fault_began").write_text(str(time.time()))
+    if kind == "skipped":
+        return list(values)
+    if kind == "wrong shape":
+        return real(*values, *values)[: len(values)]
+    torch.distributed.barrier()
+    return real(*values)
+
+
+def _main(argv: list[str]) -> int:
+    os.environ.setdefault("TORCHELASTIC_USE_AGENT_STORE", str(AGENT))
+    if os.path.exists("fault.json"):
+        fault = json.loads(Path("fault.json").read_text())
+        if fault["rank"] == int(os.environ["RANK"]):
+            _install(fault)
+    return real_main(argv)
+
+
+if __name__ == "__main__":
+    import pretrain_moe
+
+    AGENT = "--agent" in sys.argv
+    real_main = pretrain_moe.main
+    pretrain_moe.main = _main
+    kills._serve()

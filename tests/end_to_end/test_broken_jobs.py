@@ -1,0 +1,43 @@
+"""A rank that dies or hangs in a real run: the job ends in time, names it, leaves nothing behind and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import broken_jobs, kills
+
+ITERATIONS, TIMEOUT = 8, 10.0
+CASES = [
+    ("KILL", "backward", 1),
+    ("exception", "save", 0),
+    ("STOP", "eval", 1),
+    ("skipped", "forward", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[broken_jobs.Breaking]:
+    started = broken_jobs.Breaking()
+    yield started
+    started.close()
+
+
+@pytest.mark.slow
+def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
+    world_size, flags = kills.LAYOUTS["EP2"]
+    argv = kills.flags(ITERATIONS, *flags, "--eval-interval", "4")
+    hasty = ["--save-interval", "2", "--distributed-timeout-minutes", str(TIMEOUT / 60)]
+    oracle = kills.undisturbed_job(launcher, tmp_path / "oracle", argv, world_size)
+    for kind, phase, rank in CASES:
+        folder = tmp_path / f"{kind} in {phase}"
+        fault = {"kind": kind, "phase": phase, "rank": rank, "iteration": 4}
+        broken = broken_jobs.break_job(launcher, folder, [*argv, *hasty], world_size, fault)
+        limit = 20.0 if kind in broken_jobs.DEATHS else TIMEOUT + 35
+        assert broken.defects(kind, rank, limit) == [], broken.said
+        stacks = sorted(path.name for path in (folder / "checkpoints" / "faults").glob("stacks_rank_*.txt"))
+        assert len(stacks) == (1 if kind == "KILL" else 2)
+        job = kills.undisturbed_job(launcher, folder, [*argv, "--save-interval", "2"], world_size)
+        assert kills.differences(job, oracle, 2) == []
