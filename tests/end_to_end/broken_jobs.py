@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -24,6 +25,12 @@ from tests.end_to_end import kills  # noqa: E402  found from the repository's ro
 PHASES = ("forward", "backward", "grad reduce", "save", "eval")
 DEATHS = ("KILL", "SEGV", "exception", "exit")
 HANGS = ("sleep", "STOP", "skipped", "wrong shape", "wrong order")
+SIGNALS = (
+    (signal.SIGTERM,),
+    (signal.SIGUSR1,),
+    (signal.SIGTERM, signal.SIGTERM),
+    (signal.SIGUSR1, signal.SIGTERM),
+)
 BLAMED = {
     "KILL": "rank {rank} is gone",
     "SEGV": "rank {rank} is gone",
@@ -97,7 +104,7 @@ def break_job(launcher: Any, folder: Path, argv: list[str], world_size: int, fau
     (folder / "fault.json").unlink()
     began = folder / "fault_began"
     seconds = ended - float(began.read_text()) if began.exists() else -1.0
-    left = [f"process {pid} is there" for pid in pids if kills._alive(pid)]
+    left = [f"process {pid} is there" for pid in pids if kills.alive(pid)]
     left += [f"process {pid} is there" for pid in _in_folder(folder)]
     left += [f"/dev/shm/{name} is there" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name]
     if not began.exists():
@@ -111,11 +118,74 @@ def _in_folder(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and kills._alive(int(entry.name)):
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and kills.alive(int(entry.name)):
                 found.append(int(entry.name))
         except OSError:
             continue
     return found
+
+
+# ---- signals
+
+
+def signalled_jobs(
+    launcher: Any, folder: Path, argv: list[str], world_size: int, draw: random.Random, trials: int
+) -> dict[str, Any]:
+    """Jobs that get SIGTERM or SIGUSR1 at a random time, on one rank or all, once or twice, until there were `trials`.
+
+    Each time the job has to save where it is and end with 0 within 30 s; the joined log and the last step are held
+    against an undisturbed job's.
+    """
+    oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
+    found: list[Any] = []
+    sent, jobs, longest = 0, 0, 0.0
+    while sent < trials:
+        job = kills.Job(folder / f"signalled{jobs}")
+        jobs += 1
+        job.folder.mkdir()
+        metrics, reached = job.folder / "metrics.jsonl", 0
+        while reached < len(oracle.lines):
+            launcher.start(argv, world_size, job.folder, job.folder / "log.txt")
+            status = _until_longer(launcher, metrics, reached)
+            if status is None:
+                status = launcher.wait(draw.uniform(0.0, oracle.seconds / 2) if sent < trials else 240)
+            if status is None and sent < trials:
+                sent, began = sent + 1, time.monotonic()
+                _signal(launcher.ranks(), draw)
+                status = launcher.wait(30)
+                longest = max(longest, time.monotonic() - began)
+                saved = sorted((job.folder / "checkpoints").glob("iter_*"))
+                reached = len(kills.raw_lines(metrics))
+                if status != 0 or not saved or saved[-1].name != f"iter_{reached:07d}":
+                    found.append(f"trial {sent}: status {status} at {reached}, saved {saved[-1:]}")
+                found += kills.steps_in(job.folder / "checkpoints")[1]
+            if status != 0:
+                found.append(f"status {status}: {kills.tail(job.folder)}")
+                launcher.kill(None)
+                break
+            reached = len(kills.raw_lines(metrics))
+        else:
+            job.lines = job.final()
+            found += kills.differences(job, oracle, 0)
+    return {"trials": sent, "failures": len(found), "jobs": jobs, "longest_seconds": longest, "found": found[:10]}
+
+
+def _until_longer(launcher: Any, metrics: Path, lines: int) -> int | None:
+    """Wait for a step of this incarnation: the handler is there then. The job's status if it ends before."""
+    deadline = time.monotonic() + 240
+    while len(kills.raw_lines(metrics)) <= lines:
+        if (status := launcher.wait(0.02)) is not None:
+            return status
+        assert time.monotonic() < deadline
+    return None
+
+
+def _signal(ranks: list[int], draw: random.Random) -> None:
+    chosen = ranks if draw.random() < 0.5 else ranks[:1]
+    for number in draw.choice(SIGNALS):
+        for pid in chosen:
+            os.kill(pid, number)
+        time.sleep(draw.choice([0.0, 0.05]))
 
 
 # ---- in the ranks
@@ -206,4 +276,4 @@ if __name__ == "__main__":
     AGENT = "--agent" in sys.argv
     real_main = pretrain_moe.main
     pretrain_moe.main = _main
-    kills._serve()
+    kills.serve()
