@@ -212,19 +212,22 @@ def lines(metrics_file: Path) -> list[dict[str, Any]]:
 def incarnations(gloo: Any, folder: Path, ranks: int, flags: dict[str, Any], lengths: list[int]) -> list[str]:
     """A run in as many pieces as there are `lengths` (steps of each), held against the same run in one piece.
 
+    Every other piece believes to be the last: its --train-iters ends with it, and the next one makes the run longer.
+
     Returns:
         What differs: lines of the log, tensors and values of the last step.
     """
     total = sum(lengths)
-    flags = {**flags, "train_iters": total}
+    flags = {**flags, "train_iters": total, "lr_decay_iters": total}
     whole, pieces = folder / "whole", folder / "pieces"
     gloo.run(ranks, trained, flags={**flags, "save": str(whole), "metrics_file": str(folder / "whole.jsonl")})
     part = {**flags, "save": str(pieces), "metrics_file": str(folder / "pieces.jsonl"), "keep_last_k": 2}
     done = 0
-    for length in lengths:
+    for number, length in enumerate(lengths):
         done += length
-        load = {"load": str(pieces)} if done > length else {}
-        gloo.run(ranks, trained, flags={**part, **load, "exit_interval": done})
+        load = {"load": str(pieces)} if number else {}
+        end = {"exit_interval": done} if number % 2 else {"train_iters": done}
+        gloo.run(ranks, trained, flags={**part, **load, **end})
     one, two = lines(folder / "whole.jsonl"), lines(folder / "pieces.jsonl")
     found = [] if len(one) == len(two) == total else [f"{len(two)} lines instead of {len(one)}"]
     found += [f"line of iteration {a['iteration']}" for a, b in zip(one, two) if a != b]

@@ -64,7 +64,7 @@ def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name)
 def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
     flags = {
         **cases.layout(ep=2),
-        "data_path": (cases.corpus(tmp_path),),
+        "data_path": (cases.corpus(tmp_path, documents=8),),  # less than the run takes: it is repeated
         "bf16": True,
         "use_distributed_optimizer": True,
         "hidden_dropout": 0.1,
@@ -73,3 +73,8 @@ def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
         "lr_warmup_iters": 3,
     }
     assert cases.incarnations(gloo, Path(tmp_path), 2, flags, [1, 3, 2, 1, 1, 2]) == []
+    # what would change which samples those steps had seen is refused
+    (message, _) = gloo.run(
+        2, cases.message_of, flags={**flags, "seed": 5, "train_iters": 11, "load": f"{tmp_path}/pieces"}
+    )
+    assert "was trained on another order of samples" in message and "--seed: checkpoint 1234, this run 5" in message
