@@ -143,9 +143,8 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({**found, "median": median, **ratios, "versions": versions}))
     else:
-        print(
-            f"megatron-core {versions['megatron-core']}, torch {versions['torch']}, {found['bytes'] / 1e6:.0f} MB a step"
-        )
+        print(", ".join(f"{name} {number}" for name, number in versions.items()))
+        print(f"{found['bytes'] / 1e6:.0f} MB a step, median of {options.repeats} rounds (lowest to highest)")
         for name, value in median.items():
             low, high = min(found["seconds"][name]), max(found["seconds"][name])
             print(f"{name:14} {value:7.3f} s   ({low:.3f} to {high:.3f})")

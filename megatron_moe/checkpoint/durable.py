@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.config.errors import RunFault
 
 _BESIDE = 1 << 20
 """Bytes from which a piece is hashed in a thread of its own while it is written: below, starting it costs more."""
 
 
-class SaveError(OSError):
+class SaveError(RunFault):
     """A step could not be saved. What was there before is as it was; the same on every rank."""
 
 

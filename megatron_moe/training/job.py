@@ -11,6 +11,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.async_save import Saver
+from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.config.errors import ConfigError
@@ -168,6 +169,14 @@ class Job:
         """At a step boundary: see whether a checkpoint in the background is written."""
         if self.saver is not None:
             self.saver.poll()
+
+    def leave_save(self) -> None:
+        """Where a run ends with an error of its own: a checkpoint in the background is finished, or told as lost."""
+        if self.saver is not None:
+            try:
+                self.saver.finish()
+            except SaveError as error:
+                self.reporter.message(str(error))
 
     def finish_save(self) -> None:
         """At the end: wait for a checkpoint in the background.

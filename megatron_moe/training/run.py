@@ -19,6 +19,7 @@ from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.checkpoint.verify import verified as verified_plan
 from megatron_moe.config import derived, rules
+from megatron_moe.config.errors import RunFault
 from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data
@@ -240,8 +241,8 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
         )
     try:
         job.reporter.message(train(job, stop))
-    except FloatingPointError:  # on all ranks: what is being written is of before
-        job.finish_save()
+    except RunFault:  # on all ranks; what is being written in the background is of before
+        job.leave_save()
         raise
     summary: dict[str, Any] = {"iterations": job.progress.iteration, "unigram_entropy": job.unigram_entropy}
     # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.
