@@ -323,7 +323,7 @@ class CheckpointConfig:
     )
     keep_last_k: int | None = _flag(None, "how many of the checkpoints stay; default: all")
     on_save_error: str = _flag(
-        "stop", "a checkpoint cannot be written, as on a full disk: stop, or go on without", choices=("stop", "continue")
+        "stop", "a checkpoint cannot be written (full disk): stop, or go on without", choices=("stop", "continue")
     )
     verify_checkpoint: bool = _flag(True, "check the SHA-256 of every file of a step before anything of it is used")
 
