@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,11 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert len(stacks) == (1 if kind == "KILL" else 2)
         job = kills.undisturbed_job(launcher, folder, [*argv, "--save-interval", "2"], world_size)
         assert kills.differences(job, oracle, 2) == []
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_the_run_goes_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
+    world_size, flags = kills.LAYOUTS["EP2"]
+    argv = kills.flags(15, *flags, "--exit-signal-handler")
+    result = broken_jobs.signalled_jobs(launcher, tmp_path, argv, world_size, random.Random(3), trials=3)
+    assert result["found"] == [] and result["trials"] == 3 and result["longest_seconds"] < 30

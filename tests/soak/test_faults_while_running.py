@@ -1,0 +1,147 @@
+"""R7 to R11 with their numbers: faults of numbers, replicas and ranks in real runs, and signals at random times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import fault_cases, replica_cases
+from tests.distributed.test_faults import EP2, KINDS, PP2, TP2, check
+from tests.end_to_end import broken_jobs, kills
+
+Scaled, Figure = Callable[..., int], Callable[..., None]
+TIMEOUT = 10.0
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[kills.Forked]:
+    launcher = kills.Forked()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module", params=["agent", "rank 0"])
+def breaking(request: pytest.FixtureRequest) -> Iterator[broken_jobs.Breaking]:
+    """Ranks whose store lives in a launcher, and ranks whose store lives in rank 0."""
+    launcher = broken_jobs.Breaking(agent=request.param == "agent")
+    yield launcher
+    launcher.close()
+
+
+# ---- R7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("name", "flags"), [("EP2", EP2), ("TP2", TP2), ("PP2", PP2)])
+def test_numbers_that_are_not_finite(
+    gloo: Any, figure: Figure, name: str, flags: dict[str, Any], precision: str
+) -> None:
+    faults = [(site, value, ranks) for site in fault_cases.SITES for value in KINDS for ranks in ("one", "all")]
+    more: dict[str, Any] = {} if precision == "fp32" else {precision: True}
+    if precision == "fp16":  # at its floor a scale has nowhere to fall, so that nothing is an overflow
+        more |= {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
+    if name == "PP2":  # the first stage has no loss, and each stage its own layers
+        faults = [fault for fault in faults if fault[0] in ("adam_moment",)]
+    results = gloo.run_within(900, 2, fault_cases.faulty_steps, faults=faults, flags={**flags, **more})
+    failed = [fault for number, fault in enumerate(faults) if not sound(fault, [r["seen"][number] for r in results])]
+    figure("R7", trials=len(faults), failures=len(failed), layout=name, precision=precision, failed=failed)
+    assert failed == [] and all(all(result["sound"]) for result in results)
+
+
+def sound(fault: tuple[str, str, str], results: list[dict[str, Any]]) -> bool:
+    try:
+        check(fault, results)
+    except AssertionError as error:
+        print(str(error)[:400])
+        return False
+    return True
+
+
+# ---- R8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, {"expert_model_parallel_size": 2, "bf16": True}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"use_distributed_optimizer": True, "bf16": True}),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}),
+    ],
+    ids=["EP2", "TP2", "DP2", "TP2xEP2"],
+)
+def test_flipped_bits_in_replicas(gloo: Any, scaled: Scaled, figure: Figure, ranks: int, flags: dict[str, Any]) -> None:
+    trials = scaled(50)
+    outcomes = gloo.run_within(1800, ranks, replica_cases.flipped_bits, flags=flags, trials=trials)
+    missed = [miss for outcome in outcomes for miss in outcome["missed"]]
+    alarms = [alarm for outcome in outcomes for alarm in outcome["alarms"]]
+    figure("R8 flips", trials=trials, failures=len(missed), ranks=ranks, false_alarms=len(alarms))
+    assert missed == [] and alarms == []
+
+
+def test_sound_replicas_raise_no_alarm(gloo: Any, scaled: Scaled, figure: Figure) -> None:
+    steps = scaled(10_000)
+    flags = {"expert_model_parallel_size": 2, "bf16": True, "num_layers": 2, "seq_length": 8, "hidden_size": 32}
+    done = gloo.run_within(4 * 3600, 2, replica_cases.clean_steps, flags=flags, steps=steps)
+    figure("R8 clean steps", trials=steps, failures=steps - min(done))
+    assert done == [steps, steps]
+
+
+# ---- R9, R10
+
+
+def broken(launcher: Any, folder: Path, faults: list[dict[str, Any]], layout: str) -> tuple[list[Any], list[float]]:
+    """One job for each fault, and its continuation; what is not as it should be, and the seconds to the end."""
+    world_size, flags = kills.LAYOUTS[layout]
+    argv = kills.flags(8, *flags, "--eval-interval", "4")
+    hasty = ["--save-interval", "2", "--distributed-timeout-minutes", str(TIMEOUT / 60)]
+    oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
+    found, seconds = [], []
+    for number, fault in enumerate(faults):
+        here = folder / str(number)
+        result = broken_jobs.break_job(launcher, here, [*argv, *hasty], world_size, fault)
+        seconds.append(result.seconds)
+        limit = 60.0 if fault["kind"] in broken_jobs.DEATHS else TIMEOUT + 35
+        defects = result.defects(fault["kind"], fault["rank"], limit)
+        job = kills.undisturbed_job(launcher, here, [*argv, "--save-interval", "2"], world_size)
+        defects += kills.differences(job, oracle, 8)
+        found += [(fault, defects)] if defects else []
+    return found, seconds
+
+
+def test_ranks_that_die(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
+    places = [(rank, phase, kind) for rank in range(4) for phase in broken_jobs.PHASES for kind in broken_jobs.DEATHS]
+    chosen = random.Random(9).sample(places, scaled(len(places)))
+    faults = [{"rank": rank, "phase": phase, "kind": kind, "iteration": 4} for rank, phase, kind in chosen]
+    found, seconds = broken(breaking, tmp_path, faults, "TP2xEP2")
+    about = {"store": request.node.name, "timeout": TIMEOUT, "longest_seconds": max(seconds)}
+    figure("R9", trials=len(faults), failures=len(found), **about, found=found)
+    assert found == []
+
+
+def test_ranks_that_hang(breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any) -> None:
+    places = [(rank, kind) for rank in range(4) for kind in broken_jobs.HANGS]
+    chosen = random.Random(10).sample(places, scaled(len(places)))
+    phases = random.Random(11).choices(broken_jobs.PHASES, k=len(chosen))
+    faults = [
+        {"rank": rank, "phase": phase, "kind": kind, "iteration": 4} for (rank, kind), phase in zip(chosen, phases)
+    ]
+    found, seconds = broken(breaking, tmp_path, faults, "TP2xEP2")
+    about = {"store": request.node.name, "timeout": TIMEOUT, "longest_seconds": max(seconds)}
+    figure("R10", trials=len(faults), failures=len(found), **about, found=found)
+    assert found == []
+
+
+# ---- R11
+
+
+def test_signals_at_random_times(forked: kills.Forked, tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
+    world_size, flags = kills.LAYOUTS["EP2"]
+    trials, argv = scaled(100), kills.flags(30, *flags, "--exit-signal-handler")
+    result = broken_jobs.signalled_jobs(forked, tmp_path, argv, world_size, random.Random(12), trials)
+    figure("R11", **result)
+    assert result["found"] == []
