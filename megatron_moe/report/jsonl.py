@@ -74,11 +74,16 @@ class JsonlSink(Sink):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self._evaluations: IO[str] | None = None
+        self._evaluated = {_identity(record) for record in read_evaluations(path)}
 
     def step(self, record: StepRecord) -> None:
         _append(self._steps, record)
 
     def evaluation(self, record: EvalRecord) -> None:
+        """Not twice: a run that was killed behind its last evaluation makes it again when it is started again."""
+        if _identity(record) in self._evaluated:
+            return
+        self._evaluated.add(_identity(record))
         if self._evaluations is None:
             assert self.artifact is not None
             path = evaluations_path(self.artifact)
@@ -94,6 +99,10 @@ class JsonlSink(Sink):
         self._steps.close()
         if self._evaluations is not None:
             self._evaluations.close()
+
+
+def _identity(record: EvalRecord) -> tuple[int, str, int, str]:
+    return record.iteration, record.split, record.tokens, float(record.loss).hex()
 
 
 def _append(file: IO[str], record: StepRecord | EvalRecord) -> None:

@@ -113,6 +113,17 @@ def test_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_an_evaluation_that_is_made_again_after_a_kill_is_one_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4, loss=2.0)
+    last = EvalRecord(4, "valid", 2.0, 10, 0.1)
+    for loss in (2.0, 2.0, 3.0):  # the last: more of the data was evaluated
+        sink = JsonlSink(path, 4)
+        sink.evaluation(dataclasses.replace(last, loss=loss, seconds=loss))
+        sink.close(None)
+    assert [record.loss for record in read_evaluations(path) if record.iteration == 4] == [2.0, 3.0]
+
+
 def test_a_cut_that_fails_halfway_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "m.jsonl"
     write(path, 0, 10)
