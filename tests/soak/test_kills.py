@@ -37,7 +37,7 @@ def killed_until(
     while (done := sum(len(job.kills) for job in jobs)) < number:
         job = kills.killed_job(
             launcher, folder / f"killed{len(jobs)}", [*argv, *saving], world_size, rng,
-            kills=min(10, number - done), horizon=whole.seconds,
+            kills=min(10, number - done), horizon=0.6 * whole.seconds,
         )  # fmt: skip
         found += kills.differences(job, oracle, most_lost)
         jobs.append(job)
