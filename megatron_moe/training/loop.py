@@ -11,6 +11,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config import derived
 from megatron_moe.config.errors import RunFault
+from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
 from megatron_moe.training.audit import auditing
 from megatron_moe.training.faults import FaultWatch
@@ -157,10 +158,19 @@ def exit_reason(job: Job, stop: StopSignals, started: float) -> str | None:
         return None
     minutes = (time.monotonic() - started) / 60
     limit = options.exit_duration_in_mins
-    local = [stop.stop_signal, int(limit is not None and minutes >= limit)]
-    wishes = torch.tensor(local, device=platform.device())
-    torch.distributed.all_reduce(wishes, op=torch.distributed.ReduceOp.MAX)
-    terminated, out_of_time = wishes.tolist()
+    terminated, out_of_time = _of_any_rank(stop.stop_signal, int(limit is not None and minutes >= limit))
     if terminated:
         return f"stopped at iteration {done} by {signal_name(terminated)}"
     return f"stopped at iteration {done} (--exit-duration-in-mins {limit:g})" if out_of_time else None
+
+
+def agreed_stop(run: Run, stop: StopSignals) -> bool:
+    """Whether any rank was asked to stop. Collective over all ranks: a launcher may have asked one of them only."""
+    return run.training.exit_signal_handler and bool(_of_any_rank(stop.stop_signal)[0])
+
+
+def _of_any_rank(*values: int) -> list[int]:
+    """The largest of each value over all ranks."""
+    largest = torch.tensor(values, device=platform.device())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return largest.tolist()

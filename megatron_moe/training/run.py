@@ -39,7 +39,7 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 from megatron_moe.training.job import Job, Splits
-from megatron_moe.training.loop import train
+from megatron_moe.training.loop import agreed_stop, train
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.precision_check import check_precision
 from megatron_moe.training.sample import sample_text
@@ -246,7 +246,7 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
         raise
     summary: dict[str, Any] = {"iterations": job.progress.iteration, "unigram_entropy": job.unigram_entropy}
     # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.
-    if not stop.stop_requested:
+    if not agreed_stop(run, stop):
         for split in ("valid", "test"):
             if run.training.eval_iters and (split == "valid" or _has_test(run)):
                 summary[f"{split}_loss"] = job.evaluate(split).loss

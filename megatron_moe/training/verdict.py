@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FAILED, DOING = "failed", "doing"
-GONE, STOPPED, SILENT = "gone", "stopped", "silent"
+GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
 GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"
 
 
@@ -52,7 +52,7 @@ def conclude(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: 
 
     Args:
         words: of the ranks that answered.
-        missing: rank -> GONE, STOPPED or SILENT, for those that did not.
+        missing: rank -> GONE, STOPPED, SILENT or LEFT, for those that did not.
         marks: rank -> the last place that a rank told, for the missing ones.
     """
     return f"{_cause(words, missing, marks)}. {_others(words)}".strip()
@@ -68,6 +68,7 @@ def _cause(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Ma
         (GONE, f"is gone: {GONE_WORDS}"),
         (STOPPED, "is stopped (SIGSTOP): its process is there and does not run"),
         (SILENT, "does not answer"),
+        (LEFT, "left as if all were done, and the others went on"),
     ):
         ranks = [rank for rank, state in missing.items() if state == kind]
         if ranks:

@@ -26,7 +26,7 @@ from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.training import whereabouts
 from megatron_moe.training.processes import Process, this_process
-from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, SILENT, LastWords, conclude
+from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, LastWords, conclude
 
 BROKEN = 1
 """Exit status of every rank of a job that the watchdog ended."""
@@ -254,7 +254,9 @@ class Watchdog:
         missing = {}
         for rank in sorted(ranks):
             process = self._process_of(rank)
-            if self._state_of(rank) != "done":
+            if self._state_of(rank) == "done":
+                missing[rank] = LEFT
+            else:
                 missing[rank] = SILENT if process is None else GONE if process.is_gone() else process.state()
         return missing
 

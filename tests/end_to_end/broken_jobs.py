@@ -161,13 +161,21 @@ def signalled_jobs(
                 found += kills.steps_in(job.folder / "checkpoints")[1]
             if status != 0:
                 found.append(f"status {status}: {kills.tail(job.folder)}")
-                launcher.kill(None)
+                if status is None:
+                    launcher.kill(None)
                 break
             reached = len(kills.raw_lines(metrics))
         else:
+            if _evaluations(job.folder) < _evaluations(folder / "oracle"):  # left out after a signal, and made up for
+                launcher.start(argv, world_size, job.folder, job.folder / "log.txt")
+                launcher.wait(240)
             job.lines = job.final()
             found += kills.differences(job, oracle, 0)
     return {"trials": sent, "failures": len(found), "jobs": jobs, "longest_seconds": longest, "found": found[:10]}
+
+
+def _evaluations(folder: Path) -> int:
+    return len(kills.raw_lines(folder / "metrics.eval.jsonl"))
 
 
 def _until_longer(launcher: Any, metrics: Path, lines: int) -> int | None:

@@ -31,7 +31,7 @@ def test_sigterm_asks_to_stop_and_does_not_end_the_process():
 def test_the_first_of_several_signals_is_the_reason():
     before = [signal.getsignal(number) for number in SAVING]
     with StopSignals(save=True) as stop:
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert signal_name(stop.stop_signal) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
