@@ -42,15 +42,22 @@ def retention(keep_last_k: int | None, save_retain_interval: int | None) -> Rete
     return Retention(keep_last_k, save_retain_interval)
 
 
-def remove_surplus(root: Path, rule: Retention, protected: Collection[int]) -> list[str]:
+def remove_surplus(
+    root: Path, rule: Retention, protected: Collection[int], *, published: int | None = None
+) -> list[str]:
     """Remove the steps that may go. A step with a defect is not counted and not removed: somebody should see it.
+
+    Args:
+        published: the step that was just saved. Later ones were found damaged when the run started: whether their
+            sizes are right or not, they are not counted either.
 
     Returns:
         What could not be removed and why, for the log; it is tried again behind the next step.
     """
     if rule.keep_last is None:
         return []
-    sound = [number for number in folder.steps(root) if structure_defect(folder.step_folder(root, number)) is None]
+    counted = [number for number in folder.steps(root) if published is None or number <= published]
+    sound = [number for number in counted if structure_defect(folder.step_folder(root, number)) is None]
     notes = []
     for number in rule.surplus(sound, protected):
         try:

@@ -126,7 +126,7 @@ class Saving:
             self.target.lock.check()
         publish.publish(root, self.iteration, files)
         protected = () if self.target.loaded is None else (self.target.loaded,)
-        self.notes += remove_surplus(root, self.target.rule, protected)
+        self.notes += remove_surplus(root, self.target.rule, protected, published=self.iteration)
 
     def conclude(self) -> Path:
         """All ranks learn whether the step is there. Collective.

@@ -53,6 +53,17 @@ def test_a_damaged_step_is_neither_counted_nor_removed(tmp_path):
     assert folder.steps(tmp_path) == [100, 150, 200]
 
 
+def test_a_later_step_that_was_passed_over_does_not_count_as_the_newest(tmp_path):
+    """Its sizes are right and its content is not: a run that went back behind it must keep what it saves."""
+    for number in (50, 60, 100):
+        write_step(tmp_path, number)
+    retention.remove_surplus(tmp_path, retention.Retention(keep_last=1), {50}, published=60)
+    assert folder.steps(tmp_path) == [50, 60, 100]
+    write_step(tmp_path, 70)
+    retention.remove_surplus(tmp_path, retention.Retention(keep_last=1), {50}, published=70)
+    assert folder.steps(tmp_path) == [50, 70, 100]
+
+
 def test_a_step_is_out_of_sight_before_its_first_file_goes(tmp_path, monkeypatch):
     write_step(tmp_path, 50)
     write_step(tmp_path, 100)
