@@ -68,6 +68,7 @@ def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
         "bf16": True,
         "use_distributed_optimizer": True,
         "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,  # draws from the model-parallel streams
         "rampup_batch_size": (4, 2, 30),
         "lr_decay_style": "cosine",
         "lr_warmup_iters": 3,
