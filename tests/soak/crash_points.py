@@ -53,6 +53,8 @@ class Trials:
         self._folder = Path(tempfile.mkdtemp(prefix="crash-points-"))
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # Byte code is written with a rename of its own, once.
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.log = self._folder / "log"
         with open(self.log, "wb") as log:
             self._server = subprocess.Popen(
