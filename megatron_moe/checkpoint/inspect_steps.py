@@ -17,6 +17,7 @@ from megatron_moe.config.errors import ConfigError
 Tell = Callable[[str], None]
 _STEP_NAME = re.compile(r"iter_\d{7,}", re.ASCII)
 _HIDDEN = re.compile(r"\.iter_\d{7,}\.(saving|deleting)", re.ASCII)
+_PUT_ASIDE = re.compile(r"iter_\d{7,}\.bad\d*", re.ASCII)
 _AXES = {"TP": "tp_size", "CP": "cp_size", "PP": "pp_size", "DP": "dp_size", "EP": "ep_size", "ETP": "etp_size"}
 _SHOWN_VERSIONS = ("torch", "megatron-core", "python")
 _BETWEEN_LINES = 5.0
@@ -107,6 +108,10 @@ def listed(found: Folder, verify: bool, tell: Tell) -> tuple[list[str], dict[str
     if hidden:
         result["hidden"] = hidden
         lines.append(f"  being written, or left behind by a writer that died: {', '.join(hidden)}")
+    aside = sorted(entry.name for entry in found.root.iterdir() if _PUT_ASIDE.fullmatch(entry.name))
+    if aside:
+        result["put_aside"] = aside
+        lines.append(f"  damaged, put aside when the step was saved again: {', '.join(aside)}")
     pointed = _pointer(found.root)
     newest = max((facts["step"] for facts in rows if facts["defect"] is None), default=None)
     if pointed is not None and pointed != str(newest):

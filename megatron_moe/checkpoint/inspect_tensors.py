@@ -1,4 +1,4 @@
-"""The numbers in a step's tensors, read part by part: no model, no process group, memory for two parts."""
+"""The numbers in a step's tensors, read part by part: no model, no process group, memory for a few parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reader:
             self.index: Index = pickles.check(step, manifest.read(step).files)
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise DamagedError(f"{step}: refused: {error}") from error
-        self.part = lru_cache(maxsize=2)(self._part)
+        self.part = lru_cache(maxsize=1)(self._part)
 
     def keys(self, pattern: str | None) -> list[str]:
         """Keys in order, those that a regular expression finds something in."""

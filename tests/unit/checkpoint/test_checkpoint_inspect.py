@@ -91,8 +91,10 @@ def test_verify_reads_the_index_too(inspect, root):
 
 def test_a_step_that_is_being_written_is_told_and_no_defect(inspect, root):
     folder.hidden_folder(root, 200).mkdir()
+    (root / "iter_0000050.bad").mkdir()
     status, text, result = inspect("list", root)
     assert status == 0 and ".iter_0000200.saving" in text and result["folders"][0]["hidden"] == [".iter_0000200.saving"]
+    assert "put aside" in text and result["folders"][0]["put_aside"] == ["iter_0000050.bad"]
 
 
 def test_a_folder_without_a_step_is_not_well_and_one_of_something_else_is_a_mistake(inspect, tmp_path):
