@@ -99,6 +99,20 @@ def test_a_hostile_or_broken_pickle_is_refused_and_changes_nothing(tmp_path, mon
     assert read(make_step(tmp_path / "other", 60)).tensors
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}V__hash__\nctorch\nSize\ns\x86b0",
+        b"ctorch\nSize\nN}V_function\nctorch\nSize\ns\x86b0",
+    ],
+)
+def test_an_otherwise_sound_index_that_changes_a_class_first_is_refused(tmp_path, prefix):
+    files = contents(50)
+    step = put_step(tmp_path, 50, {**files, ".metadata": prefix + files[".metadata"]})
+    with pytest.raises(index.UntrustedError, match="sets "):
+        read(step)
+
+
 def moved(metadata: Metadata, **changes: Any) -> None:
     first = next(iter(metadata.storage_data))
     info = metadata.storage_data[first]
