@@ -31,7 +31,7 @@ class Retention:
         if self.keep_last is None:
             return []
         passing = [number for number in sound if not (self.forever_every and number % self.forever_every == 0)]
-        going = passing[: max(0, len(passing) - max(1, self.keep_last))]
+        going = passing[: max(0, len(passing) - self.keep_last)]
         return [number for number in going if number not in protected and number != sound[-1]]
 
 

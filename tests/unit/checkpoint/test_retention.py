@@ -36,7 +36,7 @@ def test_multiples_stay_and_of_the_others_the_last(tmp_path, keep_last_k, save_r
 
 
 def test_the_newest_and_protected_steps_never_go():
-    for keep, every in itertools.product((None, 1, 2, 5), (None, 100, 150)):
+    for keep, every in itertools.product((None, 0, 1, 2, 5), (None, 100, 150)):
         rule = retention.Retention(keep, every)
         for number in range(1, len(SAVED) + 1):
             sound = SAVED[:number]
