@@ -138,6 +138,14 @@ def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (value for value in state if isinstance(value, Tensor) and value.dim() > 0)
 
 
+def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """What this rank's updates use, once gradients are prepared. The norm is no substitute: of a weight that tensor
+    parallel ranks hold alike it counts the first rank's gradient only."""
+    for part in parts(optimizer):
+        if not part.is_stub_optimizer:
+            yield from (master.grad for master in part.get_parameters() if master.grad is not None)
+
+
 def named_moments_and_masters(
     model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:

@@ -28,6 +28,7 @@ from megatron_moe.training.optimizer import (
     all_finite,
     clip_gradients,
     learning_rate,
+    main_gradients,
     moments_and_masters,
     shared_loss_scale,
 )
@@ -138,7 +139,7 @@ def train_step(
         probe.see_gradients(optimizer)
     loss_sum, tokens, bad_ranks, damaged_ranks, low, high, bias_low, bias_high, *further = sum_over_job(
         *local_loss(losses, pg_collection),
-        0.0 if math.isfinite(grad_norm) else 1.0,
+        0.0 if math.isfinite(grad_norm) and all_finite(main_gradients(optimizer)) else 1.0,
         0.0 if all_finite((*moments_and_masters(optimizer), *snapshot.biases)) else 1.0,
         *(source.take_sample_words() if isinstance(source, BatchIterator) else NOTHING),
         *local_bias_words(updates[0], pg_collection),
@@ -238,14 +239,16 @@ def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tens
 
 def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
     """Loss sum and token count of this rank's micro-batches (under context parallelism of its part of them), counted
-    by one TP rank of the last stage and no other.
+    by one TP rank of the last stage and no other; not finite where that of any of them is not.
 
     Args:
         losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
     """
-    if not losses or pg_collection.tp.rank() != 0:
+    if not losses:
         return 0.0, 0.0
     total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
+    if pg_collection.tp.rank() != 0:  # a copy of the first one's, but for a fault
+        return 0.0 if math.isfinite(total[0]) else math.nan, 0.0
     return float(total[0]), float(total[1])
 
 

@@ -45,7 +45,11 @@ def spoiled(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def _module(model: Any, end: str) -> torch.nn.Module:
-    return next(module for name, module in model[0].named_modules() if name.endswith(end))
+    """The module whose name in the whole model ends so; under pipeline parallelism only one rank has it."""
+    from megatron_moe.training.finite_state import global_names
+
+    names = global_names(model[0])
+    return next(module for name, module in model[0].named_modules() if names[name].endswith(end))
 
 
 @contextmanager

@@ -41,6 +41,14 @@ def test_every_site_is_named_and_nothing_has_changed(gloo):
         check(fault, [result["seen"][number] for result in results])
 
 
+def test_a_gradient_that_the_norm_does_not_count_is_found(gloo):
+    # Of a weight that both tensor-parallel ranks hold, the norm knows the first rank's gradient.
+    faults = [("reduced_gradient", "nan", "one"), ("loss", "-inf", "one")]
+    results = gloo.run(2, faulty_steps, faults=faults, flags=TP2)
+    for number, fault in enumerate(faults):
+        check(fault, [result["seen"][number] for result in results])
+
+
 def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
     for result in gloo.run(2, poisoned_saves, root=str(tmp_path)):
         assert result["steps"] == ["iter_0000001", "iter_0000002"]

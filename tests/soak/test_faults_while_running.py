@@ -44,8 +44,8 @@ def test_numbers_that_are_not_finite(
     more: dict[str, Any] = {} if precision == "fp32" else {precision: True}
     if precision == "fp16":  # at its floor a scale has nowhere to fall, so that nothing is an overflow
         more |= {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
-    if name == "PP2":  # the first stage has no loss, and each stage its own layers
-        faults = [fault for fault in faults if fault[0] in ("adam_moment",)]
+    if name == "PP2":  # rank 1 is the last stage, which has the second layer and the loss; nobody else has them
+        faults = [fault for fault in faults if fault[0] != "embedding_output" and fault[2] == "one"]
     results = gloo.run_within(900, 2, fault_cases.faulty_steps, faults=faults, flags={**flags, **more})
     failed = [fault for number, fault in enumerate(faults) if not sound(fault, [r["seen"][number] for r in results])]
     figure("R7", trials=len(faults), failures=len(failed), layout=name, precision=precision, failed=failed)
