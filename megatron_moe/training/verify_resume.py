@@ -217,8 +217,8 @@ def _replay(
     ]
     if differences and drawing:
         raise ConfigError(
-            f"{root}: was trained with {', '.join(drawing)}, which draws other numbers with {'; '.join(differences)}: no "
-            "tolerance covers that; replay it as it was recorded"
+            f"{root}: was trained with {', '.join(drawing)}, which draws other numbers with {'; '.join(differences)}: "
+            "no tolerance covers that; replay it as it was recorded"
         )
     half = run.precision.bf16 or run.precision.fp16
     return Replay(
