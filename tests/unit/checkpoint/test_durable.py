@@ -115,3 +115,13 @@ def test_a_step_whose_content_is_damaged_makes_way_for_a_sound_one(tmp_path):
     (step / "__0_0.distcp").write_text("First")
     assert (write_step(tmp_path, 50, "again") / "__0_0.distcp").read_text() == "again"
     assert (tmp_path / "iter_0000050.bad" / "__0_0.distcp").read_text() == "First"
+
+
+@pytest.mark.parametrize(("text", "named"), [("", "nothing"), ("700\n", "700")])
+def test_a_pointer_that_is_empty_or_names_no_step_is_told_and_decides_nothing(tmp_path, text, named):
+    step = write_step(tmp_path, 50)
+    (tmp_path / folder.LATEST).write_text(text)
+    found, (note,) = folder.find_step(tmp_path, None)
+    assert found == step and f"names step {named}; the newest complete step is 50" in note
+    write_step(tmp_path, 100)
+    assert (tmp_path / folder.LATEST).read_text() == "100\n"

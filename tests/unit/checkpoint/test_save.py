@@ -336,3 +336,27 @@ def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(
     for rank, found in enumerate(results):
         assert found["number"] > 100 and found["unequal"] == [] and found["written"] == []
         assert (found["absent"] > 0) == (rank > 0)
+
+
+def read_only(flags: dict[str, Any]) -> str:
+    """What a job is told whose folder cannot be written, which only rank 0 tries."""
+    from megatron_moe.checkpoint import publish
+    from megatron_moe.config.errors import ConfigError
+
+    claim_root = publish.claim_root
+
+    def refuse(root: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(root))
+
+    publish.claim_root = refuse
+    try:
+        with pytest.raises(ConfigError) as error:
+            trained(flags)
+    finally:
+        publish.claim_root = claim_root
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
+    for message in gloo.run(2, read_only, flags={"save": str(tmp_path / "c")}):
+        assert f"--save {tmp_path / 'c'}: cannot be written" in message and "Read-only file system" in message
