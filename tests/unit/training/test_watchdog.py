@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT, PATIENCE, WORLD, FAULTY = 6.0, 30.0, 3, 1
+TIMEOUT, PATIENCE, WORLD, FAULTY = 6.0, 40.0, 3, 1
 
 # What the verdict says of the faulty rank; the others are told to wait in the collective that it did not come to.
 BLAMED = {

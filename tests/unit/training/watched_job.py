@@ -65,7 +65,7 @@ def rank_of_job(rank: int, job: dict[str, Any]) -> None:
     store: Any = dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False)
     group = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False))
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    with Watchdog(store if job["watched"] else None, rank, world, timeout, Path(job["folder"]), settle=2.0) as watchdog:
+    with Watchdog(store if job["watched"] else None, rank, world, timeout, Path(job["folder"]), settle=5.0) as watchdog:
         for number in range(1, FAULTY_STEP + 2):
             watchdog.at(f"iteration {number}", limited=job["watched"])
             if fault == "shared" and number == FAULTY_STEP:
