@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,7 +79,9 @@ def main(argv: list[str]) -> int:
         run = cli.parse(rest)
         vocabulary(run)
         _check(run, flags.world_size)
-        plan = _plan(run, flags)
+        with warnings.catch_warnings():  # the engine's advice is for those who wrote its configuration
+            warnings.filterwarnings("ignore", module=r"megatron\.core")
+            plan = _plan(run, flags)
     except ConfigError as error:
         print(f"plan.py: error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -11,11 +11,12 @@ from megatron_moe.planning import cli
 TINY = "--preset tiny --vocab-size 1000 --bf16 --use-distributed-optimizer"
 
 
-def test_text_and_json_agree(tmp_path, capsys):
+def test_text_and_json_agree(tmp_path, capsys, recwarn):
     path = tmp_path / "plan.json"
     words = f"{TINY} --world-size 2 --expert-model-parallel-size 2 --json {path}"
     assert cli.main(words.split()) == 0
     text, plan = capsys.readouterr().out, json.loads(path.read_text())
+    assert [str(warning.message) for warning in recwarn if "megatron" in warning.filename] == []
     assert {"total_params", "active_params", "max_memory_gib", "ranks"} <= set(plan)
     assert f"{plan['total_params']:,}" in text
     assert [rank["ranks"] for rank in plan["ranks"]] == [[0, 1]]
