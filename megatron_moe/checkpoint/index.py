@@ -234,7 +234,21 @@ def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None]
         parts.append(Part(start, extent, places.pop((key, start))))
     filled = sum(math.prod(part.shape) for part in parts)
     _require(filled == math.prod(shape), f"the parts of {key} hold {filled} elements of {math.prod(shape)}")
+    _require(not _overlap(parts), f"parts of {key} overlap, so that others are missing")
     return Tensor(dtype, shape, tuple(parts))
+
+
+def _overlap(parts: list[Part]) -> bool:
+    """Whether two boxes share an element: a sweep along the first axis, over those that it is inside of."""
+    inside: list[Part] = []
+    for part in sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start):
+        inside = [other for other in inside if other.start[0] + other.shape[0] > part.start[0]] if part.start else inside
+        for other in inside:
+            boxes = zip(part.start, part.shape, other.start, other.shape)
+            if all(a < b + n and b < a + m for a, m, b, n in boxes):
+                return True
+        inside.append(part)
+    return False
 
 
 def _place(key: str, info: Any, files: Mapping[str, Entry]) -> Place:

@@ -66,8 +66,8 @@ def load(run: Run, source: Source, trained: Trained) -> Loaded:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
         return Loaded(Progress(), [*recorded, note], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])
-    progress, uncounted = progress_of(source)
-    notes = [*recorded, f"continuing from {source.step}", *uncounted, *_load_random_state(run, source)]
+    progress = Progress(**{field.name: source.state[field.name] for field in fields(Progress)})
+    notes = [*recorded, f"continuing from {source.step}", *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
 
 
@@ -78,15 +78,6 @@ def _warned_of(rounded: dict[str, torch.dtype], source: Source) -> list[str]:
         "saved; loaded as it is and kept in fp32 from now on"
         for key, dtype in rounded.items()
     ]
-
-
-def progress_of(source: Source) -> tuple[Progress, list[str]]:
-    """How far the run had come; checkpoints of the first version did not count skipped steps, which is told."""
-    state = source.state
-    if "skipped_iterations" not in state:
-        note = f"{source.step} does not say how many steps were skipped: they are counted from here"
-        return Progress(state["iteration"], state["consumed_samples"]), [note]
-    return Progress(**{field.name: state[field.name] for field in fields(Progress)}), []
 
 
 def _load_random_state(run: Run, source: Source) -> list[str]:

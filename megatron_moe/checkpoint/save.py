@@ -27,7 +27,7 @@ from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
 from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
-from megatron_moe.checkpoint.state import FORMAT_VERSION, Progress, Trained, layout, metadata, model_state
+from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state
 from megatron_moe.checkpoint.writer_lock import WriterLock, acquire
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
@@ -240,7 +240,6 @@ def begin(
             state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
     staged = writer.stage(state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies)
     about = {
-        "format_version": FORMAT_VERSION,
         **asdict(progress),
         "scheduler": trained.scheduler.state_dict(),
         "has_optimizer": not run.checkpoint.no_save_optim,

@@ -15,8 +15,6 @@ from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import declared_fp32_state
 
-FORMAT_VERSION = 1
-
 
 @dataclass(frozen=True)
 class Progress:

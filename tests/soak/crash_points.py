@@ -125,9 +125,9 @@ class Trials:
 
 
 def strace_is_missing() -> str | None:
-    """Why system calls cannot be traced here; None if they can."""
-    if shutil.which("strace") is None:
-        return "strace is not installed"
+    """Why system calls cannot be traced here; None if they can. strace is installed first where that is possible."""
+    if shutil.which("strace") is None and (reason := _cannot_be_installed()):
+        return reason
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         tracer = subprocess.Popen(["strace", "-p", str(sleeper.pid)], stderr=subprocess.PIPE, text=True)
@@ -138,6 +138,16 @@ def strace_is_missing() -> str | None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def _cannot_be_installed() -> str | None:
+    """Install strace from Debian's packages; why that is not possible, or None."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return "strace is not installed; `apt-get install strace`, as root, installs it"
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", "strace"]):
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=300, check=False)
+    return None if done.returncode == 0 else f"strace cannot be installed: {done.stderr.strip()[-300:]}"
 
 
 def what_is_wrong(root: Path, at_least: int | None) -> list[str]:

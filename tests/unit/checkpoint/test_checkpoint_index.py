@@ -123,9 +123,18 @@ def kind(metadata: Metadata) -> TensorStorageMetadata:
     return metadata.state_dict_metadata[KEY]
 
 
+def overlapping(metadata: Metadata) -> None:
+    """The second part is said to begin four rows earlier: as many elements as before, four rows twice, four never."""
+    chunk = kind(metadata).chunks[1]
+    info = metadata.storage_data.pop(MetadataIndex(KEY, chunk.offsets, 1))
+    chunk.offsets = torch.Size([4, 0])
+    metadata.storage_data[MetadataIndex(KEY, chunk.offsets, 1)] = info
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
+        (overlapping, f"parts of {KEY} overlap"),
         (lambda m: moved(m, relative_path="../__0_0.distcp"), r"lies in '\.\./__0_0\.distcp'"),
         (lambda m: moved(m, relative_path="/etc/passwd"), "lies in '/etc/passwd'"),
         (lambda m: moved(m, relative_path="__9_0.distcp"), r"__9_0\.distcp, which manifest\.json does not list"),

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint.load import progress_of
-from megatron_moe.checkpoint.plan import Source
-from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.report.jsonl import read_steps
@@ -49,12 +46,3 @@ def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
     # Gradients that overflowed have no norm, and every layer's routing is told all the same.
     assert {health.dense_grad_norm for health in told} == {None}
     assert all(health.layers[2].sampled_tokens for health in told)
-
-
-def test_a_checkpoint_that_counted_no_skips_says_so(tmp_path: Path) -> None:
-    state = {"iteration": 7, "consumed_samples": 56}
-    progress, notes = progress_of(Source(tmp_path, {}, state))
-    assert progress == Progress(7, 56)
-    assert len(notes) == 1 and "skipped" in notes[0] and str(tmp_path) in notes[0]
-    counted = {**state, "skipped_iterations": 2, "loss_scale_raised": 1, "loss_scale_lowered": 4}
-    assert progress_of(Source(tmp_path, {}, counted)) == (Progress(7, 56, 2, 1, 4), [])
