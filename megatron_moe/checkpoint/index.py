@@ -242,7 +242,9 @@ def _overlap(parts: list[Part]) -> bool:
     """Whether two boxes share an element: a sweep along the first axis, over those that it is inside of."""
     inside: list[Part] = []
     for part in sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start):
-        inside = [other for other in inside if other.start[0] + other.shape[0] > part.start[0]] if part.start else inside
+        inside = (
+            [other for other in inside if other.start[0] + other.shape[0] > part.start[0]] if part.start else inside
+        )
         for other in inside:
             boxes = zip(part.start, part.shape, other.start, other.shape)
             if all(a < b + n and b < a + m for a, m, b, n in boxes):

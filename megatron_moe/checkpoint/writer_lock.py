@@ -8,12 +8,16 @@ the file system's own: clocks of hosts may differ or go back.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import tempfile
 import threading
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +28,8 @@ from megatron_moe.config.errors import ConfigError
 NAME = ".writer.lock"
 HEARTBEAT_SECONDS = 15.0
 STALE_MINUTES = 5.0
+RIVALS_SECONDS = 2.0
+"""On a file system without locks: how far apart two jobs may take one lock over at once."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,8 @@ class WriterLock:
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                os.utime(self._path)
+                if self.is_held():
+                    os.utime(self._path)
             except OSError:  # gone, or the file system is away for a while: `check` tells before the next save
                 continue
 
@@ -112,26 +119,13 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
     while not _link(path, me):
         holder = _read(path)
         why = _why_dead(path, holder, me)
-        if why is None:
+        if why is None and path.exists():
             raise ConfigError(_occupied(root, holder))
-        if not _set_aside(path, holder):
-            continue  # another job was faster: look who holds it now
+        if why is None or not _take_over(path, holder, me):
+            continue  # released, or another job was faster: look who holds it now
         notes.append(f"took over {path} of {holder or 'an unknown job'}: {why}")
+        break
     return WriterLock(root, me), notes
-
-
-def check_free(root: Path) -> None:
-    """Refuse a folder that another job writes to, before anything is allocated; changes nothing.
-
-    Raises:
-        ConfigError: it is held.
-    """
-    path = root / NAME
-    if not path.exists():
-        return
-    holder = _read(path)
-    if _why_dead(path, holder, _me()) is None:
-        raise ConfigError(_occupied(root, holder))
 
 
 def _occupied(root: Path, holder: Holder | None) -> str:
@@ -167,39 +161,58 @@ def _silent_minutes(path: Path) -> float | None:
         return None
 
 
-def _link(path: Path, me: Holder) -> bool:
-    """Put our lock there unless one is; a link is atomic on network file systems too."""
+@contextmanager
+def _written(path: Path, me: Holder) -> Iterator[Path]:
+    """Our lock beside the real one, on the disk; gone at the end if it has not become the real one."""
     aside = path.with_name(f"{NAME}.{me.token}")
     try:
         with open(aside, "w") as file:
             file.write(json.dumps(asdict(me)) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        yield aside
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _link(path: Path, me: Holder) -> bool:
+    """Put our lock there unless one is; a link is atomic on network file systems too."""
+    with _written(path, me) as aside:
         try:
             os.link(aside, path)
         except FileExistsError:
             return False
         sync_folder(path.parent)
         return True
-    finally:
-        aside.unlink(missing_ok=True)
 
 
-def _set_aside(path: Path, holder: Holder | None) -> bool:
-    """Take a dead job's lock away; False where it is another's by now, which is put back."""
-    aside = path.with_name(f"{NAME}.dead-{uuid.uuid4().hex}")
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return False
-    found = _read(aside)
-    if found != holder:
+def _take_over(path: Path, holder: Holder | None, me: Holder) -> bool:
+    """Put our lock in the place of a dead job's, which is there all the time; False where another was faster.
+
+    Rivals wait for each other at the dead lock itself, which the system releases when one of them dies. Where a file
+    system cannot do that, the last one has it, and after a moment the others see so.
+    """
+    with _written(path, me) as aside:
         try:
-            os.link(aside, path)
-        except FileExistsError:
-            pass
-    aside.unlink()
-    return found == holder
+            with open(path, "r+") as dead:
+                alone = _lock(dead.fileno())
+                if _read(path) != holder:
+                    return False
+                os.rename(aside, path)
+        except FileNotFoundError:
+            return False
+        sync_folder(path.parent)
+        if not alone:
+            time.sleep(RIVALS_SECONDS)
+        return _read(path) == me
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _read(path: Path) -> Holder | None:

@@ -32,6 +32,7 @@ BROKEN = 1
 """Exit status of every rank of a job that the watchdog ended."""
 
 _SHARED = (ConfigError, RunFault, SaveError, KeyboardInterrupt, SystemExit)
+_STDERR = 2  # not sys.stderr, which a notebook or a test may have replaced
 _RANKS_PER_BEAT_SECOND = 500
 _FAILURES_OF_STORE = 3
 
@@ -81,7 +82,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if hasattr(signal, "SIGUSR2"):
-            faulthandler.register(signal.SIGUSR2, all_threads=True)
+            faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
         self._tell_beat("running")
         self._thread.start()
         return self
@@ -340,7 +341,7 @@ def _tell_launcher(error: BaseException) -> None:
 
 def _say(text: str) -> None:
     """One write, so that the lines of many ranks do not mix."""
-    os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+    os.write(_STDERR, (text.rstrip("\n") + "\n").encode(errors="replace"))
 
 
 def _short(text: str, limit: int = 400) -> str:
