@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, filesystem
 
 from megatron_moe.checkpoint import manifest, pickles
-from megatron_moe.checkpoint.index import UntrustedError
+from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
 from megatron_moe.config.errors import ConfigError
 
 
@@ -51,7 +53,8 @@ def load_tensors(
         ConfigError: keys or dtypes do not match; all of them are listed. The same on every rank.
     """
     check_trusted(folder)
-    saved = _strategy().load_tensors_metadata(str(folder))
+    with _restricted():
+        saved = _strategy().load_tensors_metadata(str(folder))
     wanted = {tensor.key: tensor.dtype for tensor in sharded_tensors(state)}
     requested = set(_agreed(set(wanted)))
     absent = sorted(requested - saved.keys())
@@ -77,7 +80,7 @@ def load_tensors(
     loaded: dict[str, Any] = {}
     unreadable: set[str] = set()
     try:
-        with _quiet():
+        with _restricted():
             loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=_strategy())
     except CheckpointException as failed:
         unreadable = {pickles.words(error) for error, _ in failed.failures.values()}
@@ -108,11 +111,25 @@ def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remarks on how the engine calls it: single-process reads, keyword order, deprecated classes."""
-    with warnings.catch_warnings():
+def _restricted() -> Iterator[None]:
+    """What the engine and torch read as pickles without restriction is read with one, a second time: between the check
+    and the reading a file can be another. And without torch's remarks on how the engine calls it."""
+    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    with (
+        mock.patch.dict(os.environ, forced),
+        mock.patch.object(filesystem, "pickle", _AllowedPickles),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
         yield
+
+
+class _AllowedPickles:
+    """Stands where torch's reader has the module `pickle`."""
+
+    @staticmethod
+    def load(file: Any) -> Any:
+        return AllowedUnpickler(file).load()
 
 
 def _strategy() -> TorchDistLoadShardedStrategy:

@@ -161,6 +161,16 @@ class _IndexKey:
         return isinstance(other, _IndexKey) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
 
+class AllowedUnpickler(pickle.Unpickler):
+    """Builds the real classes of an index, and nothing else: for the engine, which wants those, after `read`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it has a place in an index."""
+        if (module, name) not in _Unpickler(io.BytesIO()).known:
+            raise UntrustedError(_unknown(module, name))
+        return super().find_class(module, name)
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds stand-ins for the classes of torch's checkpoint metadata, and nothing else."""
 
@@ -168,8 +178,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         metadata = "torch.distributed.checkpoint.metadata"
         plain = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata")
-        self._known: dict[tuple[str, str], Any] = {(metadata, name): _record(name) for name in plain}
-        self._known |= {
+        self.known: dict[tuple[str, str], Any] = {(metadata, name): _record(name) for name in plain}
+        self.known |= {
             (metadata, "TensorProperties"): _Fixed("TensorProperties", (_PropertiesState,), {}),
             (metadata, "MetadataIndex"): _Fixed("MetadataIndex", (_IndexKey,), {}),
             (metadata, "_MEM_FORMAT_ENCODING"): _Call(int),
@@ -181,13 +191,17 @@ class _Unpickler(pickle.Unpickler):
             ("pathlib", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
             ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
         }
-        self._known |= {("torch", name): name for name in _DTYPES}
+        self.known |= {("torch", name): name for name in _DTYPES}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._known.get((module, name))
+        found = self.known.get((module, name))
         if found is None:
-            raise UntrustedError(f"{NAME} refers to {module}.{name}, which has no place in a checkpoint")
+            raise UntrustedError(_unknown(module, name))
         return found
+
+
+def _unknown(module: str, name: str) -> str:
+    return f"{NAME} refers to {module}.{name}, which has no place in a checkpoint"
 
 
 def _checked(metadata: Any, files: Mapping[str, Entry]) -> Index:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_moe.checkpoint import durable, folder, manifest
@@ -56,12 +57,15 @@ def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
     defect = manifest.structure_defect(hidden)
     if defect is not None:
         raise OSError(f"{hidden}: {defect}; --save has to be one folder that all ranks write to")
+    pointer = root / folder.LATEST
+    before = pointer.read_bytes() if pointer.exists() else None
     os.rename(hidden, step)
     try:
         durable.sync_folder(root)
-        durable.replace_text(root / folder.LATEST, f"{iteration}\n")
+        durable.replace_text(pointer, f"{iteration}\n")
     except OSError:
         os.rename(step, hidden)  # a step that is told as not saved is not there
+        _put_back(pointer, before)
         raise
     return step
 
@@ -69,6 +73,17 @@ def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
 def discard(root: Path, iteration: int) -> None:
     """Remove a step that was not published: a disk that is full is not to stay full."""
     shutil.rmtree(folder.hidden_folder(root, iteration), ignore_errors=True)
+
+
+def _put_back(pointer: Path, before: bytes | None) -> None:
+    """What the pointer said, as well as a disk that fails allows it."""
+    with suppress(OSError):
+        if before is None:
+            pointer.unlink(missing_ok=True)
+        elif pointer.read_bytes() != before:
+            aside = pointer.with_name(f".{pointer.name}.new")
+            aside.write_bytes(before)
+            os.replace(aside, pointer)
 
 
 def _free_name(step: Path) -> Path:

@@ -77,7 +77,7 @@ class Saving:
     _all_written: list[writer.Written] | None = None
     _failure: Exception | None = None
     _opened: bool = False
-    """The hidden folder is ours to remove: rank 0 has made it."""
+    """The hidden folder, or what there is of it, is ours to remove: on rank 0."""
 
     @property
     def step(self) -> Path:
@@ -157,8 +157,8 @@ class Saving:
         try:
             if self.target.lock is not None:
                 self.target.lock.check()
-            publish.open_hidden(self.target.root, self.iteration, self.num_bytes)
             self._opened = True
+            publish.open_hidden(self.target.root, self.iteration, self.num_bytes)
         except OSError as error:
             raise OSError(self._reason(error)) from error
 

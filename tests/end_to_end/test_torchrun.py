@@ -17,7 +17,7 @@ import pytest
 from megatron_moe.data.preprocess import Options, preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-ITERATIONS = 60
+ITERATIONS = 40
 
 
 def prepare(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     base = [
         "--preset", "tiny", "--bf16", "--use-distributed-optimizer", "--expert-model-parallel-size", "2",
         "--hidden-dropout", "0.1", "--train-iters", str(ITERATIONS), "--lr-decay-style", "cosine",
-        "--lr-warmup-iters", "5", "--eval-interval", "25", "--eval-iters", "1", *data,
+        "--lr-warmup-iters", "5", "--eval-interval", "15", "--eval-iters", "1", *data,
     ]  # fmt: skip
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     files = ["--metrics-file", str(whole), "--summary-file", str(tmp_path / "whole.json")]
@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
         *base, "--metrics-file", str(parts), "--summary-file", str(tmp_path / "parts.json"), "--exit-signal-handler",
         "--save-interval", "7", "--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"),
     ]  # fmt: skip
-    for number, (how, after) in enumerate({signal.SIGTERM: 10, signal.SIGINT: 25, signal.SIGKILL: 40}.items(), start=1):
+    for number, (how, after) in enumerate({signal.SIGTERM: 8, signal.SIGINT: 18, signal.SIGKILL: 28}.items(), start=1):
         launch = Launch(flags, tmp_path / f"{number}.log")
         until(lambda count=after: len(steps(parts)) >= count, launch)
         ranks = launch.ranks()
@@ -167,7 +167,7 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     assert summaries[0]["valid_loss"] == summaries[1]["valid_loss"]
     assert summaries[1]["iterations"] == ITERATIONS
     assert summaries[1]["checkpoint"] == str(tmp_path / "c" / f"iter_{ITERATIONS:07d}")
-    assert expected[-1]["loss"] < expected[0]["loss"] - 1.0
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.5
 
 
 @pytest.mark.slow

@@ -13,13 +13,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+import threading
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("mkdir", "openat", "write", "fsync", "rename", "link", "unlink", "unlinkat", "rmdir")
 KILLED = 128 + 9
+_ENDED = "-- the run has ended\n"
 REFUSED = 3
 """Exit status of a run that ended with SaveError."""
 
@@ -55,12 +57,15 @@ class Trials:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         # Byte code is written with a rename of its own, once.
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        self.log = self._folder / "log"
-        with open(self.log, "wb") as log:
-            self._server = subprocess.Popen(
-                [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, bufsize=1,
-            )  # fmt: skip
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        # Not a file: its size would be limited with that of the others.
+        self._said: deque[str] = deque(maxlen=60)
+        self._all_said = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def __enter__(self) -> Trials:
         return self
@@ -68,6 +73,7 @@ class Trials:
     def __exit__(self, *_: object) -> None:
         self._server.kill()
         self._server.wait()
+        self._listener.join(10)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, flags: dict[str, Any], *, stop_at: int | None = None, fault: Fault | None = None,
@@ -92,7 +98,15 @@ class Trials:
 
     def output(self) -> str:
         """The end of what the runs have printed."""
-        return self.log.read_text(errors="replace")[-3000:]
+        return "".join(self._said.copy())[-3000:]
+
+    def _listen(self) -> None:
+        assert self._server.stderr is not None
+        for line in self._server.stderr:
+            if line == _ENDED:
+                self._all_said.set()
+            else:
+                self._said.append(line)
 
     def _run(
         self, flags: dict[str, Any], stop_at: int | None, tracing: list[str], file_limit: int | None
@@ -110,7 +124,9 @@ class Trials:
                 attached = tracer.stderr.readline()
                 assert "attached" in attached, attached
             self._ask("go")
+        self._all_said.clear()
         status = int(self._ask("wait until ended"))
+        assert self._all_said.wait(20)
         if tracer is not None:
             tracer.wait(20)
             tracer.stderr.close()
@@ -230,6 +246,7 @@ def _serve() -> None:
             else:
                 break
         status = os.waitpid(pid, 0)[1]
+        os.write(2, _ENDED.encode())
         os.close(ready_in)
         os.close(go_out)
         answer(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
@@ -252,6 +269,7 @@ def _child(spec: dict[str, Any], ready: int, go: int) -> None:
     def at_the_save(self: Saver, trained: Any, progress: Any, facts: Any) -> bool:
         if progress.iteration != spec["stop_at"]:
             return save(self, trained, progress, facts)
+        self.finish()  # an earlier save in the background is not the one in question
         os.write(ready, b"r")
         os.read(go, 1)
         if spec["file_limit"] is not None:

@@ -10,7 +10,7 @@ from megatron_moe.checkpoint import durable, folder, publish
 
 def write_step(root: Path, iteration: int, content: str = "weights", **about: Any) -> Path:
     """A step whose tensors are `content`; `about` replaces what its configuration and state say."""
-    publish.claim_root(root)
+    root.mkdir(parents=True, exist_ok=True)
     hidden = publish.open_hidden(root, iteration)
     files = {
         "__0_0.distcp": durable.write_bytes(hidden / "__0_0.distcp", content.encode()),

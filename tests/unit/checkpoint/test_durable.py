@@ -110,6 +110,24 @@ def test_a_pointer_that_cannot_be_moved_takes_the_step_back(tmp_path, monkeypatc
     assert folder.steps(tmp_path) == [50] and (tmp_path / folder.LATEST).read_text() == "50\n"
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_pointer_that_is_moved_but_not_on_the_disk_is_taken_back_with_the_step(tmp_path, monkeypatch, earlier):
+    if earlier:
+        write_step(tmp_path, 50)
+    replace_text = durable.replace_text
+
+    def refuse(path: Path, text: str) -> None:
+        replace_text(path, text)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(durable, "replace_text", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        write_step(tmp_path, 100)
+    assert folder.steps(tmp_path) == ([50] if earlier else [])
+    assert (tmp_path / folder.LATEST).exists() == earlier
+    assert not earlier or (tmp_path / folder.LATEST).read_text() == "50\n"
+
+
 def test_a_step_whose_content_is_damaged_makes_way_for_a_sound_one(tmp_path):
     step = write_step(tmp_path, 50, "first")
     (step / "__0_0.distcp").write_text("First")

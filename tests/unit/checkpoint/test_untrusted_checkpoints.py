@@ -57,6 +57,24 @@ def test_nothing_runs_when_a_run_reads_it(gloo, harmful, mode):
         assert result.startswith("ConfigError") and ("refused" in result or "is damaged" in result), result
 
 
+def outcome_of_a_swap(flags: dict[str, Any]) -> str:
+    """What came of a run whose step was exchanged right after the check, which saw another."""
+    from megatron_moe.checkpoint import dist
+
+    check, dist.check_trusted = dist.check_trusted, lambda folder: None
+    try:
+        return outcome(flags)
+    finally:
+        dist.check_trusted = check
+
+
+@pytest.mark.parametrize("harmful", ["common.pt", ".metadata", "tensor in a .distcp file"], indirect=True)
+def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo, harmful):
+    _, root, sentinel = harmful
+    (result,) = gloo.run(1, outcome_of_a_swap, flags={**SMALL, "load": str(root), "train_iters": 2})
+    assert not sentinel.exists() and result != "loaded"
+
+
 @every_payload
 def test_nothing_runs_when_it_is_inspected(harmful, capsys):
     _, root, sentinel = harmful

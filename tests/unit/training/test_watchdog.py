@@ -81,7 +81,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """One job for each fault, and two that show what the tests would see without the watchdog or without a fault."""
     jobs = {fault: {"fault": fault, "faulty": FAULTY} for fault in (*BLAMED, *UNEVEN)}
     jobs["shared"] = {"fault": "shared", "faulty": 0}
-    jobs["unwatched"] = {"fault": "STOP", "faulty": FAULTY, "watched": False}
+    jobs["unwatched"] = {"fault": "STOP", "faulty": FAULTY, "watched": False, "patience": 3 * TIMEOUT}
     return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
 
 

@@ -95,8 +95,7 @@ def main() -> None:
     begin = time.monotonic()
     ranks = {forked(rank, job): (number, rank) for number, job in enumerate(jobs) for rank in range(job["world"])}
     ended: list[dict[str, Any]] = [{"statuses": [None] * job["world"], "seconds": 0.0} for job in jobs]
-    patience = max(job["patience"] for job in jobs)
-    while ranks and time.monotonic() - begin < patience:
+    while any(time.monotonic() - begin < jobs[number]["patience"] for number, _ in ranks.values()):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             time.sleep(0.05)
