@@ -179,7 +179,8 @@ def test_fifty_incarnations(
 ) -> None:
     """R12."""
     ranks, flags = RUNS[number]
-    lengths = [random.Random(number).randint(1, 3) for _ in range(scaled(50, 2))]
+    draw = random.Random(number)
+    lengths = [draw.randint(1, 3) for _ in range(scaled(50, 2))]
     data = {"data_path": (cases.corpus(tmp_path, documents=16),)}
     flags = {**flags, **data, "hidden_dropout": 0.1, "attention_dropout": 0.1, "lr_decay_style": "cosine"}
     wrong = cases.incarnations(gloo, tmp_path, ranks, flags, lengths)
