@@ -213,9 +213,9 @@ RUNNING_DEFECTS = (
         "flipped bits in a checkpoint's data are not detected",
         "dist_checkpointing",
         lambda run, _: run.checkpoint.load is not None,
-        "kept",
-        "sizes are checked, contents are not",
-        (("megatron_moe/checkpoint/folder.py", "MANIFEST"),),
+        "overridden",
+        "every file has a SHA-256 in a manifest, and is hashed before any weight is used",
+        (("megatron_moe/checkpoint/verify.py", "checked_content"),),
     ),
     Defect(
         "S25",

@@ -134,6 +134,9 @@ def train_step(
 
     used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
     overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
+    if shared_loss_scale(optimizer) is not None:
+        # The engine asks the ranks that share parts of one model; replicas may differ, and have to go one way.
+        overflow = sum_over_job(float(overflow))[0] > 0
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
     if probe is not None and not overflow:
         probe.see_gradients(optimizer)

@@ -26,7 +26,7 @@ from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.training import whereabouts
 from megatron_moe.training.processes import Process, this_process
-from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, LastWords, conclude
+from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, STOPPED, LastWords, conclude
 
 BROKEN = 1
 """Exit status of every rank of a job that the watchdog ended."""
@@ -73,7 +73,11 @@ class Watchdog:
         self._here = _ranks_here(rank, world_size)
         self._mark, self._limited, self._since = "start", False, time.monotonic()
         self._stop, self._ending, self._alone = threading.Event(), threading.Lock(), store is None
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # Two: a store whose machine died may never answer, and the clock is watched all the same.
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._watch, "watchdog"), (self._listen, "watchdog's store"))
+        ]
         self._neighbour: Process | None = None
         self._host: Process | None = None
         self._failures = 0
@@ -84,7 +88,8 @@ class Watchdog:
         if hasattr(signal, "SIGUSR2"):
             faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
         self._tell_beat("running")
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -119,15 +124,16 @@ class Watchdog:
         if not self._alone and not self._stop.is_set() and self._something_is_wrong():
             self._end(self._words())
 
-    # ---- the thread
+    # ---- the threads
 
     def _watch(self) -> None:
         while not self._stop.wait(self._tick):
             late = time.monotonic() - self._since
             if self._limited and late > self._timeout:
                 self._end(self._words(), f"no progress for {late:.0f} s since: {self._mark}")
-            if self._alone:
-                continue
+
+    def _listen(self) -> None:
+        while not self._alone and not self._stop.wait(self._tick):
             try:
                 self._tell_beat("running")
                 called = self._asked()
@@ -151,8 +157,11 @@ class Watchdog:
         return self._store.check([self._key("end")])
 
     def _words(self) -> LastWords:
-        doing = whereabouts.of_this_process((threading.get_ident(), self._thread.ident or 0))
+        doing = whereabouts.of_this_process((threading.get_ident(), *self._own_threads()))
         return self._said(DOING, doing)
+
+    def _own_threads(self) -> tuple[int, ...]:
+        return tuple(thread.ident or 0 for thread in self._threads)
 
     def _said(self, state: str, doing: whereabouts.Doing, text: str = "", failed_at: float = 0.0) -> LastWords:
         known = (doing.at, doing.waits_in, doing.tensor, doing.number)
@@ -172,15 +181,15 @@ class Watchdog:
                 return True
             processes = {rank: self._process_of(rank) for rank in self._here}
             return any(p is not None and p.is_gone() and self._state_of(r) != "done" for r, p in processes.items())
-        except Exception:  # a store that is gone: then nobody can be asked
-            return False
+        except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
+            return self._host is not None and self._host.is_gone()
 
     # ---- the end
 
     def _end(self, words: LastWords, reason: str = "") -> None:
         """Answer, hear what the others say, conclude, and end this process with status 1. Once per process."""
         if not self._ending.acquire(blocking=False):
-            if threading.current_thread() is not self._thread:
+            if threading.current_thread() not in self._threads:
                 time.sleep(10 * self._settle)  # the thread that was first ends the process
             return
         if self._stop.is_set():
@@ -188,6 +197,7 @@ class Watchdog:
             return
         try:
             _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not told yet
+            self._end_in_any_case(words)
             if self._alone:
                 self._write_stacks(words)
                 _say(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {words}")
@@ -223,16 +233,34 @@ class Watchdog:
             time.sleep(0.05)
         self._end_missing([rank for rank in self._here if rank not in answers])
 
+    def _end_in_any_case(self, words: LastWords) -> None:
+        """Who ends together waits for answers four times at most. A store that is stopped, or whose machine died, makes
+        no error and no answer."""
+        patience = 5 * self._settle
+
+        def give_up() -> None:
+            self._end_without_store(words, TimeoutError(f"no answer for {patience:.0f} s"))
+            os._exit(BROKEN)
+
+        timer = threading.Timer(patience, give_up)
+        timer.daemon = True
+        timer.start()
+
     def _end_without_store(self, words: LastWords, error: Exception) -> None:
-        """The store ended with who held it: the launcher, or without one rank 0."""
+        """The store ended or stopped with who holds it: the launcher, or without one rank 0."""
         self._write_stacks(words)
-        host = "its launcher is gone"
+        holder = "its launcher, or the machine of rank 0, is gone or does not answer"
+        stopped = False
         if self._host is not None and self._host.is_gone():
-            host = f"rank 0 is gone, which held it: {GONE_WORDS}"
+            holder = f"rank 0 is gone, which held it: {GONE_WORDS}"
+        elif self._host is not None and (stopped := self._host.state() == STOPPED):
+            holder = "rank 0 is stopped (SIGSTOP), which may hold it"
         _say(
             f"pretrain_moe.py: the job of {self._world} ranks is ended: the ranks' store does not answer "
-            f"({_short(str(error), 80)}), {host}. rank {self._rank}: {words}"
+            f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {words}"
         )
+        if stopped and self._host is not None:
+            self._host.send(signal.SIGKILL)
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, LastWords]:
         """The words of these ranks that answer in time; those on this machine that are gone are not waited for."""
@@ -275,7 +303,7 @@ class Watchdog:
             process.send(signal.SIGKILL)
 
     def _write_stacks(self, words: LastWords) -> None:
-        text = whereabouts.stacks((threading.get_ident(),) if threading.current_thread() is self._thread else ())
+        text = whereabouts.stacks(self._own_threads())
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
         text = f"==== {head.rstrip()}\n{text}\n"

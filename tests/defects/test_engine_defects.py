@@ -26,6 +26,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
+from megatron_moe.checkpoint import manifest
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.initialize import normal
@@ -37,6 +38,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
 from tests.defects.stock import forget_logged_losses, present
 from tests.distributed.moe_cases import build_layer, random_case
+from tests.unit.checkpoint.steps import make_step
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -279,3 +281,33 @@ def test_the_engine_needs_a_package_that_it_does_not_ask_for() -> None:
     asked_for = [name for name in importlib.metadata.requires("megatron-core") or () if "extra ==" not in name]
     assert present("S9") == (not any(name.startswith("psutil") for name in asked_for))
     assert importlib.util.find_spec("psutil") is not None
+
+
+def loaded_with_a_flipped_bit(folder: str) -> str:
+    """What comes of a step that the engine saved, and of which a bit of a weight has changed since."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    groups.initialize(Run())
+    value = torch.arange(1.0, 1025.0)
+    dist_checkpointing.save({"weight": ShardedTensor.from_rank_offsets("weight", value.clone())}, folder)
+    stored = value[512:].numpy().tobytes()
+    (file,) = [path for path in Path(folder).glob("*.distcp") if stored in path.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.index(stored)] ^= 1
+    file.write_bytes(content)
+    try:
+        wanted = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(1024))}
+        loaded = dist_checkpointing.load(wanted, folder)["weight"]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "as it was" if torch.equal(loaded, value) else "another number"
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_loaded(gloo: Any, tmp_path: Path) -> None:
+    assert present("S24") == (gloo.run(1, loaded_with_a_flipped_bit, folder=str(tmp_path)) == ["another number"])
+    step = make_step(tmp_path / "ours", 50)
+    content = bytearray((step / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (step / "__0_0.distcp").write_bytes(content)
+    assert "its SHA-256 is another" in (manifest.content_defect(step, ["__0_0.distcp"]) or "")

@@ -49,6 +49,14 @@ def test_a_gradient_that_the_norm_does_not_count_is_found(gloo):
         check(fault, [result["seen"][number] for result in results])
 
 
+def test_an_overflow_of_one_replica_leaves_no_rank_behind(gloo):
+    # The engine asks the ranks of one model only: a replica that knows nothing of it would go on alone.
+    faults = [("reduced_gradient", "nan", "one")]
+    flags = {**EP2, "fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1024.0, "health_interval": 1}
+    results = gloo.run(2, faulty_steps, faults=faults, flags=flags)
+    check(faults[0], [result["seen"][0] for result in results])
+
+
 def test_no_state_with_a_nan_is_saved(gloo, tmp_path):
     for result in gloo.run(2, poisoned_saves, root=str(tmp_path)):
         assert result["steps"] == ["iter_0000001", "iter_0000002"]
