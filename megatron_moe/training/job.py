@@ -63,6 +63,8 @@ class Job:
     """The step that holds the present weights, once there is one or it is on its way."""
     tokenizer: dict[str, str] = field(default_factory=dict)
     """Kind and hash of the tokenizer; kept in every checkpoint."""
+    evaluation_owed: bool = False
+    """A signal stopped the run where an evaluation was due: the next start makes it up."""
     unigram_entropy: float | None = None
     """Entropy of the validation's tokens, nats; known to rank 0."""
     data: Fingerprint = field(default_factory=dict)
@@ -159,6 +161,8 @@ class Job:
         }
         if self.precision_warnings:
             facts["precision_warnings"] = self.precision_warnings
+        if self.evaluation_owed:
+            facts["evaluation_owed"] = True
         self.reporter.flush()
         with gathered_parameters(self.trained.model):
             begun = self.saver.save(self.trained, self.progress, facts)

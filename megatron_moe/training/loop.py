@@ -46,6 +46,9 @@ def train(job: Job, stop: StopSignals) -> str:
     started, skips, first = time.monotonic(), 0, job.progress.iteration
     if run.precision.audit_precision and (run.training.train_iters or 0) < first + 2:
         job.reporter.message("--audit-precision traces the second step of a process, and only one is left: no audit")
+    if job.evaluation_owed and run.training.eval_iters:
+        job.evaluate("valid")
+    job.evaluation_owed = False
     while job.progress.iteration < (run.training.train_iters or 0):
         begin = time.perf_counter()
         num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
@@ -77,8 +80,11 @@ def train(job: Job, stop: StopSignals) -> str:
                 "not finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
             )
         reason = exit_reason(job, stop, started)
-        if reason is None and _due(job, run.training.eval_interval) and run.training.eval_iters:
-            job.evaluate("valid")
+        if run.training.eval_iters and _due(job, run.training.eval_interval):
+            if reason is None:
+                job.evaluate("valid")
+            else:
+                job.evaluation_owed = agreed_stop(run, stop)
         if reason is not None or _due(job, run.checkpoint.save_interval):
             job.save()
         if reason is not None:

@@ -159,6 +159,7 @@ def _build(
     job.checkpoint_warnings = start_from.warnings
     if start_from.source is not None and not run.checkpoint.finetune:
         job.records.extend(start_from.source.state.get("records", []))
+        job.evaluation_owed = bool(start_from.source.state.get("evaluation_owed"))
     job.unigram_entropy = _unigram_entropy(job)
     job.tokenizer = {"type": tokenizer.name, "sha256": tokenizer.sha256}
     if start_from.continues:

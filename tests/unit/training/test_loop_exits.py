@@ -11,6 +11,7 @@ import pytest
 
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.report.jsonl import read_evaluations
 from megatron_moe.training.loop import exit_reason
 
 
@@ -45,3 +46,39 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
 )
 def test_what_one_rank_sees_all_ranks_do(gloo, flags, asked, late, reason):
     assert gloo.run(2, agreed, flags=flags, asked=asked, late=late) == [reason, reason]
+
+
+def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
+    """A run that is asked to stop at an iteration, if it is."""
+    from megatron_moe.config.presets import PRESETS
+    from megatron_moe.config.schema import build
+    from megatron_moe.training import loop
+    from megatron_moe.training.run import pretrain
+
+    decide = loop.exit_reason
+
+    def asked(job: Any, stop: Any, started: float) -> str | None:
+        if job.progress.iteration == stopped_at:
+            stop.stop_signal = int(signal.SIGTERM)
+        return decide(job, stop, started)
+
+    loop.exit_reason = asked
+    try:
+        pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
+    finally:
+        loop.exit_reason = decide
+
+
+def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
+    small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_interval": 2, "eval_iters": 1}
+    flags = {**small, "train_iters": 4, "exit_signal_handler": True}
+    for name, stops in {"whole": (None,), "parts": (2, None)}.items():
+        files = {"metrics_file": str(tmp_path / f"{name}.jsonl"), "save": str(tmp_path / name)}
+        for stopped_at in stops:
+            more = {"load": files["save"]} if stopped_at is None and len(stops) > 1 else {}
+            gloo.run(1, evaluations_of, flags={**flags, **files, **more}, stopped_at=stopped_at)
+    whole, parts = (
+        [(one.iteration, one.split, one.loss) for one in read_evaluations(tmp_path / f"{name}.jsonl")]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts and [(iteration, split) for iteration, split, _ in whole] == [(2, "valid"), (4, "valid")]
