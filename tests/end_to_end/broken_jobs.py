@@ -6,6 +6,7 @@ the job's folder describes: {"rank", "iteration", "phase", "kind"}; without that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -192,7 +193,8 @@ def _signal(ranks: list[int], draw: random.Random) -> None:
     chosen = ranks if draw.random() < 0.5 else ranks[:1]
     for number in draw.choice(SIGNALS):
         for pid in chosen:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it was done, or the first signal has ended it
+                os.kill(pid, number)
         time.sleep(draw.choice([0.0, 0.05]))
 
 
