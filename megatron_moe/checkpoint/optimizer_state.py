@@ -102,7 +102,10 @@ def _from_common(part: Any, common: dict[str, Any]) -> None:
     """Undo `_to_common` on what was loaded."""
     if part.config.use_distributed_optimizer:
         common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
-    elif not _has_main_weights(part):
+        return
+    # Of an optimizer without a parameter on this rank: what is empty is in no file.
+    common["optimizer"].setdefault("state", {})
+    if not _has_main_weights(part):
         common.update(common.pop("optimizer"))
 
 

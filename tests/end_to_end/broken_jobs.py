@@ -32,6 +32,8 @@ SIGNALS = (
     (signal.SIGTERM, signal.SIGTERM),
     (signal.SIGUSR1, signal.SIGTERM),
 )
+STEPS_TO_STOP = 4
+"""Steps that end between the reading of the log, the signals, and the agreement of the ranks."""
 BLAMED = {
     "KILL": "rank {rank} is gone",
     "SEGV": "rank {rank} is gone",
@@ -134,8 +136,8 @@ def signalled_jobs(
 ) -> dict[str, Any]:
     """Jobs that get SIGTERM or SIGUSR1 at a random time, on one rank or all, once or twice, until there were `trials`.
 
-    Each time the job has to save where it is and end with 0 within 30 s; the joined log and the last step are held
-    against an undisturbed job's.
+    Each time the job has to save where it is and end with 0 within 30 s and a few steps; the joined log and the last
+    step are held against an undisturbed job's.
     """
     oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
     found: list[Any] = []
@@ -151,12 +153,14 @@ def signalled_jobs(
             if status is None:
                 status = launcher.wait(draw.uniform(0.0, oracle.seconds / 2) if sent < trials else 240)
             if status is None and sent < trials:
-                sent, began = sent + 1, time.monotonic()
+                sent, began, before = sent + 1, time.monotonic(), len(kills.raw_lines(metrics))
                 _signal(launcher.ranks(), draw)
                 status = launcher.wait(30)
                 longest = max(longest, time.monotonic() - began)
                 saved = sorted((job.folder / "checkpoints").glob("iter_*"))
                 reached = len(kills.raw_lines(metrics))
+                if reached > before + STEPS_TO_STOP:
+                    found.append(f"trial {sent}: it went on from {before} to {reached} after the signal")
                 if status != 0 or not saved or saved[-1].name != f"iter_{reached:07d}":
                     found.append(f"trial {sent}: status {status} at {reached}, saved {saved[-1:]}")
                 found += kills.steps_in(job.folder / "checkpoints")[1]

@@ -40,22 +40,23 @@ def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gl
 
 DENSE_FIRST = {"moe_layer_freq": "[0,1]"}
 CROSSINGS = {
-    "fp32, whole to distributed": ({}, False, {}),
-    "fp16, distributed to whole, a first stage without experts": ({"fp16": True}, True, DENSE_FIRST),
-    "fp32, distributed to whole, a first stage without experts": ({}, True, DENSE_FIRST),
+    # dtype, distributed before, model, pipeline stages after
+    "fp32, whole to distributed": ({}, False, {}, 1),
+    "fp16, distributed to whole, a first stage without experts": ({"fp16": True}, True, DENSE_FIRST, 1),
+    "fp32, distributed to whole, a first stage without experts that stays": ({}, True, DENSE_FIRST, 2),
 }
 
 
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name):
-    dtype, distributed, model = CROSSINGS[name]
+    dtype, distributed, model, stages = CROSSINGS[name]
     scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if "fp16" in dtype else {}
     flags = {**dtype, **scale, **model, "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
     source, target = tmp_path / "source", tmp_path / "target"
     before = {**flags, **cases.layout(pp=2), "use_distributed_optimizer": distributed, "save_interval": 2}
     gloo.run(2, cases.trained, flags={**before, "save": str(source)})
-    after = {**flags, **cases.layout(), "use_distributed_optimizer": not distributed, "load": str(source)}
-    (records,) = gloo.run(1, cases.moved, flags={**after, "ckpt_step": 2, "save": str(target)})
+    after = {**flags, **cases.layout(pp=stages), "use_distributed_optimizer": not distributed, "load": str(source)}
+    records = gloo.run(stages, cases.moved, flags={**after, "ckpt_step": 2, "save": str(target)})[0]
     assert cases.compared(source / "iter_0000002", target / "iter_0000002") == []
     recorded = cases.state_of(source / "iter_0000003")["records"][-1]
     assert cases.next_step_differs(recorded, records[-1], to_the_bit=False, fp32=not dtype) == []
