@@ -220,7 +220,8 @@ def incarnations(gloo: Any, folder: Path, ranks: int, flags: dict[str, Any], len
     total = sum(lengths)
     flags = {**flags, "train_iters": total, "lr_decay_iters": total}
     whole, pieces = folder / "whole", folder / "pieces"
-    gloo.run(ranks, trained, flags={**flags, "save": str(whole), "metrics_file": str(folder / "whole.jsonl")})
+    files = {"save": str(whole), "metrics_file": str(folder / "whole.jsonl")}
+    gloo.run_within(120 + 10.0 * total, ranks, trained, flags={**flags, **files})
     part = {**flags, "save": str(pieces), "metrics_file": str(folder / "pieces.jsonl"), "keep_last_k": 2}
     done = 0
     for number, length in enumerate(lengths):
