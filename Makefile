@@ -19,6 +19,10 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # Files of tests that run at a time. A distributed test waits for half of its time; each worker has ranks of its own.
 WORKERS ?= 2
 
+# Byte code is kept whatever the caller's environment says: each rank of each test would else compile torch and the
+# engine for itself, which more than doubles the time that a start takes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test soak check bench lock clean
 
@@ -57,8 +61,8 @@ clean: ## remove environments, caches and build output; runs/ is kept
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, and not the folder, says that the set-up is complete: an interrupted one is done again. The environment is
-# started anew only where it belongs to another Python. Byte code is left to the first import: pip would spend more than
-# a minute on thousands of modules that are never used.
+# started anew only where it belongs to another Python. Byte code is made by a first import, of what every rank imports:
+# pip would spend more than a minute on thousands of modules that are never used.
 $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -69,4 +73,5 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@test "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$(PYTHON_VERSION)" \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(RUN) -W ignore -c 'import megatron_moe.training.run'
 	@touch $@

@@ -27,18 +27,13 @@ CP2 = {"context_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
 
+# Plainer layouts, with more steps and models: tests/distributed/test_layout_matrix.py.
 LAYOUTS = {
-    "DP2": (2, {}),
-    "DP2, sharded optimizer": (2, SHARDED),
     "EP2, overlapped": (2, {**EP2, **OVERLAP}),
-    "TP2": (2, TP2),
-    "TP2, ETP1": (2, {**TP2, "expert_tensor_parallel_size": 1}),
     "TP2, EP2, ETP1, sharded optimizer": (2, {**TP2, **EP2, **SHARDED, "expert_tensor_parallel_size": 1}),
-    "PP2": (2, PP2),
     "PP2, VPP2": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
     "TP2, EP2, DP2": (4, {**TP2, **EP2, **SHARDED}),
     "PP2, EP2": (4, {**PP2, **EP2, **OVERLAP}),
-    "CP2": (2, CP2),
     "CP2, TP2, EP2, overlapped": (4, {**CP2, **TP2, **EP2, **OVERLAP}),
 }
 
