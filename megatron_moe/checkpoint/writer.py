@@ -72,8 +72,9 @@ class Written:
     files: dict[str, Entry] = field(default_factory=dict)
 
 
-class Data(SavePlanner):
-    """Hands the tensors of a plan to the writer: the live ones, or copies of them in host memory.
+class Data:
+    """Hands the tensors of a plan to the writer: the live ones, or copies of them in host memory. Of a planner, torch's
+    writer asks for nothing else.
 
     Buffers of the copies are kept from save to save: fresh memory would cost more than the copying.
     """
@@ -98,20 +99,9 @@ class Data(SavePlanner):
         buffers.update(used)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What an item of the plan writes."""
         value = self._planner.resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
         return _by_itself(value) if isinstance(value, torch.Tensor) else value
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("the plan is made")
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError("the plan is made")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise NotImplementedError("the plan is made")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError("the plan is made")
 
 
 def stage(state: dict[str, Any], folder: Path, *, gathered: Gathered, buffers: Buffers | None = None) -> Staged:
@@ -164,7 +154,7 @@ def write(staged: Staged, folder: Path) -> Written:
         return Written()
     writer = _HashingWriter(folder, copy_ahead=not staged.copied)
     with writer.refusals():
-        results = writer.write_data(staged.plan, staged.data).value()
+        results = writer.write_data(staged.plan, cast(SavePlanner, staged.data)).value()
     return Written(results, writer.fs.entries())
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -170,11 +171,8 @@ def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
         if job.progress.iteration == iteration and torch.distributed.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop._advance = signalled
-    try:
+    with mock.patch.object(loop, "_advance", signalled):
         return trained(flags, slow_rank=1, delay=1.0)
-    finally:
-        loop._advance = told
 
 
 def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo, tmp_path):
@@ -244,12 +242,8 @@ def overtaken(flags: dict[str, Any]) -> str:
             lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
             folder.hidden_folder(root, 4).mkdir()
 
-    loop._advance = losing
-    try:
-        with pytest.raises(SaveError) as error:
-            trained(flags)
-    finally:
-        loop._advance = told
+    with mock.patch.object(loop, "_advance", losing), pytest.raises(SaveError) as error:
+        trained(flags)
     return str(error.value)
 
 
@@ -271,12 +265,8 @@ def moved(flags: dict[str, Any]) -> str:
         if job.progress.iteration == 3:
             root.rename(root.with_name("elsewhere"))
 
-    loop._advance = moving
-    try:
-        with pytest.raises(SaveError) as error:
-            trained(flags)
-    finally:
-        loop._advance = told
+    with mock.patch.object(loop, "_advance", moving), pytest.raises(SaveError) as error:
+        trained(flags)
     return str(error.value)
 
 
@@ -343,17 +333,11 @@ def read_only(flags: dict[str, Any]) -> str:
     from megatron_moe.checkpoint import publish
     from megatron_moe.config.errors import ConfigError
 
-    claim_root = publish.claim_root
-
     def refuse(root: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(root))
 
-    publish.claim_root = refuse
-    try:
-        with pytest.raises(ConfigError) as error:
-            trained(flags)
-    finally:
-        publish.claim_root = claim_root
+    with mock.patch.object(publish, "claim_root", refuse), pytest.raises(ConfigError) as error:
+        trained(flags)
     return str(error.value)
 
 
