@@ -28,6 +28,7 @@ ROOMS = (
     "moe",
     "model",
     "checkpoint",
+    "conversion",
     "report",
     "training",
     "planning",
