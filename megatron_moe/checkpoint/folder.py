@@ -7,6 +7,7 @@
         *.distcp .metadata metadata.json   tensors, by the engine's dist_checkpointing
         common.pt                          the optimizer's plain values
         rng/                               random states, one file per rank
+        hf/                                of an imported model: its configuration and tokenizer files, as they came
         config.json                        the run's flat configuration
         state.json                         iteration, samples, schedule, layout, versions
         manifest.json                      every other file with its size and SHA-256; written last

@@ -28,7 +28,8 @@ LARGEST_VALUE = 256 * 2**20
 
 _DATA = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _OTHERS = re.compile(
-    r"\.metadata|metadata\.json|common\.pt|config\.json|state\.json|rng/rank_\d{5,}\.(pt|safetensors)", re.ASCII
+    r"\.metadata|metadata\.json|common\.pt|config\.json|state\.json|rng/rank_\d{5,}\.(pt|safetensors)|hf/[^/]+",
+    re.ASCII,
 )
 _DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int64": 8,

@@ -52,7 +52,9 @@ def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
         OSError: the system refused, or the hidden folder does not hold exactly these files.
     """
     hidden, step = folder.hidden_folder(root, iteration), folder.step_folder(root, iteration)
-    durable.sync_folder(hidden / "rng")
+    for part in ("rng", "hf"):
+        if (hidden / part).is_dir():
+            durable.sync_folder(hidden / part)
     manifest.write(hidden, iteration, files)
     defect = manifest.structure_defect(hidden)
     if defect is not None:

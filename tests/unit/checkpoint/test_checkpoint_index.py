@@ -166,7 +166,17 @@ def test_a_data_file_that_the_index_does_not_know_is_refused(tmp_path):
         read(step)
 
 
-@pytest.mark.parametrize("name", ["__0.metadata", "evil.pt", "modeling_evil.py", "rng/rank_00000.pkl", "a/.metadata"])
+@pytest.mark.parametrize("name", ["hf/config.json", "hf/tokenizer.model", "hf/modeling.py"])
+def test_what_an_imported_model_came_with_may_lie_in_a_step(tmp_path, name):
+    step = put_step(tmp_path, 50, {**contents(50), name: b"x"})
+    assert manifest.structure_defect(step) is None
+    read(step)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__0.metadata", "evil.pt", "modeling_evil.py", "rng/rank_00000.pkl", "a/.metadata", "hf/a/b.json", "ahf/b.json"],
+)
 def test_a_file_that_no_checkpoint_has_is_refused_though_the_manifest_lists_it(tmp_path, name):
     step = put_step(tmp_path, 50, {**contents(50), name: b"x"})
     assert manifest.structure_defect(step) is None
