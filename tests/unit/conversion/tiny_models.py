@@ -1,0 +1,250 @@
+"""Small models of every family with random weights, made and saved by transformers itself.
+
+They are made to catch what a careless conversion gets away with: norms far from one, biases that are not zero, fewer
+key/value groups than heads but more than one, a vocabulary of an odd size, router biases whose bfloat16 would choose
+other experts, an epsilon that is not the latent norms', groups of experts that "max" and "top2" rank differently.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 131
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+_LATENT: dict[str, Any] = {
+    **_SHARED,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+}
+_GROUPED_QUERY: dict[str, Any] = {**_SHARED, "num_key_value_heads": 2}
+_PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_LATENT,
+    "q_lora_rank": 24,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_mtp_layers": 0,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "topk_method": "greedy",
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "deepseek-v2-grouped": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "n_routed_experts": 16,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "routed_scaling_factor": 16.0,
+            "max_position_embeddings": 2560,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK_V3,
+            "max_position_embeddings": 2560,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    # Moonlight and Kimi-K2: one group, an epsilon other than that of the latent norms, Moonlight without yarn and
+    # without a low rank of the queries
+    "moonlight": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK_V3,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rms_norm_eps": 1e-2,
+            "routed_scaling_factor": 2.446,
+            "rope_parameters": {**_PLAIN, "rope_theta": 50000.0},
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {
+            **_GROUPED_QUERY,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
+        },
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **_GROUPED_QUERY,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [2],
+            "qkv_bias": True,
+            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
+        },
+    ),
+    # every second layer, as Qwen counts: layers 1 and 3
+    "qwen2-moe-sparse-step": (
+        "Qwen2Moe",
+        {
+            **_GROUPED_QUERY,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": True,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **_GROUPED_QUERY,
+            "moe_intermediate_size": 24,
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "rope_parameters": {**_PLAIN, "rope_theta": 1e6},
+        },
+    ),
+    "qwen3-moe-tied": (
+        "Qwen3Moe",
+        {
+            **_GROUPED_QUERY,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **_GROUPED_QUERY,
+            "moe_intermediate_size": 24,
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            "rope_parameters": {**_PLAIN, "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+"""Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
+
+
+def config(case: str) -> Any:
+    """The transformers configuration of a case."""
+    name, settings = CASES[case]
+    # A copy: transformers writes into the dictionaries it is given.
+    return getattr(transformers, f"{name}Config")(**copy.deepcopy(settings))
+
+
+def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of a case with random weights, in eval mode, saved into `folder` as transformers saves it.
+
+    Another dtype leaves the router's biases in fp32, as the released models do.
+    """
+    name, _ = CASES[case]
+    model = getattr(transformers, f"{name}ForCausalLM")(config(case))
+    fill(model, seed)
+    if dtype != torch.float32:
+        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}
+        model.to(dtype)
+        model.config.dtype = dtype
+        for key, value in biases.items():
+            owner, _, attribute = key.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, torch.nn.Buffer(value))
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Weights whose outputs are of size one, norms around one, biases off zero, router biases that bfloat16 rounds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.25 * drawn(parameter))
+            elif name.endswith(".bias"):
+                parameter.copy_(0.5 * drawn(parameter))
+            else:
+                parameter.copy_(drawn(parameter) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # Near 4 a bfloat16 steps by 0.03; the scores that the bias is added to spread by about 0.2.
+                buffer.copy_(4.0 + 0.1 * drawn(buffer))
