@@ -101,10 +101,11 @@ def measure(request: Request) -> dict[str, Any]:
         last + 1 of the flattened tensor's elements that it knows).
     """
     run, chunks = request.run, []
+    assert run.model.vocab_size is not None, "a request says how many tokens there are"
     try:
         pg_collection = groups.initialize(run)
         seed_everything(run)
-        chunks = build_model(run, pg_collection, request.padded_vocab_size)
+        chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
         optimizer = build_optimizer(run, chunks, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         connect(chunks, optimizer)

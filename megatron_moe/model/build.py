@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -20,7 +20,7 @@ from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.held import held_by_model
 from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.kept_fp32 import keep_in_fp32
-from megatron_moe.model.loss_head import FusedLoss
+from megatron_moe.model.loss_head import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import FurtherPredictions, without_second_table
 from megatron_moe.model.spec import LOCAL, block_spec, prediction_spec
@@ -67,24 +67,34 @@ def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not key.endswith(_EXTRA_STATE)}
 
 
+class _Vocabulary(NamedTuple):
+    """Tokens, and rows of the tables."""
+
+    size: int
+    padded: int
+
+
 def build_model(
     run: Run,
     pg_collection: Any,
-    padded_vocab_size: int,
+    vocab_size: int,
     wrap: bool = True,
     guard: PrecisionGuard | None = None,
     draw: bool = True,
+    padded_vocab_size: int | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's part of the model, one chunk per virtual pipeline stage (one without the interleaved schedule).
 
     Args:
         run: has passed `config.rules.check`.
         pg_collection: from `parallel.groups.initialize`.
-        padded_vocab_size: rows of the embedding table, a multiple of TP.
+        vocab_size: tokens of the vocabulary. The tables are padded to rows that divide among the TP ranks; what pads
+            has the logit -inf.
         wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
         guard: is told the dtypes after building and after each wrapping; one of its own if None.
         draw: the weights, on this machine's device. Without it they stay where they were allocated, unfilled: for a
             model on torch's meta device, which has shapes and no storage.
+        padded_vocab_size: rows of the tables, a multiple of TP; default: `derived.padded_vocab_size`.
 
     Returns:
         The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
@@ -93,11 +103,10 @@ def build_model(
         ConfigError: for Transformer Engine where it is missing.
     """
     config = transformer_config(run)
+    vocabulary = _Vocabulary(vocab_size, padded_vocab_size or derived.padded_vocab_size(vocab_size, run))
     num_chunks = derived.virtual_pipeline_size(run)
     stages = [None] if num_chunks is None else list(range(num_chunks))
-    chunks: list[torch.nn.Module] = [
-        _chunk(run, config, pg_collection, padded_vocab_size, stage, draw) for stage in stages
-    ]
+    chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, vocabulary, stage, draw) for stage in stages]
     guard = guard or PrecisionGuard()
     guard.check("building", held_by_model(run, chunks))
     if not wrap:
@@ -124,7 +133,7 @@ def build_model(
 
 
 def _chunk(
-    run: Run, config: Any, pg_collection: Any, padded_vocab_size: int, vp_stage: int | None, draw: bool
+    run: Run, config: Any, pg_collection: Any, vocabulary: _Vocabulary, vp_stage: int | None, draw: bool
 ) -> LanguageModel:
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
@@ -135,7 +144,7 @@ def _chunk(
         chunk = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, pg_collection, vp_stage),
-            vocab_size=padded_vocab_size,
+            vocab_size=vocabulary.padded,
             max_sequence_length=derived.max_position_embeddings(run),
             pre_process=pp_rank == 0 and vp_stage in (None, 0),
             post_process=is_last,
@@ -149,6 +158,8 @@ def _chunk(
             vp_stage=vp_stage,
         )
     without_second_table(chunk)
+    if chunk.post_process:
+        OutputLayer.take_over(chunk.output_layer, vocabulary.size)
     if isinstance(chunk, FusedLoss):
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
     if hasattr(chunk, "embedding") and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself

@@ -32,12 +32,12 @@ def linear_cross_entropy(
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
     weight_name: str = "output_layer.weight",
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Cross entropy of each token, in nats.
 
-    All V rows take part in the softmax, those that only pad the vocabulary too. A label outside [0, V) has no logit, as
-    in the engine's loss: it must carry no weight afterwards. Products add in fp32 (fp64 for fp64), logits and softmax
-    are never rounded to half precision, each gradient is rounded once.
+    A label outside [0, V) has no logit, as in the engine's loss: it must carry no weight afterwards. Products add in
+    fp32 (fp64 for fp64), logits and softmax are never rounded to half precision, each gradient is rounded once.
 
     Args:
         hidden: [T, H], the same on every rank of the group.
@@ -46,6 +46,7 @@ def linear_cross_entropy(
         group: the ranks among which the vocabulary is split, in the order of their rows; None: it is whole here.
         chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
         weight_name: what an error calls the weight.
+        vocab_size: V, where the rows behind it only pad the table: they take no part, and their gradient is 0.
 
     Returns:
         [T], fp32 (fp64 for fp64), the same on every rank. Gradients: of `hidden`, what this rank's rows contribute,
@@ -60,18 +61,26 @@ def linear_cross_entropy(
             f"of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
             f"{hidden.dtype}"
         )
-    return _LinearCrossEntropy.apply(hidden, weight, labels, group, chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+    rows = weight.shape[0] if vocab_size is None else min(max(vocab_size - first_row, 0), weight.shape[0])
+    size = chunk_tokens or DEFAULT_CHUNK_TOKENS
+    return _LinearCrossEntropy.apply(hidden, weight, labels - first_row, rows, group, size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup | None, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        group: ProcessGroup | None,
+        chunk_tokens: int,
     ) -> Tensor:
-        first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        tiles = _Tiles(hidden.detach(), weight.detach(), labels - first_row, chunk_tokens)
+        tiles = _Tiles(hidden.detach(), weight.detach()[:rows], labels, chunk_tokens)
         maximum, exp_sum, label_logit = _statistics(tiles)
-        owned = (tiles.labels >= 0) & (tiles.labels < weight.shape[0])
+        owned = (tiles.labels >= 0) & (tiles.labels < rows)
         if group is not None and group.size() > 1:
             own_maximum = maximum.clone()
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -83,16 +92,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             exp_sum, label_logit = sums
         ctx.save_for_backward(hidden, weight, tiles.labels, maximum, exp_sum)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.rows, ctx.chunk_tokens = rows, chunk_tokens
         return torch.log(exp_sum) - label_logit
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, labels, maximum, exp_sum = ctx.saved_tensors
-        tiles = _Tiles(hidden, weight, labels, ctx.chunk_tokens)
+        tiles = _Tiles(hidden, weight[: ctx.rows], labels, ctx.chunk_tokens)
         grad_hidden = tiles.wide_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if grad_weight is not None:
+            grad_weight[ctx.rows :] = 0
         for rows in tiles.blocks():
             block = tiles.widened(weight[rows])
             # In fp32 the block's gradient is summed where it belongs, in half precision on the side.
@@ -113,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     tiles.add_product(block_grad, tile.t(), tiles.hidden[tokens])
             if grad_weight is not None and block_grad is not None and not in_place:
                 grad_weight[rows] = block_grad
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
 def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:

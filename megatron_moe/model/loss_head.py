@@ -1,6 +1,9 @@
-"""The output layer that returns losses in place of logits, and how a model comes to use it.
+"""The output layer: logits without the vocabulary's padding, or losses in place of logits.
 
-The loss is computed inside the output layer's own forward pass, not beside it: with `--overlap-param-gather` the
+The table is padded so that every tensor-parallel rank holds an equal share. Columns that only pad are no tokens: left
+as they are, they take part in the softmax, and the loss depends on how many there are, on the layout that is.
+
+The fused loss is computed inside the output layer's own forward pass, not beside it: with `--overlap-param-gather` the
 engine waits for a layer's weight where that layer is called.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
@@ -16,9 +20,57 @@ from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.precision.declared import returns_wider
 
 
+class OutputLayer(ColumnParallelLinear):
+    """The engine's output layer; the logit of a column that only pads the vocabulary is -inf.
+
+    Attributes:
+        vocab_size: columns of the whole layer that are tokens.
+    """
+
+    vocab_size: int
+
+    @classmethod
+    def take_over(cls, layer: ColumnParallelLinear, vocab_size: int) -> None:
+        """Make an output layer that GPTModel has built one of these: it builds its own without asking for the class,
+        and nothing but the forward pass differs."""
+        layer.__class__ = cls
+        layer.vocab_size = vocab_size
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden states [S, B, H] -> (logits [S, B, V / TP], None); [S, B, V] where the output is gathered."""
+        logits, bias = super().forward(input_, weight, runtime_gather_output)
+        whole = logits.shape[-1] != self.output_size_per_partition
+        first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
+        tokens = max(self.vocab_size - first, 0)
+        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
+
+
+def _without_padding(logits: Tensor, tokens: int) -> Tensor:
+    return _WithoutPadding.apply(logits, tokens)
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """-inf in the columns from `tokens` on, in place: the logits are the largest tensor there is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = tokens
+        ctx.mark_dirty(logits)
+        logits[..., tokens:] = -torch.inf
+        return logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
+        return grad, None
+
+
 @returns_wider("the loss per token is fp32")
-class OutputLayerWithLoss(ColumnParallelLinear):
-    """The engine's output layer, which computes the loss itself where it is given labels."""
+class OutputLayerWithLoss(OutputLayer):
+    """The output layer, which computes the loss itself where it is given labels."""
 
     chunk_tokens: int | None = None
 
@@ -49,6 +101,7 @@ class OutputLayerWithLoss(ColumnParallelLinear):
             labels.transpose(0, 1).reshape(-1),
             self.tp_group,
             self.chunk_tokens,
+            vocab_size=self.vocab_size,
         )
         return losses.view(hidden.shape[:2]).transpose(0, 1).contiguous(), None
 

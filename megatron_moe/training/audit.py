@@ -78,13 +78,14 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
     """
     schedule = batch_schedule(run, 1)
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-    vocabulary = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    vocabulary = derived.padded_vocab_size(vocab_size, run)
     clean = False
     try:
         pg_collection = groups.initialize(run)
         seed_everything(run)
         tell(f"building {derived.parameter_count(run, vocabulary):,} parameters in {derived.params_dtype_name(run)}")
-        model = build_model(run, pg_collection, vocabulary)
+        model = build_model(run, pg_collection, vocab_size)
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         dataset, _, _ = build_datasets(run, tokenizer, 2 * schedule.final, 0, 0, pg_collection=pg_collection)

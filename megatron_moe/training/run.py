@@ -136,9 +136,10 @@ def _build(
     if start_from.known_bad:  # an earlier step than the one that was looked at
         verified = [*verified, *_same_data(run, data, start_from)]
     seed_everything(run)
-    padded_vocab_size = derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run)
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    padded_vocab_size = derived.padded_vocab_size(vocab_size, run)
     guard = PrecisionGuard()
-    model = build_model(run, pg_collection, padded_vocab_size, guard=guard)
+    model = build_model(run, pg_collection, vocab_size, guard=guard)
     optimizer = build_optimizer(run, model, pg_collection)
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
     check_precision(guard, "building the optimizer", run, trained)

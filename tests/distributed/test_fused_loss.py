@@ -15,7 +15,7 @@ TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
-def losses_and_gradients(dtype, sequence_parallel):
+def losses_and_gradients(dtype, sequence_parallel, vocab_size):
     """Of the output layer, fused and plain: per rank (losses, gradient of its hidden states, of its rows)."""
     import megatron_moe.model.linear_cross_entropy as fused
     from megatron_moe.config.schema import Run, replace
@@ -25,11 +25,11 @@ def losses_and_gradients(dtype, sequence_parallel):
 
     run = replace(Run(), tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, hidden_size=WIDTH)
     tp = groups.initialize(run).tp
-    hidden, weight, labels, upstream = problem(dtype)
+    hidden, weight, labels, upstream = problem(dtype, vocab_size)
     layer = OutputLayerWithLoss(
         WIDTH, ROWS, config=transformer_config(run), init_method=None, bias=False, skip_bias_add=False, tp_group=tp
     ).to(dtype)
-    layer.chunk_tokens = 7
+    layer.chunk_tokens, layer.vocab_size = 7, vocab_size
     found = []
     for path in ("fused", "plain"):
         layer.weight.data.copy_(weight.chunk(2)[tp.rank()])
@@ -48,22 +48,22 @@ def losses_and_gradients(dtype, sequence_parallel):
     return found
 
 
-def problem(dtype):
-    """hidden [S, B, H], weight, labels [B, S] with the last row and a row that does not exist, upstream [B, S]."""
+def problem(dtype, vocab_size):
+    """hidden [S, B, H], weight, labels [B, S] with the last token and one that does not exist, upstream [B, S]."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS // 2, 2, WIDTH, generator=generator).to(dtype)
     weight = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
-    labels = torch.randint(0, ROWS, (2, TOKENS // 2), generator=generator)
-    labels[0, :3] = torch.tensor([ROWS - 1, ROWS // 2, -1])
+    labels = torch.randint(0, vocab_size, (2, TOKENS // 2), generator=generator)
+    labels[0, :3] = torch.tensor([vocab_size - 1, vocab_size // 2, -1])
     upstream = torch.rand(2, TOKENS // 2, generator=generator)
     upstream[0, 2] = 0
     return hidden, weight, labels, upstream
 
 
-def exact(dtype):
-    hidden, weight, labels, upstream = problem(dtype)
+def exact(dtype, vocab_size):
+    hidden, weight, labels, upstream = problem(dtype, vocab_size)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = torch.nn.functional.linear(hidden, weight).permute(1, 2, 0)
+    logits = torch.nn.functional.linear(hidden, weight[:vocab_size]).permute(1, 2, 0)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
     losses.backward(upstream.double())
     return losses.detach(), hidden.grad, weight.grad
@@ -73,19 +73,25 @@ def error(got, wanted):
     return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
+def assert_near(got, wanted, tolerance):
+    """Relative to the whole of it; where all of it has to be zero, it is."""
+    assert torch.equal(got == 0, wanted == 0) or wanted.any()
+    assert not wanted.any() or error(got, wanted) < tolerance
+
+
+@pytest.mark.parametrize("vocab_size", [ROWS, 33, 18], ids=["whole", "padded", "padded beyond a rank"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_split_vocabulary_has_the_losses_and_gradients_of_a_whole_one(gloo, dtype, sequence_parallel):
-    losses, grad_hidden, grad_weight = exact(dtype)
-    counted = problem(dtype)[2] >= 0
-    for rank, (fused, plain) in enumerate(
-        gloo.run(2, losses_and_gradients, dtype=dtype, sequence_parallel=sequence_parallel)
-    ):
+def test_a_split_vocabulary_has_the_losses_and_gradients_of_a_whole_one(gloo, dtype, sequence_parallel, vocab_size):
+    losses, grad_hidden, grad_weight = exact(dtype, vocab_size)
+    counted = problem(dtype, vocab_size)[2] >= 0
+    settings = dict(dtype=dtype, sequence_parallel=sequence_parallel, vocab_size=vocab_size)
+    for rank, (fused, plain) in enumerate(gloo.run(2, losses_and_gradients, **settings)):
         own = grad_hidden.chunk(2)[rank] if sequence_parallel else grad_hidden
         for found, tolerance in ((fused, 1), (plain, 3)):
             assert error(found[0][counted], losses[counted]) < tolerance * min(TOLERANCE[dtype], 2e-3 * tolerance)
             assert error(found[1], own) < tolerance * TOLERANCE[dtype]
-            assert error(found[2], grad_weight.chunk(2)[rank]) < tolerance * TOLERANCE[dtype]
+            assert_near(found[2], grad_weight.chunk(2)[rank], tolerance * TOLERANCE[dtype])
         assert error(fused[0][counted], losses[counted]) < 1e-6
         assert error(fused[0], plain[0]) < 2e-2  # what no row stands for is the same in both
 

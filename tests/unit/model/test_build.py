@@ -59,7 +59,7 @@ def keys(attention, mlps):
 
 def build(wrap=False, **changes):
     run = replace(Run(), **changes)
-    return build_model(run, groups.initialize(run), padded_vocab_size=256, wrap=wrap)
+    return build_model(run, groups.initialize(run), vocab_size=256, wrap=wrap)
 
 
 MODELS = {
@@ -156,3 +156,33 @@ def test_the_logged_loss_does_not_follow_the_schedules_division():
     total /= 2
     assert logged["lm loss"][0].item() == 2.0
     assert not logged["lm loss"].requires_grad
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
+@pytest.mark.parametrize("model", ["plain loss", "fused loss", "further predictions"])
+def test_what_pads_the_vocabulary_is_in_no_loss_no_gradient_and_no_logit(one_process, model, tied):
+    """The loss would depend on the padding, which depends on the layout: ln 256 in place of ln 131 at the start."""
+    flags = {"cross_entropy_loss_fusion": model == "fused loss"}
+    if model == "further predictions":
+        flags["mtp_num_layers"] = 1
+    run = replace(Run(), **{**PRESETS["tiny"], "num_layers": 1, "moe_layer_freq": "[1]", **flags})
+    run = replace(run, untie_embeddings_and_output_weights=not tied)
+    pg_collection, found = groups.initialize(run), []
+    for rows in (131, 256):
+        (chunk,) = build_model(run, pg_collection, 131, wrap=False, padded_vocab_size=rows)
+        tokens = torch.randint(0, 131, (2, 9), generator=torch.Generator().manual_seed(4))
+        positions = torch.arange(8).expand(2, 8)
+        losses = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses.sum().backward()
+        gradients = {name: parameter.grad for name, parameter in chunk.named_parameters()}
+        with torch.no_grad():
+            found.append((losses.detach(), gradients, chunk(tokens[:, :-1], positions, None)))
+    (losses, gradients, logits), (padded_losses, padded_gradients, padded_logits) = found
+    torch.testing.assert_close(padded_losses, losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(padded_logits[..., :131], logits, rtol=1e-6, atol=1e-6)
+    assert padded_logits.shape[-1] == 256 and (padded_logits[..., 131:] == -torch.inf).all()
+    for name, gradient in gradients.items():
+        padded = padded_gradients[name]
+        rows = len(gradient)
+        torch.testing.assert_close(padded[:rows], gradient, rtol=1e-5, atol=1e-6, msg=name)
+        assert (padded[rows:] == 0).all(), name

@@ -16,7 +16,7 @@ STREAM = [[0.1495968997478485, -0.2706325054168701], [-0.8512492775917053, 0.408
 
 def parameters(**changes):
     run = replace(Run(), **{**PRESETS["tiny"], **changes})
-    chunk = build_model(run, groups.initialize(run), padded_vocab_size=256, wrap=False)[0]
+    chunk = build_model(run, groups.initialize(run), 256, wrap=False)[0]
     return chunk, dict(chunk.named_parameters())
 
 
@@ -68,7 +68,7 @@ def test_bf16_weights_are_the_fp32_weights_rounded_once(one_process):
 
 def test_biases_start_at_zero(one_process):
     run = replace(Run(), num_layers=1, hidden_size=32, add_bias_linear=True)
-    chunk = build_model(run, groups.initialize(run), padded_vocab_size=128, wrap=False)[0]
+    chunk = build_model(run, groups.initialize(run), 128, wrap=False)[0]
     biases = {name: parameter for name, parameter in chunk.named_parameters() if name.endswith("bias")}
     assert len(biases) == 4
     assert all(not bias.any() for bias in biases.values())

@@ -69,6 +69,21 @@ def test_losses_and_gradients_are_those_of_the_logits(dtype, chunk_tokens):
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("vocab_size", [49, 33, 32, 7])  # in the last block, in others, between two
+def test_rows_that_only_pad_the_vocabulary_take_no_part(vocab_size):
+    hidden, weight, labels, upstream = problem()
+    labels = labels % vocab_size
+    got = results(
+        lambda h, w, y: linear_cross_entropy(h, w, y, vocab_size=vocab_size), hidden, weight, labels, upstream
+    )
+    wanted = exact(hidden, weight[:vocab_size], labels, upstream)
+    assert error(got[0], wanted[0]) < 1e-6
+    assert error(got[1], wanted[1]) < TOLERANCE[torch.float32]
+    assert error(got[2][:vocab_size], wanted[2]) < TOLERANCE[torch.float32]
+    assert (got[2][vocab_size:] == 0).all()
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_large_logits_neither_overflow_nor_lose_the_loss(scale):
     tensors = problem(scale=scale)
