@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_moe.platform.advisories import engine_version
     from megatron_moe.platform.hardware import (
         DEVICE_KINDS,
+        available_memory_bytes,
         backend,
         device,
         has_cuda,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE_KINDS",
+    "available_memory_bytes",
     "backend",
     "device",
     "engine_version",

@@ -14,13 +14,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from megatron_moe.config.errors import ConfigError
 
 # The kinds of machine there are; the first is what large jobs run on.
 DEVICE_KINDS = ("cuda", "cpu")
+# Where Linux says how much memory a control group may take and takes: version 2, version 1.
+_CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,22 @@ def max_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def available_memory_bytes() -> int:
+    """Bytes that can still be allocated: on the device with CUDA; without, in this machine's memory and within the
+    limit of the control group (a container's, a job's). What files occupy in memory counts as free."""
+    if has_cuda():
+        return torch.cuda.mem_get_info(device())[0]
+    available = psutil.virtual_memory().available
+    for folder, limit, used in _CONTROL_GROUPS:
+        try:
+            held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            room = int((folder / limit).read_text()) - int((folder / used).read_text())
+            available = min(available, room + int(held["inactive_file"]) + int(held["active_file"]))
+        except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
+            continue
+    return max(available, 0)
 
 
 @functools.cache
