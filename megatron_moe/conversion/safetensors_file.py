@@ -1,0 +1,397 @@
+"""One .safetensors file: its header, read as what a stranger wrote, and a file written tensor by tensor. No torch.
+
+A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, data_offsets), and the
+numbers. A header that is read here has been held against the file: offsets cover all of it, without overlap or hole,
+and every tensor's bytes are those of its shape and dtype. Memory is bounded before anything is parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+
+LARGEST_HEADER = 32 * 2**20
+"""Bytes of a header; 140 000 tensors, more than any folder of a supported family has, take 21 MB."""
+LARGEST_TENSOR = 16 * 2**30
+"""Bytes of one tensor; the largest of the supported families takes 2.4 GB."""
+MOST_DIMENSIONS = 8
+
+# As the format writes a dtype -> as torch does, and its bytes.
+DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+CODES = {name: (code, size) for code, (name, size) in DTYPES.items()}
+
+_LENGTH = struct.Struct("<Q")
+_BESIDE = 1 << 20
+"""Bytes from which a tensor is hashed in a thread of its own while it is written."""
+_MOST_WRITTEN = 1 << 30
+"""Bytes per call of the system, which takes no more than 2 GiB."""
+
+Stamp = tuple[int, int, int, int]
+"""Device, inode, size and time of change of a file: what tells that it is the one that was read before."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: in `file`, the bytes from `begin` to `end`. The dtype is torch's name of it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's tensors, in the order of their bytes, its metadata, and the file they were read from."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+    stamp: Stamp
+    length: int
+    """Bytes of the header."""
+
+
+class FormatError(ConfigError):
+    """A file is not what its name says. The message names the file."""
+
+
+# ---- reading
+
+
+@contextmanager
+def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor of a regular file and its status. Nothing else is opened: a pipe would wait, a device would act.
+
+    Raises:
+        FormatError: it is not there, cannot be read, or is not a regular file.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FormatError(f"{path} is not a regular file")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is not a regular file")
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What identifies a file and its content, as far as a file system tells."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_small(path: Path, largest: int) -> bytes:
+    """A whole file of at most `largest` bytes.
+
+    Raises:
+        FormatError: it is larger, or cannot be read.
+    """
+    with plain_file(path) as (descriptor, status):
+        if status.st_size > largest:
+            raise FormatError(f"{path} has {status.st_size} bytes; at most {largest} are read")
+        try:
+            data = _read(descriptor, status.st_size, 0)
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
+        if len(data) != status.st_size or os.fstat(descriptor).st_size != status.st_size:
+            raise FormatError(f"{path} changed while it was read")
+        return data
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object in UTF-8 in which no key stands twice and every number is finite.
+
+    Raises:
+        FormatError: it is something else; the message starts with `where`.
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_number, parse_float=_finite
+        )
+    except RecursionError:
+        raise FormatError(f"{where} is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where} is not UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise FormatError(f"{where} is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{where} is a JSON {type(value).__name__}; an object is expected")
+    return value
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, held against the file.
+
+    Raises:
+        FormatError: anything in it is not as the format says; the message names the file and the tensor.
+    """
+    with plain_file(path) as (descriptor, status):
+        size = status.st_size
+        try:
+            start = _read(descriptor, _LENGTH.size, 0)
+            if len(start) < _LENGTH.size:
+                raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that tell its header's")
+            (length,) = _LENGTH.unpack(start)
+            if not 2 <= length <= size - _LENGTH.size:
+                raise FormatError(f"{path}: its header is to have {length} bytes, the file has {size}")
+            if length > LARGEST_HEADER:
+                raise FormatError(f"{path}: its header has {length} bytes; at most {LARGEST_HEADER} are read")
+            data = _read(descriptor, length, _LENGTH.size)
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
+        if len(data) != length:
+            raise FormatError(f"{path} changed while it was read")
+    content = parse_object(data, f"{path}: its header")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ is to map strings to strings")
+    numbers = _LENGTH.size + length
+    tensors = {name: _stored(path, name, entry, numbers, size) for name, entry in content.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
+    _check_covered(path, ordered, numbers, size)
+    return Header(ordered, metadata, stamp_of(status), length)
+
+
+def _read(descriptor: int, count: int, offset: int) -> bytes:
+    pieces, missing = [], count
+    while missing and (piece := os.pread(descriptor, min(missing, _MOST_WRITTEN), offset)):
+        pieces.append(piece)
+        missing, offset = missing - len(piece), offset + len(piece)
+    return b"".join(pieces)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shortened(twice)} stands in it twice")
+    return result
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"it holds {text}, which is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds {text[:40]}, which is no finite number")
+    return value
+
+
+def shortened(value: Any) -> str:
+    """A value of a stranger's file as a message shows it: on one line, and not all of it."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Stored:
+    where = f"{path}: tensor {shortened(name)}"
+    if not name or not name.isprintable() or len(name) > 512:
+        raise FormatError(f"{where}: a name is 1 to 512 printable characters")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(
+            f"{where} is {shortened(entry)}; dtype, shape and data_offsets are expected, and nothing else"
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FormatError(f"{where} has the dtype {shortened(dtype)}; known are {', '.join(DTYPES)}")
+    if not _whole_numbers(shape) or len(shape) > MOST_DIMENSIONS:
+        raise FormatError(
+            f"{where} has the shape {shortened(shape)}; up to {MOST_DIMENSIONS} whole numbers are expected"
+        )
+    if not _whole_numbers(offsets) or len(offsets) != 2:
+        raise FormatError(f"{where} has the data_offsets {shortened(offsets)}; two whole numbers are expected")
+    torch_name, item = DTYPES[dtype]
+    (begin, end), needed = offsets, math.prod(shape) * item
+    if end - begin != needed:
+        raise FormatError(f"{where}: {dtype} {shape} takes {needed} bytes, data_offsets {offsets} are {end - begin}")
+    if numbers + end > size:
+        raise FormatError(f"{where} ends at byte {numbers + end}, the file has {size}: it is cut off, or another")
+    if needed > LARGEST_TENSOR:
+        raise FormatError(f"{where} has {needed} bytes; at most {LARGEST_TENSOR} are read into memory at once")
+    return Stored(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)
+
+
+def _check_covered(path: Path, tensors: dict[str, Stored], numbers: int, size: int) -> None:
+    at, before = numbers, "the header"
+    for name, stored in tensors.items():
+        if stored.begin != at:
+            what = "overlaps" if stored.begin < at else "leaves bytes that are nobody's behind"
+            raise FormatError(
+                f"{path}: tensor {shortened(name)} {what} {before}: it starts at {stored.begin}, not {at}"
+            )
+        at, before = stored.end, f"tensor {shortened(name)}"
+    if at != size:
+        raise FormatError(f"{path} has {size - at} bytes behind {before} that are nobody's")
+
+
+# ---- writing
+
+
+class StreamedFile:
+    """A new .safetensors file, written tensor by tensor in any order, whose numbers are never held here.
+
+    A context manager: the file is complete and on the disk when the block ends, and gone when it ends in an error.
+
+    Args:
+        path: of a file that is not there yet.
+        layout: every tensor's dtype (torch's name) and shape. The bytes follow this order, but where that would leave a
+            tensor misaligned, the wider dtypes come first.
+        metadata: strings; transformers wants {"format": "pt"}.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: Mapping[str, tuple[str, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
+        self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
+        self.digests: dict[str, str] = {}
+        self._beside: ThreadPoolExecutor | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.truncate(self._descriptor, self.bytes)
+            self._put(memoryview(header), 0)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def write(self, name: str, data: Any) -> str:
+        """Write one tensor's bytes, anything that shows them, and return their SHA-256.
+
+        Raises:
+            ValueError: the file has no such tensor, has it already, or it has another size. OSError: the disk refused.
+        """
+        view = memoryview(data).cast("B")
+        stored = self.layout.get(name)
+        if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
+            known = "not in the file" if stored is None else "written already" if name in self.digests else None
+            raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
+        if len(view) < _BESIDE:
+            self._put(view, stored.begin)
+            digest = hashlib.sha256(view).hexdigest()
+        else:
+            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+            hashed = self._beside.submit(lambda: hashlib.sha256(view).hexdigest())
+            try:
+                self._put(view, stored.begin)
+            finally:
+                digest = hashed.result()  # the caller may change the bytes when this returns
+        self.digests[name] = digest
+        return digest
+
+    def close(self) -> None:
+        """Put the file onto the disk.
+
+        Raises:
+            ValueError: a tensor was not written; the file is gone. OSError: the disk refused; the file is gone.
+        """
+        missing = [name for name in self.layout if name not in self.digests]
+        try:
+            if missing:
+                raise ValueError(f"{self.path}: {len(missing)} tensors were not written: {', '.join(missing[:5])}")
+            os.fsync(self._descriptor)
+        except BaseException:
+            self._give_up()
+            raise
+        self._release()
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            count = os.pwrite(self._descriptor, view[:_MOST_WRITTEN], offset)
+            view, offset = view[count:], offset + count
+
+    def _release(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+        os.close(self._descriptor)
+
+    def _give_up(self) -> None:
+        self._release()
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> StreamedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._give_up()
+
+
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in a file; the dtype is torch's name of it."""
+    return math.prod(shape) * CODES[dtype][1]
+
+
+def _header(
+    file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Stored]]:
+    """The bytes before the numbers, and where each tensor goes."""
+    order = list(layout.items())
+    at, aligned = 0, True
+    for _, (dtype, shape) in order:
+        aligned = aligned and at % CODES[dtype][1] == 0
+        at += bytes_of(dtype, shape)
+    if not aligned:
+        order.sort(key=lambda item: -CODES[item[1][0]][1])
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, (dtype, shape) in order:
+        places[name] = (at, at + bytes_of(dtype, shape))
+        at = places[name][1]
+        content[name] = {"dtype": CODES[dtype][0], "shape": list(shape), "data_offsets": list(places[name])}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = _LENGTH.size + len(text)
+    stored = {name: Stored(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()}
+    return _LENGTH.pack(len(text)) + text, stored
