@@ -14,6 +14,7 @@ k targets fewer in every sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -177,16 +178,36 @@ class FurtherPredictions:
         """[D, B, S] fp32: the loss with which each depth predicted the label at position s; 0 for the first k."""
         group = self.pg_collection.cp
         found, targets = [], []
-        for depth, layer in enumerate(self.mtp.layers, start=1):
-            ahead = self.embedding(input_ids=shifted(input_ids, depth, group), position_ids=position_ids)
-            hidden = layer(hidden, ahead, rotary_pos_emb)
-            losses = self.token_losses(hidden, shifted(labels, depth, group))
+        depths = self._depths(hidden, input_ids, position_ids, rotary_pos_emb)
+        for depth, hidden_at_depth in enumerate(depths, start=1):
+            losses = self.token_losses(hidden_at_depth, shifted(labels, depth, group))
             found.append(shifted(losses, -depth, group))
             targets.append(shifted(torch.ones_like(labels), -depth, group))
         further = torch.stack(found)
         if torch.is_grad_enabled():
             self._count(further.detach(), torch.stack(targets), loss_mask)
         return further
+
+    def further_logits(
+        self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None
+    ) -> Iterator[Tensor]:
+        """Logits [B, S, V / TP] of each depth, one after the other, from the model's hidden states [S, B, H].
+
+        Depth k predicts at position s the token s + k + 1. Its last k positions have no token ahead to merge: there the
+        token 0 stands in, and what is predicted means nothing.
+        """
+        for hidden_at_depth in self._depths(hidden, input_ids, position_ids, rotary_pos_emb):
+            logits, _ = self.output_layer(hidden_at_depth, weight=self._tied_weight())
+            yield logits.transpose(0, 1)
+
+    def _depths(
+        self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None
+    ) -> Iterator[Tensor]:
+        """Hidden states [S, B, H] behind each depth's norm."""
+        for depth, layer in enumerate(self.mtp.layers, start=1):
+            shifted_ids = shifted(input_ids, depth, self.pg_collection.cp)
+            hidden = layer(hidden, self.embedding(input_ids=shifted_ids, position_ids=position_ids), rotary_pos_emb)
+            yield hidden
 
     def _count(self, losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> None:
         kept = targets.double() if loss_mask is None else targets * loss_mask.double()
