@@ -305,4 +305,16 @@ FOUND_DEFECTS = (
         "the weight is marked for a mean instead",
         (("megatron_moe/model/mla.py", "average_gradients_across_tp_domain"),),
     ),
+    Defect(
+        "N12",
+        "rows that only pad the vocabulary take part in the softmax, so that the loss depends on TP",
+        "models/gpt/gpt_model.py; tensor_parallel/cross_entropy.py",
+        lambda run, _: (
+            run.model.vocab_size is not None
+            and derived.padded_vocab_size(run.model.vocab_size, run) != run.model.vocab_size
+        ),
+        "overridden",
+        "their logits are -inf",
+        (("megatron_moe/model/loss_head.py", "class OutputLayer"),),
+    ),
 )

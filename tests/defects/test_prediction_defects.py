@@ -1,4 +1,4 @@
-"""The engine's multi-token prediction: each known defect shows there, and not in ours."""
+"""The engine's losses, of the next token and of further ones: each known defect shows there, and not in ours."""
 
 from __future__ import annotations
 
@@ -89,3 +89,29 @@ def test_a_tied_output_layer_has_a_table_that_is_never_used(gloo: Any) -> None:
     (found,) = gloo.run(1, unused_weights)
     assert found["ours"] == []
     assert present("N10") == (found["stock"] == ["output_layer.weight"])
+
+
+def losses_by_padding() -> dict[str, bool]:
+    """Whether a model's losses are the same with 8 rows of padding behind the vocabulary as with none."""
+    from megatron_moe.model.build import build_model
+
+    run = replace(Run(), num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=SEQUENCE)
+    pg = groups.initialize(run)
+    ids, positions, future, labels = tokens()
+    losses: dict[str, list[torch.Tensor]] = {"stock": [], "ours": []}
+    for rows in (VOCABULARY, VOCABULARY + 8):
+        config = small_config(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False)
+        stock = GPTModel(
+            config, get_gpt_layer_local_spec(), rows, SEQUENCE, position_embedding_type="rope", pg_collection=pg
+        )
+        (ours,) = build_model(run, pg, VOCABULARY, wrap=False, padded_vocab_size=rows)
+        for model, mask, name in ((stock, future, "stock"), (ours, None, "ours")):
+            for weight in model.parameters():
+                weight.data.fill_(0.1)
+            losses[name].append(model(ids, positions, mask, labels=labels).detach())
+    return {name: torch.allclose(*both) for name, both in losses.items()}
+
+
+def test_the_loss_depends_on_the_padding_of_the_vocabulary(gloo: Any) -> None:
+    (same,) = gloo.run(1, losses_by_padding)
+    assert same["ours"] and present("N12") == (not same["stock"])
