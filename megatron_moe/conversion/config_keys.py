@@ -1,0 +1,114 @@
+"""config.json, read key by key: typed, in both of its spellings, and every refusal by the key's name. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+
+_MISSING = object()
+
+
+class Keys:
+    """The keys of one config.json, or of a dictionary within it.
+
+    What is read is remembered, so that the rest can be told. A key that transformers has two names for is asked for by
+    both; where both are there, they have to agree.
+
+    Args:
+        values: the dictionary. where: the folder, as messages name it. prefix: of nested keys, "rope_scaling.".
+
+    Attributes:
+        notes: what was assumed because a key is missing.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
+        self.values, self.where, self.prefix = values, where, prefix
+        self.notes: list[str] = []
+        self._read: set[str] = set()
+
+    def refusal(self, key: str, rule: str) -> ConfigError:
+        """The error for the value of a key: the rule and what works."""
+        value = self.values.get(key, _MISSING)
+        shown = "is missing" if value is _MISSING else repr(value)
+        return ConfigError(f"{self.where}: config.json: {self.prefix}{key} {shown}: {rule}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        self._read.add(key)
+        return self.values.get(key) is not None
+
+    def raw(self, *names: str) -> Any:
+        """The value under the first of the names that is there, None where none is; all of them have to agree."""
+        self._read.update(names)
+        given = {name: self.values[name] for name in names if self.values.get(name) is not None}
+        first = next(iter(given), None)
+        for name, value in given.items():
+            if value != given[first]:  # type: ignore[index]
+                raise self.refusal(
+                    name,
+                    f"contradicts {self.prefix}{first} {given[first]!r}, which means the same",  # type: ignore[index]
+                )
+        return None if first is None else given[first]
+
+    def _given(self, names: tuple[str, ...], default: Any, kind: str) -> Any:
+        value = self.raw(*names)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise self.refusal(names[0], f"has to be {kind}; the model cannot be told without it")
+        return default
+
+    def integer(self, *names: str, low: int = 1, default: Any = _MISSING) -> Any:
+        """An int >= low."""
+        value = self._given(names, default, f"an integer of at least {low}")
+        if value is default:
+            return value
+        if type(value) is not int or value < low:
+            raise self.refusal(self._spelled(names), f"has to be an integer of at least {low}")
+        return value
+
+    def number(self, *names: str, positive: bool = True, default: Any = _MISSING) -> Any:
+        """A finite float, above 0 or at least 0."""
+        kind = f"a finite number {'above' if positive else 'of at least'} 0"
+        value = self._given(names, default, kind)
+        if value is default:
+            return value
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise self.refusal(self._spelled(names), f"has to be {kind}")
+        return float(value)
+
+    def boolean(self, *names: str, default: Any = _MISSING) -> Any:
+        """true or false."""
+        value = self._given(names, default, "true or false")
+        if value is default:
+            return value
+        if type(value) is not bool:
+            raise self.refusal(self._spelled(names), "has to be true or false")
+        return value
+
+    def dictionary(self, name: str) -> dict[str, Any] | None:
+        """A nested dictionary; None where it is missing or null."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refusal(name, "has to be a dictionary or null")
+        return value
+
+    def only(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
+        """Refuse a key whose value is there and none of those allowed (null is allowed)."""
+        value = self.raw(key)
+        if value is not None and (value not in allowed or (type(value) is bool) != (type(allowed[0]) is bool)):
+            raise self.refusal(key, f"{reason}; this works: {' or '.join(repr(item) for item in allowed)}")
+
+    def assumed(self, key: str, value: Any) -> None:
+        """Note what a missing key is taken for."""
+        self.notes.append(f"config.json has no {self.prefix}{key}: taken as {value!r}, transformers' default")
+
+    def _spelled(self, names: tuple[str, ...]) -> str:
+        """The first of the names that the file uses."""
+        return next((name for name in names if self.values.get(name) is not None), names[0])
+
+    def unread(self) -> list[str]:
+        """Keys nobody asked for, but for those that are null."""
+        return [key for key, value in self.values.items() if key not in self._read and value is not None]

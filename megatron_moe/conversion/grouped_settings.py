@@ -1,0 +1,176 @@
+"""config.json of the families with grouped-query attention <-> our settings: Mixtral, Qwen-MoE, GLM-4.5. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+from megatron_moe.conversion.config_keys import Keys
+from megatron_moe.conversion.latent_settings import biased_sigmoid, routed_and_shared, routed_and_shared_keys, topk
+from megatron_moe.conversion.layer_patterns import sparse_step
+from megatron_moe.conversion.rope_settings import rope_keys, rope_settings
+
+
+def _attention(keys: Keys) -> dict[str, Any]:
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    groups = keys.integer("num_key_value_heads")
+    if heads % groups:
+        raise keys.refusal("num_key_value_heads", f"has to divide num_attention_heads {heads}")
+    size = keys.integer("head_dim", default=None)
+    if size is None and hidden % heads:
+        raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
+    flat = rope_settings(keys)
+    width = hidden // heads if size is None else size
+    if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
+        raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
+    return {
+        **flat,
+        "group_query_attention": True,
+        "num_query_groups": groups,
+        "kv_channels": None if size is None or size * heads == hidden else size,
+        "ffn_hidden_size": keys.integer("intermediate_size"),
+    }
+
+
+def _no_window(keys: Keys) -> None:
+    """Attention is over the whole sequence here."""
+    if keys.boolean("use_sliding_window", default=True) is False:
+        keys.raw("sliding_window"), keys.raw("max_window_layers")
+    elif keys.has("use_sliding_window"):
+        raise keys.refusal("use_sliding_window", "attention is over the whole sequence here; false works")
+    window = keys.integer("sliding_window", default=None) if keys.has("sliding_window") else None
+    switched_on = keys.values.get("use_sliding_window") is not False
+    if switched_on and window is not None and window < keys.integer("max_position_embeddings"):
+        raise keys.refusal(
+            "sliding_window", "attention is over the whole sequence here; null works, or max_position_embeddings"
+        )
+    kinds = keys.raw("layer_types") or []
+    if any(kind != "full_attention" for kind in kinds):
+        raise keys.refusal("layer_types", 'attention is over the whole sequence here: "full_attention" for all layers')
+
+
+def mixtral(keys: Keys) -> dict[str, Any]:
+    """A softmax over the chosen experts, in every layer, and nothing shared; intermediate_size is an expert's width."""
+    _no_window(keys)
+    experts = keys.integer("num_local_experts", "num_experts", low=2)
+    chosen = topk(keys, experts)
+    return {
+        **_attention(keys),
+        "num_experts": experts,
+        "moe_router_topk": chosen,
+        "moe_router_score_function": "softmax",
+        # the softmax over one chosen expert is 1, and its gate has no gradient: it is put before the choice
+        "moe_router_pre_softmax": chosen == 1,
+        "moe_router_norm_topk_prob": True if chosen == 1 else None,
+    }
+
+
+def _qwen(keys: Keys) -> dict[str, Any]:
+    _no_window(keys)
+    experts = keys.integer("num_experts", "num_local_experts", low=2)
+    return {
+        **_attention(keys),
+        "num_experts": experts,
+        "moe_layer_freq": sparse_step(keys),
+        "moe_ffn_hidden_size": keys.integer("moe_intermediate_size"),
+        "moe_router_topk": topk(keys, experts),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
+    }
+
+
+def qwen2_moe(keys: Keys) -> dict[str, Any]:
+    """A softmax over all experts, a shared expert with a gate, biases of the queries, keys and values."""
+    keys.only("attention_bias", (False,), "the output projection has no bias here; qkv_bias is read")
+    return {
+        **_qwen(keys),
+        "add_qkv_bias": keys.boolean("qkv_bias", default=True),  # older than the key, they all have them
+        "moe_shared_expert_intermediate_size": keys.integer("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def qwen3_moe(keys: Keys) -> dict[str, Any]:
+    """A softmax over all experts, nothing shared, queries and keys normalised per head."""
+    keys.only("attention_bias", (False,), "it stands for a bias of the output projection too, which is none here")
+    return {**_qwen(keys), "qk_layernorm": True}
+
+
+def glm4_moe(keys: Keys) -> dict[str, Any]:
+    """DeepSeek-V3's router and experts, grouped-query attention of which a part of each head is rotated."""
+    _no_window(keys)
+    if not keys.has("partial_rotary_factor") and not (keys.raw("rope_parameters") or {}).get("partial_rotary_factor"):
+        raise keys.refusal("partial_rotary_factor", "the share of a head that is rotated; GLM-4.5's is 0.5")
+    flat = {**_attention(keys), **routed_and_shared(keys, "num_local_experts")}
+    normed = keys.boolean("use_qk_norm", default=None)
+    if normed is None:
+        normed = False
+        keys.assumed("use_qk_norm", normed)
+    return {
+        **flat,
+        **biased_sigmoid(keys, flat["num_experts"], flat["moe_router_topk"]),
+        "add_qkv_bias": keys.boolean("attention_bias"),
+        "qk_layernorm": normed,
+    }
+
+
+# ---- writing
+
+
+def _attention_keys(run: Run) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": derived.num_query_groups(run),
+        "head_dim": derived.head_size(run),
+        "sliding_window": None,
+        **rope_keys(run),
+    }
+
+
+def mixtral_keys(run: Run) -> dict[str, Any]:
+    """Mixtral's own keys of config.json."""
+    return {
+        **_attention_keys(run),
+        "intermediate_size": derived.moe_ffn_hidden_size(run),
+        "num_local_experts": run.moe.num_experts,
+        "num_experts_per_tok": run.moe.moe_router_topk,
+    }
+
+
+def _qwen_keys(run: Run) -> dict[str, Any]:
+    pattern = derived.moe_layer_pattern(run)
+    return {
+        **_attention_keys(run),
+        "use_sliding_window": False,
+        "intermediate_size": derived.ffn_hidden_size(run),
+        "moe_intermediate_size": derived.moe_ffn_hidden_size(run),
+        "num_experts": run.moe.num_experts,
+        "num_experts_per_tok": run.moe.moe_router_topk,
+        "norm_topk_prob": derived.norm_topk_prob(run),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_moe in enumerate(pattern) if not is_moe],
+    }
+
+
+def qwen2_moe_keys(run: Run) -> dict[str, Any]:
+    """Qwen2-MoE's own keys of config.json."""
+    shared = run.moe.moe_shared_expert_intermediate_size
+    return {**_qwen_keys(run), "shared_expert_intermediate_size": shared, "qkv_bias": run.model.add_qkv_bias}
+
+
+def qwen3_moe_keys(run: Run) -> dict[str, Any]:
+    """Qwen3-MoE's own keys of config.json; transformers 5 has another name for the number of experts."""
+    return {**_qwen_keys(run), "num_local_experts": run.moe.num_experts, "attention_bias": False}
+
+
+def glm4_moe_keys(run: Run) -> dict[str, Any]:
+    """GLM-4.5's own keys of config.json."""
+    return {
+        **_attention_keys(run),
+        **routed_and_shared_keys(run),
+        "partial_rotary_factor": run.model.rotary_percent,
+        "num_nextn_predict_layers": run.model.mtp_num_layers or 0,
+        "attention_bias": run.model.add_qkv_bias,
+        "use_qk_norm": run.model.qk_layernorm,
+    }
