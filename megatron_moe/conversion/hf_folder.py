@@ -23,6 +23,7 @@ from megatron_moe.conversion.safetensors_file import (
     read_header,
     read_small,
     shortened,
+    stamp_of,
 )
 
 CONFIG = "config.json"
@@ -49,7 +50,8 @@ _COMPANION = re.compile(
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOREIGN = (*_PICKLED, ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".nemo")
-_SCALE_DTYPES = ("float32", "bfloat16")
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+"""DeepSeek's are float32, those of some Qwen models bfloat16 or float16: each is widened without loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class HFFolder:
         path: of the folder. config: config.json. tensors: by name, as they are stored, scales of fp8 blocks included.
         companions: files to carry along, by plain name. notes: what a user should know though it is no error.
         scales: weight stored in fp8 -> the tensor with its blocks' scales. block: rows and columns of a block.
-        stamps: file of weights -> what it was when its header was read.
+        stamps: file of weights or companion -> what it was when the folder was opened.
     """
 
     path: Path
@@ -93,9 +95,9 @@ class HFFolder:
         """The bytes of a file to carry along.
 
         Raises:
-            ConfigError: it cannot be read any more, or has become too large.
+            ConfigError: it cannot be read any more, or changed since the folder was opened.
         """
-        return read_small(self.companions[name], LARGEST_COMPANION)
+        return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
 
     @property
     def total_bytes(self) -> int:
@@ -115,7 +117,8 @@ def _checked(path: Path) -> HFFolder:
     block = _block_size(config, tensors, notes)
     scales = _scales(tensors, block)
     companions = _companions(files, notes)
-    stamps = {file: header.stamp for file, header in headers.items()}
+    stamps = {name: stamp_of(file.stat()) for name, file in companions.items()}
+    stamps.update({file: header.stamp for file, header in headers.items()})
     return HFFolder(path, config, tensors, companions, notes, scales, block, stamps)
 
 

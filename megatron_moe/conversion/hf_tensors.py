@@ -59,7 +59,7 @@ class TensorReader:
                 rounded once: bfloat16 to nearest even, float32 not at all. Other tensors keep theirs.
 
         Raises:
-            ConfigError: the file was cut or changed since the folder was opened; a scale is no positive number.
+            ConfigError: the file was cut or changed since the folder was opened; a scale is none.
         """
         if name not in self.folder.scales:
             return self._stored(name, None)
@@ -163,16 +163,18 @@ class TensorReader:
         rows, columns = self.folder.block
         scale_name = self.folder.scales[name]
         scales = self._stored(scale_name, digests).float()
-        if not bool(((scales > 0) & torch.isfinite(scales)).all()):
-            raise ConfigError(
-                f"{self.folder.path / self.folder.tensors[scale_name].file}: tensor {shortened(scale_name)} holds "
-                f"{float(scales[~((scales > 0) & torch.isfinite(scales))][0])}; scales are positive finite numbers"
-            )
+        where = f"{self.folder.path / self.folder.tensors[scale_name].file}: tensor {shortened(scale_name)}"
+        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+            wrong = scales[~(torch.isfinite(scales) & (scales >= 0))]
+            raise ConfigError(f"{where} holds {float(wrong[0])}; scales are positive finite numbers")
         values = self._stored(name, digests)
         result = torch.empty(values.shape, dtype=dtype)
         for number, row in enumerate(scales):  # a row of blocks at a time: no copy of the whole in fp32
             here = slice(number * rows, (number + 1) * rows)
-            result[here] = values[here].float() * row.repeat_interleave(columns)[: values.shape[1]]
+            wide, factors = values[here].float(), row.repeat_interleave(columns)[: values.shape[1]]
+            if not bool(row.all()) and bool(wide[:, factors == 0].any()):
+                raise ConfigError(f"{where} holds 0 for a block with other numbers than 0; scales are positive")
+            result[here] = wide * factors
         return result
 
 

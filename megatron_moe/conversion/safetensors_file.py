@@ -116,13 +116,15 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_small(path: Path, largest: int) -> bytes:
+def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:
     """A whole file of at most `largest` bytes.
 
     Raises:
-        FormatError: it is larger, or cannot be read.
+        FormatError: it is larger, cannot be read, or is not the file of this stamp.
     """
     with plain_file(path) as (descriptor, status):
+        if stamp is not None and stamp_of(status) != stamp:
+            raise FormatError(f"{path} changed since it was opened; nothing else may write to the folder")
         if status.st_size > largest:
             raise FormatError(f"{path} has {status.st_size} bytes; at most {largest} are read")
         try:
