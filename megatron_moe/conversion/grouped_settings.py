@@ -33,20 +33,18 @@ def _attention(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _no_window(keys: Keys) -> None:
-    """Attention is over the whole sequence here."""
-    if keys.boolean("use_sliding_window", default=True) is False:
-        keys.raw("sliding_window"), keys.raw("max_window_layers")
-    elif keys.has("use_sliding_window"):
-        raise keys.refusal("use_sliding_window", "attention is over the whole sequence here; false works")
-    window = keys.integer("sliding_window", default=None) if keys.has("sliding_window") else None
-    switched_on = keys.values.get("use_sliding_window") is not False
-    if switched_on and window is not None and window < keys.integer("max_position_embeddings"):
-        raise keys.refusal(
-            "sliding_window", "attention is over the whole sequence here; null works, or max_position_embeddings"
-        )
-    kinds = keys.raw("layer_types") or []
-    if any(kind != "full_attention" for kind in kinds):
+def _no_window(keys: Keys, switched: bool = False) -> None:
+    """Attention is over the whole sequence here.
+
+    Args:
+        switched: whether sliding_window is read only where use_sliding_window is true, as in Qwen's models.
+    """
+    if switched:
+        keys.only("use_sliding_window", (False,), "attention is over the whole sequence here")
+        keys.raw("sliding_window")
+    elif keys.has("sliding_window") and keys.integer("sliding_window") < keys.integer("max_position_embeddings"):
+        raise keys.refusal("sliding_window", "attention is over the whole sequence here; null works")
+    if any(kind != "full_attention" for kind in keys.raw("layer_types") or []):
         raise keys.refusal("layer_types", 'attention is over the whole sequence here: "full_attention" for all layers')
 
 
@@ -67,7 +65,7 @@ def mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen(keys: Keys) -> dict[str, Any]:
-    _no_window(keys)
+    _no_window(keys, switched=True)
     experts = keys.integer("num_experts", "num_local_experts", low=2)
     return {
         **_attention(keys),
