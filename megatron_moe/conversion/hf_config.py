@@ -138,9 +138,9 @@ def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | N
         raise keys.refusal(names[0], "the folder holds layers beyond num_hidden_layers; say how many, DeepSeek-V3's: 1")
     if count and not has_tensors:
         keys.notes.append(
-            f"WARNING: num_nextn_predict_layers {count} in config.json, and none of the tensors of multi-token prediction "
-            "in the folder: transformers drops them when it saves a model. The model is read without these layers; to "
-            "train them, start from the published folder"
+            f"WARNING: config.json has num_nextn_predict_layers {count}, and the folder none of their tensors: "
+            "transformers drops them when it saves a model. The model is read without these layers; to train them take "
+            "the published folder"
         )
         return None
     return count or None
