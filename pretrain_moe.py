@@ -15,6 +15,7 @@ import sys
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
+from megatron_moe.conversion import architecture
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     die_with_launcher()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        run = cli.parse(argv)
+        run = cli.parse(argv, architecture.filled_in)
         if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
             if rank == 0:

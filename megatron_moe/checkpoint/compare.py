@@ -20,7 +20,10 @@ _FREE = {
     "attention_softmax_in_fp32",
     "make_vocab_size_divisible_by",
     "transformer_impl",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_chunk_tokens",
     "moe_router_bias_update_rate",
+    "moe_router_bias_center",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
@@ -46,17 +49,20 @@ def architecture_keys() -> list[str]:
     return [name for name in names if name not in _FREE]
 
 
-def check_matches(run: Run, saved: dict[str, Any], where: str) -> None:
+def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: bool = False) -> None:
     """Refuse a checkpoint of another model, or of another kind of optimizer state.
 
     Keys that the checkpoint does not have, because it is older than they are, are not compared.
+
+    Args:
+        weights_only: it holds no optimizer's state.
 
     Raises:
         ConfigError: with every key that differs.
     """
     current = flatten(run)
     keys = architecture_keys()
-    if not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    if not (run.checkpoint.finetune or run.checkpoint.no_load_optim or weights_only):
         keys = [*keys, *_TRAINING_STATE]
     differing = [name for name in keys if name in saved and saved[name] != current[name]]
     if not differing and _kept_otherwise(run, saved):

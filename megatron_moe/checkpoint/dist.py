@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -108,6 +108,33 @@ def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from sharded_parts(value)
+
+
+class Shard(NamedTuple):
+    """A box of one of the model's tensors that this rank holds.
+
+    start: of the box in the whole tensor, whose shape is `whole`. values: the live ones, with as many axes. is_main: of
+    the ranks that hold these elements, this one counts.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+    values: torch.Tensor
+    is_main: bool
+
+
+def shards(state: Any) -> list[Shard]:
+    """What this rank holds of the tensors of a sharded state dict."""
+    found = []
+    for tensor in sharded_tensors(state):
+        replica = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)
+        values = tensor.data.reshape((1,) * tensor.prepend_axis_num + tuple(tensor.data.shape))
+        assert values.data_ptr() == tensor.data.data_ptr(), f"{tensor.key} is a copy"
+        found.append(
+            Shard(tensor.key, tuple(tensor.global_offset), tuple(tensor.global_shape), values, not any(replica))
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def load(run: Run, source: Source, trained: Trained) -> Loaded:
         ConfigError: tensors are missing, left over or of another dtype, or the files hold code.
     """
     options = run.checkpoint
-    with_optimizer = not (options.finetune or options.no_load_optim)
+    fresh = options.finetune or source.weights_only
+    with_optimizer = not (fresh or options.no_load_optim)
     request = model_state(trained)
     chunks = list(request)
     if with_optimizer:
@@ -62,7 +63,7 @@ def load(run: Run, source: Source, trained: Trained) -> Loaded:
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
-    if options.finetune:
+    if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
         return Loaded(Progress(), [*recorded, note], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import compare, folder
+from megatron_moe.checkpoint.origin import is_converted
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
@@ -24,6 +25,11 @@ class Source:
     def iteration(self) -> int:
         """The step's number."""
         return int(self.state["iteration"])
+
+    @property
+    def weights_only(self) -> bool:
+        """It was converted, not trained: there is no optimizer, schedule or data to go on with."""
+        return is_converted(self.state)
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,26 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Source | 
                 f"--load {root}: holds no complete checkpoint ({folder.LATEST} and iter_* folders were expected); "
                 "leave out --exit-on-missing-checkpoint or --finetune to start afresh"
             )
-        return None, [*notes, f"{root} holds no checkpoint yet: starting afresh"]
+        start = "starting afresh" if run.checkpoint.load_hf is None else f"starting from {run.checkpoint.load_hf}"
+        return None, [*notes, f"{root} holds no checkpoint yet: {start}"]
+    if run.checkpoint.load_hf is not None:
+        notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     _check_state(state, step)
-    compare.check_matches(run, config, str(step))
-    if not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
+    source = Source(step, config, state)
+    compare.check_matches(run, config, str(step), weights_only=source.weights_only)
+    if source.weights_only:
+        notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
+    elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
     if not verify:
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
         )
     changed = compare.changed_settings(run, config)
-    if changed:
+    if changed and not source.weights_only:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
-    return Source(step, config, state), notes
+    return source, notes
 
 
 def _check_state(state: dict[str, Any], step: Path) -> None:

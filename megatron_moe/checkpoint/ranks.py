@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from megatron_moe.checkpoint.durable import SaveError
+from megatron_moe.config.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -56,6 +57,32 @@ def gathered(result: T | None, failure: Exception | None, describe: Callable[[OS
     if verdict[0] is not None:
         _raise(verdict[0], failure)
     return None if parts is None else [part for part, _ in parts]
+
+
+def read_on_rank_zero(work: Callable[[], T], elsewhere: T) -> T:
+    """What rank 0 reads, and `elsewhere` on the other ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank: rank 0 was refused.
+    """
+    result, refused = elsewhere, None
+    if torch.distributed.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as error:
+            refused = str(error)
+    verdict = [refused]
+    torch.distributed.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        raise ConfigError(verdict[0])
+    return result
+
+
+def from_all(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks. Collective."""
+    found: list[T | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found  # type: ignore[return-value]
 
 
 def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

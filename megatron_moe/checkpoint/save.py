@@ -25,6 +25,8 @@ from megatron_moe.checkpoint import folder, optimizer_gather, optimizer_state, p
 from megatron_moe.checkpoint.durable import SaveError, new_file, refusal, write_json
 from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
+from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
+from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
 from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state
@@ -36,18 +38,25 @@ from megatron_moe.parallel.groups import rank_facts
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run saves. lock: rank 0's. loaded: the step of this folder that the run started from."""
+    """Where a run saves. lock: rank 0's. loaded: the step of this folder that the run started from.
+
+    origin: what every step keeps of the source that the model was imported from; its files on rank 0.
+    """
 
     root: Path
     rule: Retention
     lock: WriterLock | None = None
     loaded: int | None = None
+    origin: Origin = field(default_factory=Origin)
 
 
-def target(run: Run, *, lock: WriterLock | None = None, loaded: int | None = None) -> Target:
+def target(
+    run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Origin | None = None
+) -> Target:
     """From the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
     options = run.checkpoint
-    return Target(Path(options.save or ""), retention(options.keep_last_k, options.save_retain_interval), lock, loaded)
+    rule = retention(options.keep_last_k, options.save_retain_interval)
+    return Target(Path(options.save or ""), rule, lock, loaded, origin or Origin())
 
 
 @dataclass
@@ -122,6 +131,7 @@ class Saving:
         files: dict[str, Entry] = writer.finish(self.staged, hidden, self._all_written)
         for name, value in self.small_files.items():
             files[name] = write_json(hidden / name, value)
+        files |= self.target.origin.write(hidden)
         if self.target.lock is not None:
             self.target.lock.check()
         publish.publish(root, self.iteration, files)
@@ -246,7 +256,9 @@ def begin(
         "layout": layout(place),
         **facts,
     }
-    total = torch.tensor(staged.num_bytes, dtype=torch.int64, device=platform.device())
+    if where.origin.state is not None:
+        about[ORIGIN] = where.origin.state
+    total = torch.tensor(staged.num_bytes + where.origin.num_bytes, dtype=torch.int64, device=platform.device())
     torch.distributed.all_reduce(total)
     saving = Saving(
         where,

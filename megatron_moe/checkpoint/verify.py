@@ -6,19 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.plan import Plan, plan
+from megatron_moe.checkpoint.ranks import from_all
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
 ROUND_SECONDS = 10.0
 """After so long the ranks tell each other how far they are: none waits in a collective until it times out."""
-
-_Value = TypeVar("_Value")
 
 
 def verified(run: Run, found: Plan, tell: Callable[[str], None]) -> Plan:
@@ -62,7 +60,7 @@ def _damage(step: Path, tell: Callable[[str], None]) -> tuple[str | None, str]:
             if time.monotonic() > until:
                 finished = False
                 break
-        everyone = _from_all((done, defect, finished))
+        everyone = from_all((done, defect, finished))
         defects = [found for _, found, _ in everyone if found is not None]
         if defects:
             return "; ".join(defects[:3]), ""
@@ -80,7 +78,7 @@ def _planned_again(run: Run, known_bad: dict[int, str]) -> Plan:
         outcome = plan(run, known_bad)
     except ConfigError as refused:
         error = str(refused)
-    errors = sorted({message for message in _from_all(error) if message is not None})
+    errors = sorted({message for message in from_all(error) if message is not None})
     if errors or outcome is None:
         raise ConfigError("\n".join(errors))
     return outcome
@@ -94,7 +92,7 @@ def _require_one_view(found: Plan) -> None:
             mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
         except manifest.ManifestError as error:
             mine = str(error)
-    seen = _from_all(mine)
+    seen = from_all(mine)
     if len(set(seen)) > 1:
         ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
         raise ConfigError(
@@ -105,10 +103,3 @@ def _require_one_view(found: Plan) -> None:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _from_all(value: _Value) -> list[_Value]:
-    """Every rank's value, in the order of ranks."""
-    gathered: list[_Value | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """The command line, made from the schema: one field is one flag.
 
-Precedence: flags, then `--config FILE`, then `--preset NAME`, then the schema's defaults.
+Precedence: flags, then `--config FILE`, then `--preset NAME`, then the folder of `--load-hf` or
+`--use-checkpoint-args`, then the schema's defaults. A folder's architecture is never overridden: that is an error.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_moe.config import schema, yaml_file
@@ -21,8 +22,11 @@ from megatron_moe.config.schema import Run
 SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
 
 
-def parse(argv: Sequence[str]) -> Run:
+def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
     """The run that a command line asks for; its values are typed, their combination is `rules.check`'s matter.
+
+    Args:
+        filled_in: adds what a folder that the settings name says of the model, and refuses what contradicts it.
 
     Raises:
         ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
@@ -38,7 +42,7 @@ def parse(argv: Sequence[str]) -> Run:
     if path is not None:
         flat |= yaml_file.read(path)
     flat |= {name: _joined(all_fields()[name], value) for name, value in given.items()}
-    return schema.build(flat)
+    return schema.build(flat if filled_in is None else filled_in(flat))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -310,6 +310,10 @@ class CheckpointConfig:
     save: str | None = _flag(None, "folder for checkpoints")
     save_interval: int | None = _flag(None, "iterations between checkpoints; default: only at the end")
     load: str | None = _flag(None, "folder to continue from: its latest step")
+    load_hf: str | None = _flag(
+        None, "Hugging Face folder to start from: architecture and weights; a step that --load holds goes before it"
+    )
+    use_checkpoint_args: bool = _flag(False, "take architecture and vocabulary from the step that --load reads")
     ckpt_step: int | None = _flag(None, "load this step instead of the latest")
     exit_on_missing_checkpoint: bool = _flag(False, "fail when --load holds no checkpoint, instead of starting fresh")
     finetune: bool = _flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
+from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.load import Loaded, load
+from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import Plan, plan
+from megatron_moe.checkpoint.ranks import read_on_rank_zero
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Progress, Trained
 from megatron_moe.checkpoint.verify import verified as verified_plan
@@ -22,6 +25,7 @@ from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run
+from megatron_moe.conversion.importing import Import, fill, plan_import
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.entropy import label_entropy
@@ -63,20 +67,22 @@ def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
     platform.backend(run.parallel.distributed_backend)
     schedule = batch_schedule(run, world_size)
     start_from = plan(run)
+    imported = plan_import(run) if _is_imported(run, start_from) else None
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     verified = check_data(run, tokenizer)
     data = data_fingerprint(run)
     verified += _same_data(run, data, start_from)
     if run.logging.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            print("\n".join([*start_from.notes, *verified, "dry run: the configuration is sound"]), flush=True)
+            notes = [*start_from.notes, *(imported.notes if imported else ()), *verified]
+            print("\n".join([*notes, "dry run: the configuration is sound"]), flush=True)
         return {}
     _quiet_engine()
     clean = False
     with StopSignals(save=run.training.exit_signal_handler) as stop:
         try:
             with ExitStack() as held:
-                job = _build(run, tokenizer, schedule, start_from, verified, data, held, also)
+                job = _build(run, tokenizer, schedule, start_from, imported, verified, data, held, also)
                 stop.last_words = None if job.watchdog is None else job.watchdog.last_words
                 with job.reporter:
                     summary = _train_and_tell(job, tokenizer, stop)
@@ -106,7 +112,7 @@ def recorded(run: Run) -> list[dict[str, Any]]:
 def _same_data(run: Run, data: Fingerprint, start_from: Plan) -> list[str]:
     """Refuse to continue on other data than the step was trained on; what to tell where that is accepted."""
     source = start_from.source
-    if source is None or run.checkpoint.finetune:
+    if source is None or source.weights_only or run.checkpoint.finetune:
         return []
     saved = source.state.get("data", {})
     return [
@@ -120,6 +126,7 @@ def _build(
     tokenizer: Tokenizer,
     schedule: BatchSchedule,
     start_from: Plan,
+    imported: Import | None,
     verified: list[str],
     data: Fingerprint,
     held: ExitStack,
@@ -132,7 +139,7 @@ def _build(
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:
         held.enter_context(lock)
-    start_from = verified_plan(run, start_from, lambda line: print(line, flush=True))
+    start_from = verified_plan(run, start_from, _say)
     if start_from.known_bad:  # an earlier step than the one that was looked at
         verified = [*verified, *_same_data(run, data, start_from)]
     seed_everything(run)
@@ -147,6 +154,12 @@ def _build(
     if start_from.source is not None:
         loaded = load(run, start_from.source, trained)
         check_precision(guard, f"loading {start_from.source.step}", run, trained)
+    elif imported is not None:
+        filled = fill(run, imported, trained, _say)
+        loaded = Loaded(Progress(), [*imported.notes, *filled.notes], filled.precision_warnings)
+        check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
+    nothing: tuple[Origin, list[str]] = (Origin(), [])
+    comes_from, origin_notes = read_on_rank_zero(lambda: _origin(start_from, imported), nothing)
     evaluated = run.training.eval_iters * schedule.final
     train_samples = schedule.samples_after(run.training.train_iters or 0)
     splits = build_datasets(
@@ -167,7 +180,7 @@ def _build(
         job.saved = start_from.source.step
     if run.checkpoint.save is not None:
         loaded_step = start_from.start_iteration if start_from.continues else None
-        job.saver = Saver(run, target(run, lock=lock, loaded=loaded_step), reporter.message)
+        job.saver = Saver(run, target(run, lock=lock, loaded=loaded_step, origin=comes_from), reporter.message)
     if watchdog is not None:
         watchdog.folder = job.fault_folder  # not earlier: a folder for checkpoints is claimed first
     reporter.start(_facts(job))
@@ -177,12 +190,32 @@ def _build(
         *verified,
         *start_from.notes,
         *loaded.notes,
+        *origin_notes,
         *_precision_notes(run),
         *_balancing_notes(job),
         *known,
     ):
         reporter.message(note)
     return job
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _is_imported(run: Run, start_from: Plan) -> bool:
+    """Whether weights come from a Hugging Face folder: a step that training has saved since goes before it."""
+    return run.checkpoint.load_hf is not None and start_from.source is None
+
+
+def _origin(start_from: Plan, imported: Import | None) -> tuple[Origin, list[str]]:
+    """What the steps keep of the source the model was imported from, and what to tell about it."""
+    if imported is not None:
+        return imported.origin()
+    source = start_from.source
+    if source is None:
+        return Origin(), []
+    return origin.of_step(source.step, source.state)
 
 
 def _watchdog(run: Run, place: RankFacts) -> Watchdog:

@@ -120,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     sources.save_flags_need_save,
     sources.retained_steps_are_saved,
     sources.load_flags_need_load,
+    sources.imported_weights_are_a_start,
     sources.written_paths_are_writable,
     sources.written_files_differ,
     sources.plot_needs_metrics,

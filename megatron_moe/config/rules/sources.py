@@ -145,10 +145,22 @@ def retained_steps_are_saved(run: Run, world_size: int) -> None:
 
 def load_flags_need_load(run: Run, world_size: int) -> None:
     """What and how to load has no effect without a folder to load from."""
-    loading = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
-    stray = set_among(run, (*loading, "accept_changed_data", "verify_checkpoint"))
+    loading = ("use_checkpoint_args", "ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim")
+    stray = set_among(run, (*loading, "no_load_rng", "accept_changed_data", "verify_checkpoint"))
     if stray and run.checkpoint.load is None:
         raise refuse(run, (*stray, "load"), "nothing would be loaded; add --load FOLDER or drop it")
+
+
+def imported_weights_are_a_start(run: Run, world_size: int) -> None:
+    """Beside a Hugging Face folder, `--load` is what its training has saved: nothing yet, or all of it."""
+    stray = set_among(run, ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"))
+    if stray and run.checkpoint.load_hf is not None:
+        raise refuse(
+            run,
+            ("load_hf", *stray),
+            "weights and architecture come from the folder where --load holds no step yet, and a step that it holds "
+            "is continued; drop --load-hf or the other",
+        )
 
 
 def written_paths_are_writable(run: Run, world_size: int) -> None:

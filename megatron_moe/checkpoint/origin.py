@@ -1,0 +1,97 @@
+"""Where a model comes from that was imported: what every step of its training keeps, so that it can be exported.
+
+A step of such a model has `hf` in its state (the family, and what the source held beside the table of tensors) and the
+source's small files, configuration and tokenizer among them, as `hf/NAME`. They are kept as bytes: the source may be
+gone when a step is saved. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import durable, manifest
+from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.config.errors import ConfigError
+
+FOLDER = "hf"
+"""Of the small files, in a step; also the key of the rest in the step's state."""
+LARGEST = 256 * 2**20
+"""Bytes of the small files together that are kept; of what is more the largest are left out, and told."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """state: of the key `hf`; None for a model that was not imported. files: name -> content, where it was read."""
+
+    state: dict[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files."""
+        return sum(len(content) for content in self.files.values())
+
+    def write(self, hidden: Path) -> dict[str, Entry]:
+        """Put the files into a step that is not visible yet, onto the disk; their entries in its manifest.
+
+        Raises:
+            OSError: the system refused.
+        """
+        if self.files:
+            (hidden / FOLDER).mkdir()
+        return {
+            f"{FOLDER}/{name}": durable.write_bytes(hidden / FOLDER / name, content)
+            for name, content in self.files.items()
+        }
+
+
+def is_converted(state: Mapping[str, Any]) -> bool:
+    """Whether a step was made by a conversion and not by training: weights alone, and no schedule to go on with."""
+    return state.get(FOLDER) is not None and not state.get("has_optimizer") and "scheduler" not in state
+
+
+def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
+    """What a step keeps of the source it was imported from, and what to tell about it.
+
+    Raises:
+        ConfigError: the manifest or a file cannot be read, or the state is none.
+    """
+    about = state.get(FOLDER)
+    if about is None:
+        return Origin(), []
+    if not isinstance(about, dict):
+        raise ConfigError(f"--load {step}: its state has {str(about)[:40]!r} for {FOLDER}, which is no object")
+    try:
+        names = [name for name in manifest.read(step).files if name.startswith(f"{FOLDER}/")]
+    except manifest.ManifestError as error:
+        raise ConfigError(f"--load {step}: {error}") from None
+    files, notes = read({name.removeprefix(f"{FOLDER}/"): step / name for name in names})
+    return Origin(about, files), notes
+
+
+def read(paths: Mapping[str, Path]) -> tuple[dict[str, bytes], list[str]]:
+    """Small files by name, the smallest first until there are too many bytes, and what to tell about the rest.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    kept: dict[str, bytes] = {}
+    notes: list[str] = []
+    try:
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        room = LARGEST
+        for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+            if sizes[name] > room:
+                notes.append(f"{paths[name]} is not carried along: {durable.size(sizes[name], exact=False)} of files")
+                continue
+            with open(paths[name], "rb") as file:
+                content = file.read(room + 1)
+            if len(content) != sizes[name]:
+                raise ConfigError(f"{paths[name]}: changed while it was read")
+            kept[name], room = content, room - len(content)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return kept, notes
