@@ -51,7 +51,9 @@ def one_step(run: Run) -> dict[str, Any]:
     return {"loss": loss, "grad_norm": float(optimizer.get_grad_norm()), "logits": logits, "tensors": tensors}
 
 
-def forward_backward(run: Run, chunks: list[torch.nn.Module], pg_collection: Any) -> float:
+def forward_backward(
+    run: Run, chunks: list[torch.nn.Module], pg_collection: Any, samples: dict[str, torch.Tensor] | None = None
+) -> float:
     """All micro-batches through the engine's schedule; gradients are reduced in main_grad. Returns the global loss."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
@@ -64,7 +66,7 @@ def forward_backward(run: Run, chunks: list[torch.nn.Module], pg_collection: Any
     cp = pg_collection.cp
     batch = {
         key: context_parallel_slice(tensor, cp.rank(), cp.size())
-        for key, tensor in global_batch(run.model.seq_length).items()
+        for key, tensor in (samples or global_batch(run.model.seq_length)).items()
     }
     share = SEQUENCES // dp_size
     rows = range(dp_rank * share, (dp_rank + 1) * share)

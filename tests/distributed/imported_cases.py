@@ -1,0 +1,177 @@
+"""What the ranks do in test_imported_layouts.py: import a folder at a layout, one step, and everything that it shows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed import model_cases
+
+SEQUENCES, LENGTH = 4, 16
+
+
+def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run that starts from the folder, as the command line makes them."""
+    from megatron_moe.conversion.architecture import filled_in
+
+    training = {
+        "seq_length": LENGTH,
+        "micro_batch_size": 1,
+        "global_batch_size": SEQUENCES,
+        "mock_data": True,
+        "train_iters": 1,
+        "eval_iters": 0,
+    }
+    return filled_in({"load_hf": folder, **training, **layout})
+
+
+def batch_of(vocabulary: int) -> dict[str, torch.Tensor]:
+    """Four sequences and the tokens behind them, the same for every layout."""
+    tokens = torch.randint(0, vocabulary, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    mask = torch.ones(SEQUENCES, LENGTH)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+
+
+def imported(folders: list[str], layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """`step_of` for one folder after the other, in one set of process groups."""
+    from megatron_moe.config import rules
+    from megatron_moe.config.schema import build
+    from megatron_moe.parallel import groups
+
+    runs = [build(flags_of(folder, layout)) for folder in folders]
+    for run in runs:
+        rules.check(run, dist.get_world_size())
+    pg_collection = groups.initialize(runs[0])
+    return [step_of(run, pg_collection) for run in runs]
+
+
+def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
+    """Import a folder and compute one step's losses and gradients.
+
+    Returns:
+        place: this rank's coordinates. notes, warnings: of the import. loss: of the step. logits: [T, V / TP] per
+        micro-batch of this rank. choices: layer -> [T, K] per micro-batch, T being this rank's tokens. tensors and
+        gradients: key -> (cuts, this rank's tensor, first and last + 1 element that it knows), as the doctor has them.
+        biases: key -> the router's bias.
+    """
+    from dataclasses import asdict
+
+    from megatron_moe.checkpoint.state import Trained
+    from megatron_moe.conversion.importing import fill, plan_import
+    from megatron_moe.doctor.names import router_names
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.training.evaluate import gathered_parameters
+    from megatron_moe.training.optimizer import build_optimizer, owned_range
+
+    seed_everything(run)
+    chunks = build_model(run, pg_collection, run.model.vocab_size)
+    optimizer = build_optimizer(run, chunks, pg_collection)
+    trained = Trained(chunks, optimizer, None, pg_collection)
+    told = fill(run, plan_import(run), trained, print)
+    with gathered_parameters(chunks):
+        tensors = {
+            place.name: (place.cuts, parameter.detach().clone(), 0, parameter.numel())
+            for place, parameter in places(chunks)
+        }
+    biases = {
+        f"{name}.mlp.router.expert_bias": router.expert_bias.detach().clone()
+        for chunk in chunks
+        for name, router in router_names(chunk)
+        if router.expert_bias is not None
+    }
+    seen = _Seen(chunks)
+    with seen.watching():
+        loss = model_cases.forward_backward(run, chunks, pg_collection, batch_of(run.model.vocab_size))
+    gradients = {
+        place.name: (place.cuts, parameter.main_grad.detach().float().clone(), *owned_range(optimizer, parameter))
+        for place, parameter in places(chunks)
+    }
+    return {
+        "place": asdict(groups.rank_facts()),
+        "notes": told.notes,
+        "warnings": told.precision_warnings,
+        "loss": loss,
+        "logits": seen.logits,
+        "choices": seen.choices,
+        "tensors": tensors,
+        "gradients": gradients,
+        "biases": biases,
+        "masters_follow": masters_follow(chunks, optimizer),
+    }
+
+
+def places(chunks: Any) -> Any:
+    from megatron_moe.doctor.names import parameter_places
+
+    return [found for chunk in chunks for found in parameter_places(chunk)]
+
+
+def masters_follow(chunks: Any, optimizer: Any) -> bool:
+    """Whether every fp32 main weight is the model's weight."""
+    from megatron_moe.training.optimizer import named_moments_and_masters, owned_range
+
+    good = True
+    for parameter, quantity, value in named_moments_and_masters(chunks, optimizer):
+        if quantity == "master weight":
+            first, last = owned_range(optimizer, parameter)
+            good = good and torch.equal(value.flatten(), parameter.detach().flatten()[first:last].float())
+    return good
+
+
+class _Seen:
+    """Logits and chosen experts of the forward passes that are watched."""
+
+    def __init__(self, chunks: Any) -> None:
+        from megatron_moe.doctor.names import router_names, unwrapped
+
+        self.routers = [found for chunk in chunks for found in router_names(chunk)]
+        self.models = [unwrapped(chunk) for chunk in chunks]
+        self.logits: list[torch.Tensor] = []
+        self.choices: dict[str, list[torch.Tensor]] = {name: [] for name, _ in self.routers}
+
+    def watching(self) -> ExitStack:
+        stack = ExitStack()
+        for name, router in self.routers:
+            router.probe = _Choices(self.choices[name])
+            stack.callback(setattr, router, "probe", None)
+        for model in self.models:
+            if model.post_process:
+                # a copy: the loss works in the logits' own memory
+                keep = lambda module, args, out: self.logits.append(out[0].detach().clone().flatten(0, 1))  # noqa: E731
+                stack.callback(model.output_layer.register_forward_hook(keep).remove)
+        return stack
+
+
+class _Choices:
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self.kept = kept
+
+    def see(self, router: Any, hidden: Any, logits: Any, scores: Any, decision: Any, is_padding: Any) -> None:
+        self.kept.append(decision.expert_ids.detach().clone())
+
+
+def refused(folder: str, layout: dict[str, Any], broken_on: int | None = None) -> str:
+    """What importing a folder is refused with; on rank `broken_on` alone, reading fails."""
+    from megatron_moe.config.errors import ConfigError
+    from megatron_moe.conversion.hf_tensors import TensorReader
+
+    read = TensorReader.read
+    if dist.get_rank() == broken_on:
+
+        def fails(self: Any, name: str, dtype: Any = None) -> Any:
+            raise OSError(5, "Input/output error", name)
+
+        TensorReader.read = fails  # type: ignore[method-assign]
+    try:
+        imported([folder], layout)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        TensorReader.read = read  # type: ignore[method-assign]
+    return ""
