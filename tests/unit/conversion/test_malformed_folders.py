@@ -18,7 +18,8 @@ from megatron_moe.conversion import hf_folder
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader
 from tests.unit.conversion import small_folders
-from tests.unit.conversion.malformed import CASES, Malformed
+from tests.unit.conversion.malformed import Malformed
+from tests.unit.conversion.malformed_models import CASES
 from tests.unit.conversion.small_folders import INDEX, SHARDS, sound, write_json
 
 ROOT = Path(__file__).parents[3]
