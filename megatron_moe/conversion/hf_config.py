@@ -48,7 +48,7 @@ _WITHOUT_MEANING = {
     *"attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits router_jitter_noise".split(),
     *"pretraining_tp ep_size num_experts_per_device is_encoder_decoder return_dict output_attentions".split(),
     *"output_hidden_states id2label label2id problem_type chunk_size_feed_forward task_specific_params".split(),
-    *"unsloth_version use_mla max_window_layers tokenizer_class".split(),
+    *"unsloth_version use_mla max_window_layers tokenizer_class moe_router_dtype".split(),
 }
 
 

@@ -145,8 +145,8 @@ def _yarn(keys: Keys) -> dict[str, Any]:
         if fields["mscale"] <= 0.0:
             least = 1.0 / _magnitude(factor, all_dim)
             raise keys.refusal("attention_factor", f"with this factor and mscale_all_dim it has to be above {least}")
-    if fields["beta_fast"] <= fields["beta_slow"]:
-        raise keys.refusal("beta_fast", f"has to be above beta_slow {fields['beta_slow']}")
+    if fields["beta_fast"] < fields["beta_slow"]:
+        raise keys.refusal("beta_fast", f"has to be at least beta_slow {fields['beta_slow']}")
     return fields
 
 

@@ -105,10 +105,11 @@ def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
 
 
 def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
-    """Frequencies are kept above beta-fast rotations and interpolated below beta-slow; between lies a ramp."""
+    """Frequencies are kept above beta-fast rotations and interpolated below beta-slow; between lies a ramp, which is
+    a step where both are the same (Kimi-K2)."""
     m = run.model
-    if m.rope_type == "yarn" and m.beta_fast <= m.beta_slow:
-        raise refuse(run, ("beta_fast", "beta_slow"), "the first must be above the second; e.g. 32 and 1")
+    if m.rope_type == "yarn" and m.beta_fast < m.beta_slow:
+        raise refuse(run, ("beta_fast", "beta_slow"), "the first must not be below the second; e.g. 32 and 1")
 
 
 def rotary_width_is_even(run: Run, world_size: int) -> None:
