@@ -96,6 +96,17 @@ class SDPACoreAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
 
 
+def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """One token, which is the last and sees all: query [1, B, n, dk], keys [B, g, S, dk], values [B, g, S, dv] ->
+    [1, B, n, dv] in the query's dtype. `scale`: see SDPACoreAttention."""
+    # Without a mask the heads that share a key are rows of one product.
+    rows = query[0].unflatten(1, (keys.shape[1], -1))
+    if not platform.has_cuda():
+        rows, keys, values = rows.float(), keys.float(), values.float()
+    context = F.scaled_dot_product_attention(rows, keys, values, scale=scale)
+    return context.flatten(1, 2).unsqueeze(0).to(query.dtype)
+
+
 def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """[B, n, S, dk], [B, g, S, dk], [B, g, S, dv] -> [B, n, S, dv], in fp32."""
     if query.dtype in (torch.bfloat16, torch.float16) and not dropout:

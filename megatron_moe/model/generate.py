@@ -1,7 +1,8 @@
 """Continue a prompt, under any layout, through the engine's own schedule.
 
 Every rank calls these functions together and gets the same answer. There is no cache: each token costs one forward pass
-over the padded sequence, which is what a sample at the end of a run needs and no more.
+over the padded sequence, which is what a sample at the end of a run needs and no more. `key_value_cache.py` has one,
+for a model that is whole in one process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.model.sampling import Sampling, choose
 from megatron_moe.parallel.sequence_chunks import context_parallel_slice, holder
 
 Chunks = Sequence[torch.nn.Module]
@@ -43,7 +45,7 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
     repeats = groups.pp.size() if len(chunks) > 1 else 1
     # Of the ranks that share the sequence one holds the position; the others' logits are of another, and not used.
     cp_rank, index = holder(position, length, groups.cp.size())
-    with _evaluation(chunks):
+    with evaluation(chunks):
         outputs = get_forward_backward_func()(
             forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: logits[:, index]),
             data_iterator=[_micro_batches(tokens, repeats, groups.cp) for _ in chunks],
@@ -83,7 +85,7 @@ def generate(
         num_tokens: tokens to generate at most.
         seq_length: length every forward pass is padded to; older tokens drop out when it is full.
         vocab_size: ids from here on are padding of the vocabulary and never chosen.
-        temperature: 0 takes the likeliest token; else the logits are divided by it and a token is drawn.
+        temperature: see `Sampling`.
         seed: of the draws.
         end_id: stop after this token; None: never.
 
@@ -92,23 +94,17 @@ def generate(
     """
     if not prompt_ids:
         raise ValueError("a prompt needs at least one token")
-    generator = torch.Generator().manual_seed(seed)
+    sampling, generator = Sampling(temperature), torch.Generator().manual_seed(seed)
     known, device = list(prompt_ids), platform.device()
     for _ in range(num_tokens):
         window = known[-seq_length:]
         tokens = torch.zeros(1, seq_length, dtype=torch.int64, device=device)
         tokens[0, : len(window)] = torch.tensor(window, device=device)
         logits = next_token_logits(chunks, tokens, len(window) - 1)[0, :vocab_size].cpu()
-        known.append(_agreed(_choose(logits, temperature, generator)))
+        known.append(_agreed(choose(logits, sampling, generator)))
         if known[-1] == end_id:
             break
     return known[len(prompt_ids) :]
-
-
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature <= 0.0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
 def _agreed(token: int) -> int:
@@ -151,7 +147,7 @@ def _from_last_stage(logits: Tensor, batch: int, group: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluation(chunks: Chunks) -> Iterator[None]:
+def evaluation(chunks: Chunks) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each chunk is in the mode it was in."""
     modes = [chunk.training for chunk in chunks]
     for chunk in chunks:

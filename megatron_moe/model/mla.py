@@ -171,24 +171,32 @@ class LatentAttention(MegatronModule):
 
     def query_key_value(self, query_latent: Tensor, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`latents` -> query and key [S, B, n, dn + dr], value [S, B, n, dv], whole sequence, this rank's n heads."""
-        config = self.config
-        if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(query_latent)
-        else:
-            query, _ = self.linear_q_up_proj(_normed(self.q_layernorm, query_latent))
-        latent, key_pos = latent_and_key_pos.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1)
-        key_value, _ = self.linear_kv_up_proj(_normed(self.kv_layernorm, latent))
+        query_rest, query_pos = self.query_parts(query_latent)
+        latent, key_pos = self.latent_and_key(latent_and_key_pos)
+        key_value, _ = self.linear_kv_up_proj(latent)
 
-        query = query.unflatten(-1, (self.num_heads, self.query_width))
         key_value = key_value.unflatten(-1, (self.num_heads, self.key_value_width))
-        query_rest, query_pos = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), dim=-1)
-        key_rest, value = key_value.split((config.qk_head_dim, config.v_head_dim), dim=-1)
+        key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         key_pos = self._shared_by_heads(key_pos).unsqueeze(2)
         if self.rotary is not None:
             query_pos, key_pos = self.rotary(query_pos), self.rotary(key_pos)
         query = torch.cat((query_rest, query_pos), dim=-1)
         key = torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
         return query, key, value
+
+    def query_parts(self, query_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """The query's latent -> its parts [S, B, n, dn] and [S, B, n, dr], the second not rotated yet."""
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(query_latent)
+        else:
+            query, _ = self.linear_q_up_proj(_normed(self.q_layernorm, query_latent))
+        query = query.unflatten(-1, (self.num_heads, self.query_width))
+        return query.split((self.config.qk_head_dim, self.config.qk_pos_emb_head_dim), dim=-1)
+
+    def latent_and_key(self, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., rkv + dr] -> the latent behind its norm [..., rkv], the key [..., dr], not rotated yet."""
+        latent, key_pos = latent_and_key_pos.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
+        return _normed(self.kv_layernorm, latent), key_pos
 
     def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
         """This rank's [S or S/TP, B, dr] -> [S, B, dr] for its heads. Backward: the gradients of all ranks' heads are

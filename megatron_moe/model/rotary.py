@@ -61,11 +61,7 @@ class Rotary:
     def __call__(self, x: Tensor) -> Tensor:
         """[S / CP, B, heads, width] -> the same, each row rotated for its position in the sequence; computed in fp32,
         returned in x's dtype."""
-        cos, sin = self.tables(x.shape[0], x.device)
-        pairs = x.float().unflatten(-1, (-1, 2))
-        first, second = pairs.unbind(-1)
-        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.flatten(-2).to(x.dtype)
+        return rotated(x, *self.tables(x.shape[0], x.device))
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin of the `length` positions that this rank holds, fp32 [length, 1, 1, width / 2], amplitude
@@ -79,6 +75,14 @@ class Rotary:
             cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
             self._tables[key] = cos.to(device), sin.to(device)
         return self._tables[key]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[S, B, heads, width] turned by fp32 tables [S, 1, 1, width / 2], those of `Rotary.tables`; computed in fp32,
+    returned in x's dtype."""
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return pairs.flatten(-2).to(x.dtype)
 
 
 def _interpolated(frequencies: Tensor, config: Any) -> Tensor:

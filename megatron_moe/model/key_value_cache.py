@@ -1,0 +1,222 @@
+"""One token per forward pass: what the tokens before it left behind in attention is kept, not computed again.
+
+For the time of a generation every attention of a model stands behind a module of this file; afterwards the model is as
+it was. Training knows nothing of it, and nothing of it is state. The whole model has to be in one process.
+
+Grouped-query attention keeps rotated keys and values, g (dk + dv) numbers per token. Latent attention keeps the latent
+behind its norm and the one rotated key, rkv + dr numbers for all heads, and multiplies the query with the up-projection
+of keys, and the context with that of values, instead of expanding every latent again (DeepSeek-V2, arXiv 2405.04434,
+section 2.1.2: the up-projections are absorbed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
+from megatron_moe.model.generate import evaluation
+from megatron_moe.model.mla import LatentAttention
+from megatron_moe.model.rotary import rotated
+from megatron_moe.model.sampling import Sampling, choose
+
+Step = Callable[[Tensor], Tensor]
+"""Tokens [B, S] int64 that follow those before -> logits [B, padded vocabulary] fp32 of what follows the last one. The
+first call takes the whole prompt, every other one token."""
+
+
+@contextlib.contextmanager
+def cached(model: torch.nn.Module, capacity: int) -> Iterator[Step]:
+    """A model that continues where its last forward pass ended, in evaluation mode and without gradients meanwhile.
+
+    Args:
+        model: the one chunk of a model that is whole in this process, wrapped or not.
+        capacity: tokens of the prompt and the answer together, at most as many as the model has positions.
+
+    Raises:
+        ValueError: the model is split over processes, has Transformer Engine's attention, or fewer positions.
+    """
+    whole = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    split = {name: getattr(whole.pg_collection, name).size() for name in ("tp", "pp", "cp", "ep")}
+    if any(size > 1 for size in split.values()):
+        raise ValueError(f"a key-value cache needs the whole model in one process, not {split}")
+    if capacity > whole.max_sequence_length:
+        raise ValueError(f"a key-value cache of {capacity} tokens: the model has {whole.max_sequence_length} positions")
+    length = _Length(capacity)
+    attentions = [layer.self_attention for layer in whole.decoder.layers]
+    # The engine's angles of grouped-query attention, fp32 [capacity, 1, 1, rotated width]
+    rotary = getattr(whole, "rotary_pos_emb", None)
+    table = None if rotary is None else rotary(capacity)
+    with evaluation([model]), contextlib.ExitStack() as undo:
+        for layer, attention in zip(whole.decoder.layers, attentions):
+            undo.callback(setattr, layer, "self_attention", attention)
+            if isinstance(attention, LatentAttention):
+                layer.self_attention = _CachedLatentAttention(attention, length)
+            else:
+                core = attention.core_attention
+                undo.callback(setattr, attention, "core_attention", core)
+                attention.core_attention = _CachedCore(core, length)
+                layer.self_attention = _CachedSelfAttention(attention, table, length)
+
+        def step(tokens: Tensor) -> Tensor:
+            length.check(tokens.shape[1])
+            # Positions are attention's: no model has a table of them.
+            logits = model(tokens, None, None)[:, -1]
+            length.known += tokens.shape[1]
+            return logits.float()
+
+        yield step
+
+
+class _Length:
+    """How many tokens are kept, the same in all layers. `known` moves on when the last layer is done."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.known = capacity, 0
+
+    def check(self, new: int) -> None:
+        """Refuse tokens that do not fit, and a second prompt: only a last token may see all that is kept."""
+        if self.known + new > self.capacity:
+            raise ValueError(f"{new} tokens behind {self.known}: the key-value cache has room for {self.capacity}")
+        if self.known and new > 1:
+            raise ValueError(f"{new} tokens behind {self.known}: after the prompt, tokens come one by one")
+
+
+class _Rows:
+    """One layer's rows per token, [B, g, capacity, width] in the dtype of the first that come."""
+
+    def __init__(self, length: _Length) -> None:
+        self._length = length
+        self._rows: Tensor | None = None
+
+    def put(self, new: Tensor) -> Tensor:
+        """Append [S, B, g, width]; returns all so far, [B, g, known + S, width], a view."""
+        known, end = self._length.known, self._length.known + new.shape[0]
+        if self._rows is None:
+            self._rows = new.new_empty(*new.shape[1:3], self._length.capacity, new.shape[3])
+        self._rows[:, :, known:end] = new.permute(1, 2, 0, 3)
+        return self._rows[:, :, :end]
+
+
+class _CachedCore(torch.nn.Module):
+    """Core attention that keeps the keys and values it is given, after their rotation."""
+
+    def __init__(self, core: Any, length: _Length) -> None:
+        super().__init__()
+        _refuse_foreign(core)
+        self.core, self._length = core, length
+        self._keys, self._values = _Rows(length), _Rows(length)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """See SDPACoreAttention; key and value are those of the new tokens."""
+        keys, values = self._keys.put(key), self._values.put(value)
+        if self._length.known == 0:
+            return self.core(query, key, value, *rest, **options)
+        return attend_with_last(query, keys, values, self.core.scale).flatten(2)
+
+
+class _CachedSelfAttention(torch.nn.Module):
+    """The engine's attention with rotary positions that go on where the kept tokens end."""
+
+    def __init__(self, attention: Any, table: Tensor | None, length: _Length) -> None:
+        super().__init__()
+        self.attention, self._table, self._length = attention, table, length
+
+    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
+        """See the engine's SelfAttention; the positions that the model hands in begin at 0 in every pass."""
+        if self._table is not None:
+            known = self._length.known
+            rotary_pos_emb = self._table[known : known + hidden_states.shape[0]]
+        return self.attention(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **options)
+
+
+class _CachedLatentAttention(torch.nn.Module):
+    """Latent attention that keeps [latent, rotated key] of every token."""
+
+    def __init__(self, attention: LatentAttention, length: _Length) -> None:
+        super().__init__()
+        _refuse_foreign(attention.core_attention)
+        self.attention, self._length, self._kept = attention, length, _Rows(length)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """See LatentAttention."""
+        attention, entered = self.attention, hidden_states.dtype
+        if hasattr(attention, "fp32_parameters"):  # an island, whose own hooks are passed by here
+            hidden_states = hidden_states.float()
+        query_latent, latent_and_key_pos = attention.latents(hidden_states)
+        latent, key_pos = attention.latent_and_key(latent_and_key_pos)
+        kept = self._kept.put(torch.cat((latent, self._turned(key_pos.unsqueeze(2)).squeeze(2)), dim=-1).unsqueeze(2))
+        if self._length.known == 0:
+            query, key, value = attention.query_key_value(query_latent, latent_and_key_pos)
+            context = attention.core_attention(query, key, value, None, attn_mask_type=attention.attn_mask_type)
+        else:
+            context = self._absorbed(*attention.query_parts(query_latent), kept)
+        output, bias = attention.linear_proj(context)
+        return output.to(entered), bias
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """[S, B, heads, dr] rotated for the positions behind what is kept."""
+        rotary, known = self.attention.rotary, self._length.known
+        if rotary is None:
+            return x
+        return rotated(x, *(t[known : known + x.shape[0]] for t in rotary.tables(self._length.capacity, x.device)))
+
+    def _absorbed(self, query_rest: Tensor, query_pos: Tensor, kept: Tensor) -> Tensor:
+        """One token's query [1, B, n, dn] and [1, B, n, dr] over [B, 1, S, rkv + dr] -> its context [1, B, n dv].
+
+        q . (K c) = (K' q) . c and sum p (V c) = V (sum p c): all heads share one key and one value per token.
+        """
+        attention, config = self.attention, self.attention.config
+        up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
+        up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
+        # A module that is kept in fp32 has its weight so, between tensors of the model's dtype.
+        query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
+        query = torch.cat((query, self._turned(query_pos)), dim=-1)
+        context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
+        return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
+
+
+def _refuse_foreign(core: Any) -> None:
+    if not isinstance(core, SDPACoreAttention):
+        raise ValueError(f"a key-value cache needs --transformer-impl local, not {type(core).__name__}")
+
+
+def continuation(
+    model: torch.nn.Module,
+    prompt_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    end_id: int | None = None,
+) -> Iterator[int]:
+    """Continue a prompt, each token as soon as it is chosen.
+
+    Args:
+        model: see `cached`; it is in use until the last token is taken or the iterator closed.
+        prompt_ids: at least one token. num_tokens: tokens to generate at most.
+        vocab_size: ids from here on are padding of the vocabulary and never chosen.
+        sampling: how a token is chosen; None: the likeliest one. seed: of the draws.
+        end_id: the last token where it is chosen; None: none is.
+
+    Raises:
+        ValueError: as `cached`, for the prompt and `num_tokens` together; an empty prompt.
+    """
+    if not prompt_ids:
+        raise ValueError("a prompt needs at least one token")
+    sampling, generator = sampling or Sampling(), torch.Generator().manual_seed(seed)
+    device, new = platform.device(), list(prompt_ids)
+    with cached(model, len(prompt_ids) + num_tokens) as step:
+        for _ in range(num_tokens):
+            logits = step(torch.tensor([new], device=device))[0, :vocab_size].cpu()
+            new = [choose(logits, sampling, generator)]
+            yield new[0]
+            if new[0] == end_id:
+                return
