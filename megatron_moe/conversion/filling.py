@@ -48,9 +48,9 @@ def fill(held: Mapping[str, Tensor], blocks: Iterable[Block], where: str, rows: 
             tensor[rows[key] :] = 0
             written[key] += tensor[rows[key] :].numel()
     for block in blocks:
-        tensor, values = held.get(block.key), block.values
-        if tensor is None:
+        if block.key not in held:
             raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
+        tensor, values = held[block.key], block.values
         if block.key in rows:
             values = values[: max(rows[block.key] - block.start[0], 0)]
         ends = [first + count for first, count in zip(block.start, values.shape)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ class Source:
     companions: dict[str, Path]
     notes: tuple[str, ...]
     blocks: Callable[[Run], Iterator[Block]]
+    dtype: str
+    """Of most weights as they are stored; of those in fp8, bfloat16."""
 
     @property
     def required_family(self) -> Family:
@@ -118,7 +121,8 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> Source:
     content = manifest.read(step)
     companions = {name[len(_COMPANIONS) :]: step / name for name in content.files if name.startswith(_COMPANIONS)}
     known_family = FAMILIES[told] if told is not None else family_of_run(run)
-    return Source(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut))
+    dtype = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else "float32"
+    return Source(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
 
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
@@ -150,8 +154,11 @@ def _hugging_face(found: HFFolder, where: str) -> Source:
     family = family_of(found.config, where)
     told = settings_of(found, where)
     run = schema.build(told.flat)
-    notes = (*found.notes, *told.notes)
-    return Source(found.path, run, family, found.companions, notes, lambda cut: _pieces(found, family, run, cut))
+    notes, bytes_of = (*found.notes, *told.notes), Counter[str]()
+    for name, stored in found.tensors.items():
+        bytes_of["bfloat16" if name in found.scales else stored.dtype] += stored.end - stored.begin
+    dtype = bytes_of.most_common(1)[0][0]
+    return Source(found.path, run, family, found.companions, notes, lambda cut: _pieces(found, family, run, cut), dtype)
 
 
 def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[Block]:

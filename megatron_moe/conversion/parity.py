@@ -1,0 +1,356 @@
+"""Does a checkpoint compute what transformers computes from the folder that it belongs to? In fp32, on random tokens.
+
+transformers' model first, then ours, so that one of them is in memory at a time. A choice of experts can be a tie: two
+implementations that agree to the last bit but one may then choose differently, and everything behind it differs. So
+where ours differs from the reference's by a margin within rounding, ours follows the reference and the tie is counted;
+a choice that differs by more is an error. What is left to compare, logits and loss, is then comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.durable import size
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion.hf_folder import HFFolder
+from megatron_moe.conversion.opened import Opened, one_process, opened
+from megatron_moe.conversion.reference_model import ReferenceResult, run_reference
+from megatron_moe.conversion.source import Source, locate
+from megatron_moe.conversion.trace import Routing, trace, working_bytes
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import MicroBatch
+
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of logits up to 10 in size; in proportion where they are larger."""
+LOSS_TOLERANCE = 1e-5
+TIE = 1e-4
+"""Scores of experts that differ by less may come in either order."""
+WEIGHT_TOLERANCE = 1e-4
+"""Largest relative difference of an expert's weight."""
+GRADIENT_TOLERANCE = 1e-4
+"""Largest relative difference of a gradient's norm."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One layer's. tokens: all of them. equal: with the same experts. ties: with others within the margin of a tie.
+    largest_margin: by which a choice differs. weight_difference: largest, relative, of the same experts."""
+
+    tokens: int
+    equal: int
+    ties: int
+    largest_margin: float
+    weight_difference: float
+
+    @property
+    def passed(self) -> bool:
+        """No choice differs, but for ties, and no weight."""
+        return self.equal + self.ties == self.tokens and self.weight_difference <= WEIGHT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far two implementations are apart.
+
+    failures: what is out of tolerance, in words; none where it passed. not_covered: what was not compared.
+    gradient_difference: largest relative one of a tensor's norm; None where gradients were not asked for.
+    """
+
+    seed: int
+    shape: tuple[int, int]
+    layers: int
+    logit_difference: float
+    largest_logit: float
+    loss: float
+    reference_loss: float
+    choices: dict[int, Choices]
+    failures: tuple[str, ...]
+    gradient_difference: float | None = None
+    not_covered: tuple[str, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is out of tolerance."""
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a certificate."""
+        return {**asdict(self), "choices": {str(layer): asdict(one) for layer, one in self.choices.items()}} | {
+            "passed": self.passed
+        }
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        compared = sum(one.tokens for one in self.choices.values())
+        equal, ties = (sum(getattr(one, name) for one in self.choices.values()) for name in ("equal", "ties"))
+        return [
+            f"parity with transformers on {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
+            f"{'passed' if self.passed else 'FAILED'}",
+            f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
+            f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
+            f"  experts: {equal} of {compared} choices equal, {ties} ties",
+            *(f"  FAILED: {failure}" for failure in self.failures),
+            *(f"  not covered: {what}" for what in self.not_covered),
+        ]
+
+
+def compare(
+    hf_path: Path,
+    native_path: Path,
+    *,
+    layers: int | None = None,
+    seed: int = 1234,
+    batch: int = 2,
+    length: int = 64,
+    ckpt_step: int | None = None,
+    gradients: bool = False,
+) -> Parity:
+    """Run transformers on a Hugging Face folder and our model on a checkpoint, on the same random tokens.
+
+    Where the two were stored in different dtypes, each side's weights are rounded to the other's first.
+
+    Args:
+        hf_path: the folder. native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
+        layers: both sides are cut to the first so many.
+        batch, length: of the tokens; sequences are shorter where the model has fewer positions.
+        gradients: compare the norms of the loss's gradient too.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the model, one of the two cannot be opened, or there is
+            not enough memory for one of them.
+    """
+    folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
+    run, total = source.run, source.run.model.num_layers
+    if layers is not None and not 1 <= layers <= total:
+        raise ConfigError(f"--verify-layers {layers}: the model has {total} layers; between 1 and {total} are compared")
+    length = min(length, derived.max_position_embeddings(run))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
+    _require_memory(source, folder, layers, tokens, gradients)
+    differ = source.dtype != reference_source.dtype
+    reference = run_reference(
+        folder,
+        reference_source.required_family,
+        tokens,
+        layers=layers,
+        rounded_to=getattr(torch, source.dtype) if differ else None,
+        gradients=gradients,
+    )
+    with opened(source, layers=layers, gradients=gradients) as found:
+        if differ:
+            _round(found.chunk, getattr(torch, reference_source.dtype))
+        return compare_with(reference, found, tokens, seed=seed, gradients=gradients)
+
+
+def compare_with(
+    reference: ReferenceResult, found: Opened, tokens: Tensor, *, seed: int = 0, gradients: bool = False
+) -> Parity:
+    """Run our model on the tokens [B, S] of a reference and hold it against that."""
+    with following(found.chunk, reference.experts, tokens.shape[0]) as margins:
+        ours = trace(found, tokens, routing=True, gradients=gradients)
+    choices = {
+        layer: _choices(ours.routing[layer], reference.experts[layer], reference.weights[layer], margins[layer])
+        for layer in sorted(ours.routing.keys() & reference.experts.keys())
+    }
+    vocab_size = min(ours.logits.shape[-1], reference.logits.shape[-1])
+    difference = _largest(ours.logits[..., :vocab_size] - reference.logits[..., :vocab_size])
+    failures = [*_routing_failures(choices, ours.routing, reference, found.run.model.num_layers)]
+    largest = float(reference.logits.abs().max())
+    allowed = LOGIT_TOLERANCE * max(1.0, largest / 10)
+    if ours.logits.shape != reference.logits.shape:
+        failures.append(f"logits: {list(ours.logits.shape)} here, {list(reference.logits.shape)} there")
+    if not difference <= allowed:
+        failures.append(f"logits differ by {difference:.2e}, more than {allowed:.1e}")
+    loss = float(ours.loss)
+    if not abs(loss - reference.loss) <= LOSS_TOLERANCE * max(1.0, abs(reference.loss)):
+        failures.append(f"losses are {loss:.7f} here, {reference.loss:.7f} there")
+    apart = None
+    if ours.grad_norms is not None and reference.grad_norms is not None:
+        apart, words = _gradients(ours.grad_norms, reference.grad_norms, found.run.model.num_layers)
+        failures += words
+    return Parity(
+        seed,
+        (tokens.shape[0], tokens.shape[1]),
+        found.run.model.num_layers,
+        difference,
+        largest,
+        loss,
+        reference.loss,
+        choices,
+        tuple(failures),
+        apart,
+        tuple(_not_covered(found, reference)),
+    )
+
+
+# ---- ties
+
+
+@contextmanager
+def following(
+    chunk: torch.nn.Module, experts: dict[int, Tensor], num_sequences: int
+) -> Iterator[dict[int, list[float]]]:
+    """Within the block, routers take these choices in place of their own where the two differ by a tie.
+
+    Args:
+        experts: layer -> [B * S, K]. num_sequences: B.
+
+    Yields:
+        layer -> the margins of the choices that differ.
+    """
+    margins: dict[int, list[float]] = {layer: [] for layer in experts}
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    before = [router.choose for router in routers]
+
+    def wrapped(router: TopKRouter, theirs: Tensor, found: list[float]) -> Any:
+        choose = router.choose
+
+        def chosen(logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+            ours = choose(logits, scores, expert_bias, micro_batch)
+            wanted = theirs.unflatten(0, (num_sequences, -1)).transpose(0, 1).flatten(0, 1).to(ours.device)
+            if wanted.shape != ours.shape or int(wanted.max()) >= scores.shape[-1]:
+                return ours  # told by the shapes
+            differs = (wanted.sort(dim=-1).values != ours.sort(dim=-1).values).any(-1)
+            margin = choice_margin(scores.detach(), expert_bias, router.options, wanted)
+            found.extend(margin[differs].tolist())
+            return torch.where((differs & (margin <= TIE)).unsqueeze(-1), wanted, ours)
+
+        return chosen
+
+    for router in routers:
+        layer = (router.layer_number or 0) - 1
+        if layer in experts:
+            router.choose = wrapped(router, experts[layer], margins[layer])
+    try:
+        yield margins
+    finally:
+        for router, choose in zip(routers, before):
+            router.choose = choose
+
+
+def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: Any, wanted: Tensor) -> Tensor:
+    """By how much scores would have to change for this choice to be the best one: [T], 0 where it is.
+
+    Args:
+        scores: [T, E]. wanted: [T, K].
+    """
+    scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)
+    pool, margin = torch.ones_like(inside), scores.new_zeros(scores.shape[0])
+    if options.num_groups is not None and options.group_topk is not None:
+        grouped = scores.unflatten(-1, (options.num_groups, -1))
+        best = grouped.amax(-1) if options.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        used = inside.unflatten(-1, (options.num_groups, -1)).any(-1)
+        last = best.topk(options.group_topk, dim=-1).values[:, -1:]
+        margin = (last - best).masked_fill(~used, 0.0).amax(-1).clamp(min=0.0)
+        # Groups that are out by more than a tie offer no expert; one that is in by less may be out as well.
+        pool = (used | (best > last + TIE)).unsqueeze(-1).expand_as(grouped).flatten(-2)
+    worst = scores.masked_fill(~inside, torch.inf).amin(-1)
+    left_out = scores.masked_fill(inside | ~pool, -torch.inf).amax(-1)
+    return torch.maximum(margin, (left_out - worst).clamp(min=0.0))
+
+
+def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> Choices:
+    tokens = ours.topk_idx.shape[0]
+    ties = sum(margin <= TIE for margin in margins)
+    if ours.topk_idx.shape != experts.shape:
+        return Choices(tokens, 0, 0, 0.0, 0.0)
+    same = (ours.topk_idx.sort(dim=-1).values == experts.sort(dim=-1).values).all(-1)
+    mine = ours.probs.gather(1, experts)[same]
+    theirs = weights[same]
+    relative = (mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2 if len(theirs) else 1.0)
+    return Choices(
+        tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), _largest(relative) if len(theirs) else 0.0
+    )
+
+
+def _routing_failures(
+    choices: dict[int, Choices], ours: dict[int, Routing], reference: ReferenceResult, num_layers: int
+) -> Iterator[str]:
+    mine = sorted(layer for layer in ours if layer < num_layers)
+    if reference.experts and mine != sorted(reference.experts):
+        yield f"layers with experts are {mine} here, {sorted(reference.experts)} there"
+    for layer, one in choices.items():
+        if ours[layer].topk_idx.shape != reference.experts[layer].shape:
+            there = reference.experts[layer].shape[-1]
+            yield f"layer {layer}: {ours[layer].topk_idx.shape[-1]} experts per token here, {there} there"
+        elif one.equal + one.ties < one.tokens:
+            yield (
+                f"layer {layer}: {one.tokens - one.equal - one.ties} of {one.tokens} tokens go to other experts, by "
+                f"margins up to {one.largest_margin:.2e}; a tie is {TIE:.0e}"
+            )
+        elif one.weight_difference > WEIGHT_TOLERANCE:
+            yield f"layer {layer}: weights of the same experts differ by {one.weight_difference:.2e} of their size"
+
+
+def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int) -> tuple[float, list[str]]:
+    """The largest relative difference, and what is wrong. Depths of multi-token prediction are ours alone."""
+    prefix = "model.layers."
+    mine = {
+        name: norm
+        for name, norm in ours.items()
+        if not name.startswith(prefix) or int(name[len(prefix) :].split(".")[0]) < num_layers
+    }
+    words = [f"gradient of {name}: on one side only" for name in sorted(mine.keys() ^ theirs.keys())[:5]]
+    # A norm is a sum of squares: a tensor of hardly any gradient is compared on the scale of the others.
+    floor = 1e-6 * max(theirs.values(), default=1.0)
+    apart = {name: abs(mine[name] - theirs[name]) / max(theirs[name], floor) for name in mine.keys() & theirs.keys()}
+    worst = max(apart, key=lambda name: apart[name], default=None)
+    if worst is not None and not apart[worst] <= GRADIENT_TOLERANCE:
+        words.append(f"gradient of {worst}: norm {mine[worst]:.6e} here, {theirs[worst]:.6e} there")
+    return (apart[worst] if worst is not None else 0.0), words
+
+
+def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
+    whole = found.source.run.model
+    if whole.mtp_num_layers:
+        yield f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none"
+    if found.run.model.num_layers < whole.num_layers:
+        here = found.run.model.num_layers
+        yield f"layers {here} to {whole.num_layers - 1}: left out by --verify-layers {here}"
+    if not reference.experts:
+        yield "the experts chosen: this release of transformers has no routers of their own to ask"
+
+
+def _largest(values: Tensor) -> float:
+    """The largest size; infinite where there is a NaN, which no comparison would notice."""
+    return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
+
+
+@torch.no_grad()
+def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in chunk.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+def _require_memory(source: Source, folder: HFFolder, layers: int | None, tokens: Tensor, gradients: bool) -> None:
+    """Refuse what does not fit, before anything is loaded, and say which part of it would."""
+    available = platform.available_memory_bytes()
+    # In fp32; weights in fp8 are held as bfloat16 meanwhile.
+    width = 4 * (2 if gradients else 1) + (2 if folder.scales else 0)
+
+    def needed(count: int | None) -> int:
+        run = one_process(source.run, layers=count)
+        padded = derived.padded_vocab_size(run.model.vocab_size or 0, run)
+        work = working_bytes(run, tokens.shape[0], tokens.shape[1], gradients)
+        return derived.parameter_count(run, padded) * width + 2 * work + 2**28
+
+    wanted = needed(layers)
+    if wanted <= available:
+        return
+    total = layers or source.run.model.num_layers
+    fitting = next((count for count in range(total - 1, 0, -1) if needed(count) <= available), None)
+    remedy = "not even one layer fits" if fitting is None else f"--verify-layers {fitting} compares as many as fit"
+    raise ConfigError(
+        f"--verify: {source.path} takes {size(wanted, exact=False)} in fp32, and {size(available, exact=False)} are "
+        f"free: {remedy}; or leave the flag out"
+    )
