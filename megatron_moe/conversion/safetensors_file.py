@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 
-LARGEST_HEADER = 32 * 2**20
-"""Bytes of a header; 140 000 tensors, more than any folder of a supported family has, take 21 MB."""
+LARGEST_HEADER = 16 * 2**20
+"""Bytes of a header: 100 000 tensors in one file. Parsed, the worst that a stranger can write takes 30 times that."""
 LARGEST_TENSOR = 16 * 2**30
 """Bytes of one tensor; the largest of the supported families takes 2.4 GB."""
 MOST_DIMENSIONS = 8
