@@ -5,32 +5,45 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from megatron_moe.parallel.sequence_chunks import in_order
 from tests.distributed import imported_cases as cases
 from tests.unit.conversion import tiny_models
 
-# layout -> ranks, flags, seeds of the models
-LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
-    "one": (1, {}, (1, 2)),
-    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, (1, 2)),
-    "PP2": (2, {"pipeline_model_parallel_size": 2}, (2, 3)),
-    "EP2": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, (1, 3)),
-    "TP2xEP2": (
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-        },
-        (2, 3),
+ALL = tuple(tiny_models.CASES)
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+class Layout(NamedTuple):
+    """Flags of a layout, and the models that are imported at it."""
+
+    ranks: int
+    flags: dict[str, Any]
+    seeds: tuple[int, ...]
+    cases: tuple[str, ...] = ALL
+
+
+LAYOUTS = {
+    "one": Layout(1, {}, (1, 2)),
+    "TP2": Layout(2, TP2, (3,)),
+    "PP2": Layout(2, PP2, (1,)),
+    "EP2": Layout(2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, (2,)),
+    "TP2xEP2": Layout(4, {**TP2, "expert_model_parallel_size": 2}, (3,)),
+    "TP2xEP2, experts whole": Layout(
+        2, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, (2,), ("glm4-moe",)
+    ),
+    "VPP": Layout(
+        2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, (3,), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")
+    ),
+    "CP2": Layout(
+        2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}, (1,), ("deepseek-v2-grouped", "qwen2-moe")
     ),
 }
-SEEDS = (1, 2, 3)
 
 
 @dataclass
@@ -74,25 +87,24 @@ def reference(case: str, seed: int, folder: Path) -> Reference:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory) -> dict[tuple[str, int], Reference]:
     folder = tmp_path_factory.mktemp("imported")
-    return {
-        (case, seed): reference(case, seed, folder / f"{case}-{seed}") for case in tiny_models.CASES for seed in SEEDS
-    }
+    wanted = sorted({(case, seed) for layout in LAYOUTS.values() for case in layout.cases for seed in layout.seeds})
+    return {(case, seed): reference(case, seed, folder / f"{case}-{seed}") for case, seed in wanted}
 
 
 @pytest.fixture(scope="module")
 def steps(gloo, references) -> dict[str, dict[tuple[str, int], list[dict[str, Any]]]]:
     """Layout -> (case, seed) -> what each rank saw."""
     found = {}
-    for layout, (ranks, flags, seeds) in LAYOUTS.items():
-        wanted = [(case, seed) for case in tiny_models.CASES for seed in seeds]
+    for name, layout in LAYOUTS.items():
+        wanted = [(case, seed) for case in layout.cases for seed in layout.seeds]
         folders = [references[key].folder for key in wanted]
-        by_rank = gloo.run_within(300, ranks, cases.imported, folders=folders, layout=flags)
-        found[layout] = {key: [rank[number] for rank in by_rank] for number, key in enumerate(wanted)}
+        by_rank = gloo.run_within(300, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
+        found[name] = {key: [rank[number] for rank in by_rank] for number, key in enumerate(wanted)}
     return found
 
 
 def pairs() -> list[Any]:
-    return [pytest.param(layout, case, id=f"{layout}-{case}") for layout in LAYOUTS for case in tiny_models.CASES]
+    return [pytest.param(layout, case, id=f"{layout}-{case}") for layout in LAYOUTS for case in LAYOUTS[layout].cases]
 
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
@@ -125,24 +137,29 @@ def by_hf_name(folder: str, flags: dict[str, Any], native: dict[str, torch.Tenso
     return found
 
 
-def in_order(ranks: list[dict[str, Any]], of_rank: Any) -> torch.Tensor:
-    """Rows of all tokens, sequence by sequence: data-parallel ranks have sequences, tensor-parallel ones parts of them."""
-    by_place = {(rank["place"]["dp_rank"], rank["place"]["tp_rank"]): of_rank(rank) for rank in ranks if of_rank(rank)}
-    replicas = sorted({dp for dp, _ in by_place})
-    slices = sorted({tp for _, tp in by_place})
-    rows = []
-    for dp in replicas:
-        for number in range(len(by_place[dp, slices[0]])):
-            rows.append([by_place[dp, tp][number] for tp in slices])
-    return rows
+def joined(ranks: list[dict[str, Any]], of_rank: Any, tp_axis: int) -> torch.Tensor:
+    """[T, ...] for all tokens: DP ranks have sequences, CP ranks chunks of each, TP ranks rows or columns of those."""
+    places = [rank["place"] for rank in ranks]
+    held = {
+        tuple(place[f"{axis}_rank"] for axis in ("dp", "cp", "tp")): of_rank(rank)
+        for place, rank in zip(places, ranks)
+        if of_rank(rank)
+    }
+    dps, cps, tps = (range(max(key[axis] for key in held) + 1) for axis in range(3))
+    sequences = []
+    for dp in dps:
+        for number in range(len(held[dp, 0, 0])):
+            parts = [torch.cat([held[dp, cp, tp][number] for tp in tps], dim=tp_axis) for cp in cps]
+            sequences.append(in_order(torch.cat(parts), len(cps)))
+    return torch.cat(sequences)
 
 
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, references, layout, case):
-    flags = LAYOUTS[layout][1]
-    for seed in LAYOUTS[layout][2]:
+    flags = LAYOUTS[layout].flags
+    for seed in LAYOUTS[layout].seeds:
         ranks, expected = steps[layout][case, seed], references[case, seed]
-        logits = torch.cat([torch.cat(parts, dim=-1) for parts in in_order(ranks, lambda rank: rank["logits"])])
+        logits = joined(ranks, lambda rank: rank["logits"], -1)
         assert bool(logits[:, tiny_models.VOCABULARY :].isneginf().all())
         difference = (logits[:, : tiny_models.VOCABULARY] - expected.logits.flatten(0, 1)).abs().max()
         assert float(difference) < 1e-4
@@ -150,8 +167,7 @@ def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, refe
         layers = {name for rank in ranks for name in rank["choices"]}
         assert layers == {f"decoder.layers.{layer}" for layer in expected.choices}
         for layer, chosen in expected.choices.items():
-            rows = in_order(ranks, lambda rank, layer=layer: rank["choices"].get(f"decoder.layers.{layer}"))
-            mine = torch.cat([torch.cat(parts) for parts in rows])
+            mine = joined(ranks, lambda rank, layer=layer: rank["choices"].get(f"decoder.layers.{layer}"), 0)
             assert torch.equal(mine.sort(-1).values, chosen.sort(-1).values), f"layer {layer}"
 
         assert {round(rank["loss"] - expected.loss, 5) for rank in ranks} == {0.0}
@@ -166,13 +182,13 @@ def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, refe
 
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_an_untouched_model_goes_back_bit_for_bit_under_the_same_names(steps, references, layout, case):
-    for seed in LAYOUTS[layout][2]:
+    for seed in LAYOUTS[layout].seeds:
         ranks, expected = steps[layout][case, seed], references[case, seed]
         native = assembled(ranks, "tensors")
         for rank in ranks:
             for key, bias in rank["biases"].items():
                 assert torch.equal(native.setdefault(key, bias), bias)
-        back = by_hf_name(expected.folder, LAYOUTS[layout][1], native)
+        back = by_hf_name(expected.folder, LAYOUTS[layout].flags, native)
         assert back.keys() == expected.tensors.keys()
         for name, value in expected.tensors.items():
             assert back[name].dtype == value.dtype and torch.equal(back[name], value), name
