@@ -37,6 +37,13 @@ WARNING = "CHECKPOINT WARNING: "
 """How notes begin that belong into the run's summary."""
 OWNER = ".megatron_moe_checkpoints"
 """An empty file in every folder that a run saves to: it tells the folder from a wrong path before a step is there."""
+ENGINE_FORMAT = {
+    "common_backend": "torch",
+    "common_backend_version": 1,
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+}
+"""What `metadata.json` says: the engine's own mark of the format."""
 LARGEST_JSON = 64 * 2**20
 """Bytes of a configuration or state that are read at most."""
 

@@ -249,11 +249,11 @@ def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None]
         parts.append(Part(start, extent, places.pop((key, start))))
     filled = sum(math.prod(part.shape) for part in parts)
     _require(filled == math.prod(shape), f"the parts of {key} hold {filled} elements of {math.prod(shape)}")
-    _require(not _overlap(parts), f"parts of {key} overlap, so that others are missing")
+    _require(not overlap(parts), f"parts of {key} overlap, so that others are missing")
     return Tensor(dtype, shape, tuple(parts))
 
 
-def _overlap(parts: list[Part]) -> bool:
+def overlap(parts: list[Part]) -> bool:
     """Whether two boxes share an element: a sweep along the first axis, over those that it is inside of."""
     inside: list[Part] = []
     for part in sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start):

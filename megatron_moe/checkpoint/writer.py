@@ -35,16 +35,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.durable import HashingFile, write_bytes
+from megatron_moe.checkpoint.folder import ENGINE_FORMAT
 from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
 
 COMMON = "common.pt"
-_FORMAT = {
-    "common_backend": "torch",
-    "common_backend_version": 1,
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-}
 _PER_ITEM = 2048
 """Bytes that torch's archive adds to a tensor, at most, for the estimate."""
 
@@ -170,7 +165,7 @@ def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, En
         writer.finish(staged.metadata, [part.results for part in written])
     files = writer.fs.entries()
     files[COMMON] = write_bytes(folder / COMMON, staged.common)
-    files["metadata.json"] = write_bytes(folder / "metadata.json", json.dumps(_FORMAT).encode())
+    files["metadata.json"] = write_bytes(folder / "metadata.json", json.dumps(ENGINE_FORMAT).encode())
     for part in written:
         files.update(part.files)
     return files

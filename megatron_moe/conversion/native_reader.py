@@ -1,0 +1,161 @@
+"""Any box of any tensor of a step, whatever parts it was saved in: memory for the box, no model, no process group."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import manifest, pickles
+from megatron_moe.checkpoint.index import Index, Part, Place, UntrustedError
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion.transforms import Shape
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the bytes of a part lie in its file: the storage's first byte and size, and the tensor's place in it."""
+
+    first_byte: int
+    num_bytes: int
+    dtype: torch.dtype
+    stride: Shape
+    storage_offset: int
+    contiguous: bool
+
+
+class NativeReader:
+    """The tensors of one step.
+
+    Attributes:
+        index: shapes, dtypes and parts of all tensors, checked against the manifest.
+    """
+
+    def __init__(self, step: Path) -> None:
+        self.step = step
+        try:
+            self.index: Index = pickles.check(step, manifest.read(step).files)
+        except (UntrustedError, manifest.ManifestError, OSError) as error:
+            raise ConfigError(f"{step}: refused: {error}") from error
+        self._layouts: dict[Place, _Layout] = {}
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor, as it is stored."""
+        dtype: torch.dtype = getattr(torch, self.index.tensors[key].dtype)
+        return dtype
+
+    def read(self, key: str, start: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """A box of a tensor in memory of its own; by default all of it.
+
+        Raises:
+            ConfigError: a part is not what the index says, or cannot be read.
+        """
+        whole = self.index.tensors[key]
+        start = (0,) * len(whole.shape) if start is None else start
+        shape = whole.shape if shape is None else shape
+        result, filled = torch.empty(shape, dtype=self.dtype(key)), 0
+        for part in whole.parts:
+            low = [max(a, b) for a, b in zip(start, part.start)]
+            high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, part.start, part.shape)]
+            if not all(a < b for a, b in zip(low, high)):
+                continue
+            box = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))
+            try:
+                content = self._box(key, part, box)
+            except (UntrustedError, OSError) as error:
+                raise ConfigError(f"{self.step}: refused: {error}") from error
+            filled += content.numel()
+            if content.shape == result.shape:
+                result = content
+            else:
+                result[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))] = content
+        if filled != math.prod(shape):
+            raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
+        return result
+
+    def _box(self, key: str, part: Part, box: tuple[slice, ...]) -> Tensor:
+        """Of a part. Only the rows are read that it has a share in."""
+        if part.place not in self._layouts:
+            self._layouts[part.place] = self._layout(key, part)
+        layout = self._layouts[part.place]
+        if not layout.contiguous:
+            flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
+            return flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
+        rows = box[0] if box else slice(0, 1)
+        row_bytes = math.prod(part.shape[1:]) * layout.dtype.itemsize
+        first = layout.first_byte + layout.storage_offset * layout.dtype.itemsize + rows.start * row_bytes
+        content = self._bytes(part.place, first, (rows.stop - rows.start) * row_bytes).view(layout.dtype)
+        if not box:
+            return content.view(())
+        inner = (slice(None), *box[1:])
+        return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
+
+    def _layout(self, key: str, part: Part) -> _Layout:
+        """Of a part, from its archive's small records; its numbers are not read."""
+        place = part.place
+        with open(self.step / place.file, "rb") as file:
+            try:
+                value = torch.load(cast(IO[bytes], _Section(file, place)), map_location="meta", weights_only=True)
+            except Exception as error:  # whatever an archive made for it can raise
+                raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {pickles.words(error)}") from None
+        fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
+        if not fits:
+            wanted = f"{self.index.tensors[key].dtype} {list(part.shape)}"
+            raise UntrustedError(f"{key} in {place.file} is not the {wanted} of the index")
+        storage = value.untyped_storage()
+        first: Any = getattr(storage, "_checkpoint_offset", None)
+        if type(first) is not int or first < 0 or first + storage.nbytes() > place.length:
+            raise UntrustedError(f"{key} in {place.file}: its numbers do not lie in its {place.length} bytes")
+        return _Layout(
+            place.offset + first,
+            storage.nbytes(),
+            value.dtype,
+            tuple(value.stride()),
+            int(value.storage_offset()),
+            value.is_contiguous(),
+        )
+
+    def _bytes(self, place: Place, first: int, count: int) -> Tensor:
+        content = torch.empty(count, dtype=torch.uint8)
+        with open(self.step / place.file, "rb", buffering=0) as file:
+            file.seek(first)
+            view, done = memoryview(content.numpy()), 0
+            while done < count:
+                got = file.readinto(view[done:])
+                if not got:
+                    raise UntrustedError(f"{place.file} ends {count - done} bytes early")
+                done += got
+        return content
+
+
+class _Section(io.RawIOBase):
+    """One value of a data file, as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, place: Place) -> None:
+        self._file, self._place, self._position = file, place, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._place.length}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(0, self._place.length - self._position)
+        self._file.seek(self._place.offset + self._position)
+        count = self._file.readinto(memoryview(buffer)[:left])
+        self._position += count
+        return count

@@ -1,0 +1,20 @@
+#!/usr/bin/env python3
+"""Hugging Face folder <-> checkpoint of ours, with a certificate. See `megatron_moe/conversion/convert_cli.py`.
+
+python tools/convert_checkpoint.py --from hf --to native --load models/deepseek-v2-lite --save checkpoints/lite
+python tools/convert_checkpoint.py --from native --to hf --load runs/lite/checkpoints --save models/mine
+python tools/convert_checkpoint.py --from native --to native --load runs/lite/checkpoints --save one-file-per-layer
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_moe.conversion.convert_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
