@@ -93,7 +93,7 @@ class Parity:
         compared = sum(one.tokens for one in self.choices.values())
         equal, ties = (sum(getattr(one, name) for one in self.choices.values()) for name in ("equal", "ties"))
         return [
-            f"parity with transformers on {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
+            f"parity with transformers, {self.shape[0]} x {self.shape[1]} random tokens through {self.layers} layers: "
             f"{'passed' if self.passed else 'FAILED'}",
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
