@@ -8,6 +8,8 @@ from typing import Any
 from megatron_moe.config.errors import ConfigError
 
 _MISSING = object()
+LARGEST = 2**31 - 1
+"""Beyond any size of a model: a configuration is not trusted to be worth its arithmetic."""
 
 
 class Keys:
@@ -42,15 +44,14 @@ class Keys:
     def raw(self, *names: str) -> Any:
         """The value under the first of the names that is there, None where none is; all of them have to agree."""
         self._read.update(names)
-        given = {name: self.values[name] for name in names if self.values.get(name) is not None}
-        first = next(iter(given), None)
-        for name, value in given.items():
-            if value != given[first]:  # type: ignore[index]
-                raise self.refusal(
-                    name,
-                    f"contradicts {self.prefix}{first} {given[first]!r}, which means the same",  # type: ignore[index]
-                )
-        return None if first is None else given[first]
+        given = [name for name in names if self.values.get(name) is not None]
+        if not given:
+            return None
+        first, value = given[0], self.values[given[0]]
+        for name in given[1:]:
+            if self.values[name] != value:
+                raise self.refusal(name, f"contradicts {self.prefix}{first} {value!r}, which means the same")
+        return value
 
     def _given(self, names: tuple[str, ...], default: Any, kind: str) -> Any:
         value = self.raw(*names)
@@ -60,13 +61,14 @@ class Keys:
             raise self.refusal(names[0], f"has to be {kind}; the model cannot be told without it")
         return default
 
-    def integer(self, *names: str, low: int = 1, default: Any = _MISSING) -> Any:
-        """An int >= low."""
+    def integer(self, *names: str, low: int = 1, high: int = LARGEST, default: Any = _MISSING) -> Any:
+        """An int from low to high."""
         value = self._given(names, default, f"an integer of at least {low}")
         if value is default:
             return value
-        if type(value) is not int or value < low:
-            raise self.refusal(self._spelled(names), f"has to be an integer of at least {low}")
+        if type(value) is not int or not low <= value <= high:
+            limits = f"of at least {low}" if high == LARGEST else f"from {low} to {high}"
+            raise self.refusal(self.spelled(names), f"has to be an integer {limits}")
         return value
 
     def number(self, *names: str, positive: bool = True, default: Any = _MISSING) -> Any:
@@ -76,7 +78,7 @@ class Keys:
         if value is default:
             return value
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (positive and value == 0):
-            raise self.refusal(self._spelled(names), f"has to be {kind}")
+            raise self.refusal(self.spelled(names), f"has to be {kind}")
         return float(value)
 
     def boolean(self, *names: str, default: Any = _MISSING) -> Any:
@@ -85,7 +87,16 @@ class Keys:
         if value is default:
             return value
         if type(value) is not bool:
-            raise self.refusal(self._spelled(names), "has to be true or false")
+            raise self.refusal(self.spelled(names), "has to be true or false")
+        return value
+
+    def integers(self, name: str, low: int, high: int) -> list[int]:
+        """A list of ints from low to high; empty where it is missing or null."""
+        value = self.raw(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or any(type(item) is not int or not low <= item <= high for item in value):
+            raise self.refusal(name, f"has to be a list of integers from {low} to {high}")
         return value
 
     def dictionary(self, name: str) -> dict[str, Any] | None:
@@ -98,14 +109,16 @@ class Keys:
     def only(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
         """Refuse a key whose value is there and none of those allowed (null is allowed)."""
         value = self.raw(key)
-        if value is not None and (value not in allowed or (type(value) is bool) != (type(allowed[0]) is bool)):
-            raise self.refusal(key, f"{reason}; this works: {' or '.join(repr(item) for item in allowed)}")
+        if value is None or any(type(value) is type(item) and value == item for item in allowed):
+            return
+        works = " or ".join(repr(item) for item in allowed) if allowed else "null"
+        raise self.refusal(key, f"{reason}; this works: {works}")
 
     def assumed(self, key: str, value: Any) -> None:
         """Note what a missing key is taken for."""
         self.notes.append(f"config.json has no {self.prefix}{key}: taken as {value!r}, transformers' default")
 
-    def _spelled(self, names: tuple[str, ...]) -> str:
+    def spelled(self, names: tuple[str, ...]) -> str:
         """The first of the names that the file uses."""
         return next((name for name in names if self.values.get(name) is not None), names[0])
 

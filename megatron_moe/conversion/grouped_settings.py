@@ -7,12 +7,18 @@ from typing import Any
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.conversion.config_keys import Keys
-from megatron_moe.conversion.latent_settings import biased_sigmoid, routed_and_shared, routed_and_shared_keys, topk
-from megatron_moe.conversion.layer_patterns import sparse_step
+from megatron_moe.conversion.latent_settings import (
+    biased_sigmoid,
+    expert_count,
+    routed_and_shared,
+    routed_and_shared_keys,
+    topk,
+)
+from megatron_moe.conversion.layer_patterns import MOST_LAYERS, sparse_step
 from megatron_moe.conversion.rope_settings import rope_keys, rope_settings
 
 
-def _attention(keys: Keys) -> dict[str, Any]:
+def _attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     groups = keys.integer("num_key_value_heads")
     if heads % groups:
@@ -20,7 +26,7 @@ def _attention(keys: Keys) -> dict[str, Any]:
     size = keys.integer("head_dim", default=None)
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
-    flat = rope_settings(keys)
+    flat = rope_settings(keys, partly_rotated=partly_rotated)
     width = hidden // heads if size is None else size
     if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
         raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
@@ -44,14 +50,15 @@ def _no_window(keys: Keys, switched: bool = False) -> None:
         keys.raw("sliding_window")
     elif keys.has("sliding_window") and keys.integer("sliding_window") < keys.integer("max_position_embeddings"):
         raise keys.refusal("sliding_window", "attention is over the whole sequence here; null works")
-    if any(kind != "full_attention" for kind in keys.raw("layer_types") or []):
+    kinds = keys.raw("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * keys.integer("num_hidden_layers", high=MOST_LAYERS):
         raise keys.refusal("layer_types", 'attention is over the whole sequence here: "full_attention" for all layers')
 
 
 def mixtral(keys: Keys) -> dict[str, Any]:
     """A softmax over the chosen experts, in every layer, and nothing shared; intermediate_size is an expert's width."""
     _no_window(keys)
-    experts = keys.integer("num_local_experts", "num_experts", low=2)
+    experts = expert_count(keys, "num_local_experts", "num_experts")
     chosen = topk(keys, experts)
     return {
         **_attention(keys),
@@ -66,7 +73,7 @@ def mixtral(keys: Keys) -> dict[str, Any]:
 
 def _qwen(keys: Keys) -> dict[str, Any]:
     _no_window(keys, switched=True)
-    experts = keys.integer("num_experts", "num_local_experts", low=2)
+    experts = expert_count(keys, "num_experts", "num_local_experts")
     return {
         **_attention(keys),
         "num_experts": experts,
@@ -99,9 +106,7 @@ def qwen3_moe(keys: Keys) -> dict[str, Any]:
 def glm4_moe(keys: Keys) -> dict[str, Any]:
     """DeepSeek-V3's router and experts, grouped-query attention of which a part of each head is rotated."""
     _no_window(keys)
-    if not keys.has("partial_rotary_factor") and not (keys.raw("rope_parameters") or {}).get("partial_rotary_factor"):
-        raise keys.refusal("partial_rotary_factor", "the share of a head that is rotated; GLM-4.5's is 0.5")
-    flat = {**_attention(keys), **routed_and_shared(keys, "num_local_experts")}
+    flat = {**_attention(keys, partly_rotated=True), **routed_and_shared(keys, "num_local_experts")}
     normed = keys.boolean("use_qk_norm", default=None)
     if normed is None:
         normed = False

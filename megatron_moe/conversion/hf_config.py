@@ -18,6 +18,7 @@ from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, build, flatt
 from megatron_moe.conversion import grouped_settings, latent_settings
 from megatron_moe.conversion.config_keys import Keys
 from megatron_moe.conversion.families import Family, family_of
+from megatron_moe.conversion.layer_patterns import MOST_LAYERS
 from megatron_moe.conversion.rope_settings import amplitude
 
 _READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
@@ -80,17 +81,19 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
     keys = Keys(config, where)
     _check_quantization(keys)
     keys.only("hidden_act", ("silu",), "MLPs and experts are gated by SiLU here")
-    keys.only("clip_qkv", (), "queries, keys and values are not clipped here; null works")
+    keys.only("clip_qkv", (), "queries, keys and values are not clipped here")
+    if not keys.has("hidden_act"):
+        keys.assumed("hidden_act", "silu")
     tied = keys.boolean("tie_word_embeddings", default=None)
     if tied is None:
         tied = False
         keys.assumed("tie_word_embeddings", tied)
     if keys.raw("dtype", "torch_dtype") not in (None, "bfloat16", "float16", "float32", "auto"):
-        raise keys.refusal("torch_dtype", "weights are bfloat16, float16 or float32")
+        raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
     flat = {
         **_defaults(),
         "vocab_size": keys.integer("vocab_size", low=2),
-        "num_layers": keys.integer("num_hidden_layers"),
+        "num_layers": keys.integer("num_hidden_layers", high=MOST_LAYERS),
         "hidden_size": keys.integer("hidden_size"),
         "num_attention_heads": keys.integer("num_attention_heads"),
         "norm_epsilon": keys.number("rms_norm_eps"),
@@ -129,7 +132,7 @@ def _check_quantization(keys: Keys) -> None:
 def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | None:
     """Depths of multi-token prediction that are imported."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    count = keys.integer(*names, low=0, default=0)
+    count = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
     if family.name not in _WITH_PREDICTION:
         if count or has_tensors:
             raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
@@ -139,8 +142,8 @@ def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | N
     if count and not has_tensors:
         keys.notes.append(
             f"WARNING: config.json has num_nextn_predict_layers {count}, and the folder none of their tensors: "
-            "transformers drops them when it saves a model. The model is read without these layers; to train them take "
-            "the published folder"
+            "transformers drops them when it saves a model. The model is read without these layers; to train them, take"
+            " the published folder"
         )
         return None
     return count or None

@@ -7,8 +7,10 @@ from typing import Any
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.conversion.config_keys import Keys
-from megatron_moe.conversion.layer_patterns import first_dense_of, first_layers_dense
+from megatron_moe.conversion.layer_patterns import MOST_LAYERS, first_dense_of, first_layers_dense
 from megatron_moe.conversion.rope_settings import rope_keys, rope_settings
+
+_MOST_EXPERTS = 200_000  # of all layers together; twice those of the largest model that is published
 
 
 def _latent(keys: Keys) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
     Args:
         aliases: other names of n_routed_experts.
     """
-    experts = keys.integer("n_routed_experts", *aliases, low=2)
+    experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
     if not keys.has("n_shared_experts"):
@@ -61,6 +63,12 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
         "moe_router_topk": topk(keys, experts),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
     }
+
+
+def expert_count(keys: Keys, *names: str) -> int:
+    """Experts per layer, as many as all layers together may have."""
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
+    return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
 
 
 def topk(keys: Keys, experts: int) -> int:

@@ -8,6 +8,9 @@ from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.conversion.config_keys import Keys
 
+MOST_LAYERS = 10_000
+"""As many as an expression of --moe-layer-freq may have."""
+
 
 def layer_freq(pattern: list[int]) -> int | str:
     """--moe-layer-freq of a pattern: 1 where all layers are MoE layers, else an expression like [0]+[1]*26."""
@@ -19,7 +22,8 @@ def layer_freq(pattern: list[int]) -> int | str:
 
 def first_layers_dense(keys: Keys) -> int | str:
     """DeepSeek's and GLM's rule: the first layers are dense."""
-    layers, dense = keys.integer("num_hidden_layers"), keys.integer("first_k_dense_replace", low=0)
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
+    dense = keys.integer("first_k_dense_replace", low=0)
     if dense >= layers:
         raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers to be a MoE layer")
     return layer_freq([0] * dense + [1] * (layers - dense))
@@ -32,14 +36,12 @@ def first_dense_of(run: Run) -> int:
 
 def sparse_step(keys: Keys) -> int | str:
     """Qwen's rule: every decoder_sparse_step-th layer counted from one, but for those listed."""
-    layers = keys.integer("num_hidden_layers")
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     step = keys.integer("decoder_sparse_step", default=None)
     if step is None:
         step = 1
         keys.assumed("decoder_sparse_step", step)
-    listed = keys.raw("mlp_only_layers") or []
-    if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
-        raise keys.refusal("mlp_only_layers", f"has to be a list of layers between 0 and {layers - 1}")
+    listed = keys.integers("mlp_only_layers", 0, layers - 1)
     pattern = [int(layer not in listed and (layer + 1) % step == 0) for layer in range(layers)]
     if not any(pattern):
         raise keys.refusal("decoder_sparse_step", f"leaves none of the {layers} layers to be a MoE layer")

@@ -29,12 +29,13 @@ _YARN_KEYS = {
 _SPELLED_BESIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
-def rope_settings(keys: Keys, latent_width: int | None = None) -> dict[str, Any]:
+def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: bool = False) -> dict[str, Any]:
     """Fields of the rotary embedding.
 
     Args:
         latent_width: of the rotary part of latent attention, for which alone yarn is computed; other ways of
             stretching are for none.
+        partly_rotated: whether the family rotates a share of each head, which it then has to tell; others ignore it.
 
     Raises:
         ConfigError: kinds of rotary embedding that are not computed here, spellings that contradict each other.
@@ -53,11 +54,12 @@ def rope_settings(keys: Keys, latent_width: int | None = None) -> dict[str, Any]
             raise keys.refusal("rope_scaling", f"contradicts rope_parameters {v5.values!r}, which means the same")
     stretched = hub if hub is not None else v5
     flat: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": 1.0}
-    if partial is not None:
-        if partial > 1.0 or (latent and partial != 1.0):
-            rule = "latent attention rotates all of qk_rope_head_dim: 1.0" if latent else "a share of a head: at most 1"
-            raise keys.refusal("partial_rotary_factor", f"{partial}: {rule}")
+    if partly_rotated:
+        if partial is None or partial > 1.0:
+            raise keys.refusal("partial_rotary_factor", "the share of a head that is rotated, up to 1; GLM-4.5: 0.5")
         flat["rotary_percent"] = partial
+    elif partial not in (None, 1.0):
+        raise keys.refusal("partial_rotary_factor", f"{partial}: this family rotates whole heads; 1.0 works, or none")
     kind = "default" if stretched is None else _kind(stretched)
     if kind == "default" or stretched is None:
         if stretched is not None and stretched.number("factor", default=1.0) != 1.0:

@@ -8,11 +8,13 @@ other experts, an epsilon that is not the latent norms', groups of experts that 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 131
 
@@ -248,3 +250,56 @@ def fill(model: torch.nn.Module, seed: int) -> None:
             if name.endswith("e_score_correction_bias"):
                 # Near 4 a bfloat16 steps by 0.03; the scores that the bias is added to spread by about 0.2.
                 buffer.copy_(4.0 + 0.1 * drawn(buffer))
+
+
+def add_prediction_layers(folder: Path, seed: int, depths: int = 1) -> None:
+    """Put layers of multi-token prediction behind a saved model's, as DeepSeek-V3 and GLM-4.5 are published with.
+
+    transformers has no such layers to save: they are written as deepseek-ai/DeepSeek-V3's README_WEIGHTS.md names
+    them, a whole layer beside what merges two vectors, and copies of both tables.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    said = json.loads((folder / "config.json").read_text())
+    layers, hidden = said["num_hidden_layers"], said["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith(f"model.layers.{layers - 1}.")}
+    tables = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    dtype = tables[0].dtype
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for depth in range(depths):
+        there = f"model.layers.{layers + depth}."
+        for name, tensor in last.items():
+            spread = drawn(*tensor.shape)
+            if tensor.dim() == 1:
+                new = tensor + 0.1 * spread
+            else:
+                new = spread * tensor.shape[-1] ** -0.5
+            tensors[there + name.removeprefix(f"model.layers.{layers - 1}.")] = new.to(tensor.dtype)
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{there}{norm}.weight"] = (1.0 + 0.25 * drawn(hidden)).to(dtype)
+        tensors[f"{there}eh_proj.weight"] = (drawn(hidden, 2 * hidden) * (2 * hidden) ** -0.5).to(dtype)
+        tensors[f"{there}embed_tokens.weight"] = tables[0].clone()
+        tensors[f"{there}shared_head.head.weight"] = tables[1].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**said, "num_nextn_predict_layers": depths}))
+
+
+def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 5 writes it, in the words that older versions wrote and the hub is full of."""
+    hub = copy.deepcopy(config)
+    rope = hub.pop("rope_parameters")
+    hub["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        hub["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    hub["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if "dtype" in hub:
+        hub["torch_dtype"] = hub.pop("dtype")
+    if hub["model_type"] == "qwen3_moe":
+        hub["num_experts"] = hub.pop("num_local_experts")
+    if hub["model_type"] == "deepseek_v3":
+        hub |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    return hub

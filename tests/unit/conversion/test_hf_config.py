@@ -1,0 +1,225 @@
+"""config.json: read in both spellings, written such that transformers and we read the same model from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.conversion import hf_config
+from megatron_moe.conversion.families import FAMILIES, family_of_run
+from megatron_moe.model import rotary
+from tests.unit.conversion import tiny_models
+
+SAVED = {}
+
+
+def saved(case: str) -> dict:
+    """config.json of a case, as transformers writes it."""
+    if case not in SAVED:
+        config = tiny_models.config(case)
+        config.architectures = [f"{tiny_models.CASES[case][0]}ForCausalLM"]
+        SAVED[case] = json.loads(config.to_json_string())
+    return copy.deepcopy(SAVED[case])
+
+
+def read(config: dict, prediction: bool = False) -> hf_config.Settings:
+    return hf_config.settings(config, has_prediction_layers=prediction, where="--load-hf folder")
+
+
+def loaded(config: dict) -> torch.nn.Module:
+    """What transformers builds of a config.json, without memory for its weights."""
+    fields = dict(config)
+    described = transformers.AutoConfig.for_model(fields.pop("model_type"), **copy.deepcopy(fields))
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(described)
+
+
+@pytest.mark.parametrize("case", tiny_models.CASES)
+def test_both_spellings_say_the_same_without_a_note(case):
+    v5 = read(saved(case))
+    hub = read(tiny_models.hub_spelling(saved(case)))
+    assert v5.flat == hub.flat
+    assert v5.notes == hub.notes == []
+    assert v5.family is hub.family is family_of_run(build(v5.flat))
+
+
+@pytest.mark.parametrize("case", tiny_models.CASES)
+def test_what_is_read_has_as_many_parameters_as_transformers_builds(case):
+    run = build(read(saved(case)).flat)
+    theirs = sum(parameter.numel() for parameter in loaded(saved(case)).parameters())
+    assert derived.parameter_count(run, tiny_models.VOCABULARY) == theirs
+
+
+@pytest.mark.parametrize("case", tiny_models.CASES)
+def test_a_written_configuration_is_read_as_the_run_and_by_transformers(case):
+    run = build(read(saved(case)).flat)
+    written = hf_config.config_of(run, family_of_run(run), "bfloat16")
+    assert read(written).flat == read(saved(case)).flat
+    assert hf_config.differences(run, read(written).flat) == []
+    model = loaded(written)
+    assert type(model).__name__ == written["architectures"][0]
+    # Everything that the case had set is there again, by transformers' own names.
+    for key, value in tiny_models.CASES[case][1].items():
+        found = getattr(model.config, key)
+        if key == "rope_parameters":
+            found = {name: found[name] for name in value}
+        assert found == value or key in ("decoder_sparse_step", "mlp_only_layers"), key
+    again = json.loads(model.config.to_json_string())
+    assert read(again).flat == read(saved(case)).flat, "saved once more by transformers, it is another model"
+
+
+def test_a_written_configuration_has_the_words_of_both():
+    run = build(read(saved("qwen3-moe")).flat)
+    written = hf_config.config_of(run, FAMILIES["qwen3-moe"], "bfloat16")
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+    assert written["num_experts"] == written["num_local_experts"] == 8
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6
+    run = build(read(saved("deepseek-v3")).flat)
+    written = hf_config.config_of(run, FAMILIES["deepseek-v3"], "float32")
+    assert written["rope_scaling"]["type"] == written["rope_parameters"]["rope_type"] == "yarn"
+    assert written["rope_scaling"]["mscale_all_dim"] == written["rope_parameters"]["mscale_all_dim"] == 1.0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_written_and_is_read_again(name):
+    run = build({"vocab_size": 1000, **PRESETS[name]})
+    family = family_of_run(run)
+    assert hf_config.differences(run, read(hf_config.config_of(run, family, "bfloat16")).flat) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "flag"),
+    [
+        ({"moe_layer_freq": "[1]+[0]*1+[1]*2"}, "deepseek-v3", "--moe-layer-freq"),
+        ({"moe_shared_expert_intermediate_size": 40}, "deepseek-v3", "--moe-shared-expert-intermediate-size"),
+        ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
+        ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
+        ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
+        ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
+        ({}, "mixtral", "--multi-latent-attention"),
+        ({"num_experts": None}, "deepseek-v3", "--num-experts"),
+    ],
+)
+def test_a_model_that_a_format_cannot_say_is_not_written(changes, family, flag):
+    run = replace(build({"vocab_size": 1000, **PRESETS["tiny"]}), **changes)
+    with pytest.raises(ConfigError, match=flag):
+        hf_config.config_of(run, FAMILIES[family], "bfloat16")
+
+
+# ---- yarn
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+SCALES = [
+    {"mscale": 0.707, "mscale_all_dim": 0.707},
+    {"mscale": 1.0, "mscale_all_dim": 0.5},
+    {},
+    {"mscale": 0.707},
+    {"mscale": 0.707, "mscale_all_dim": 0},
+    {"mscale_all_dim": 0.8},
+    {"mscale": 0, "mscale_all_dim": 0.8},
+    {"attention_factor": 1.25},
+    {"attention_factor": 1.25, "mscale": 0.3, "mscale_all_dim": 0.8},
+    {"factor": 1.0},
+    {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"beta_fast": None, "beta_slow": None, "truncate": True},
+    {"rope_theta": 50000.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0},
+]
+
+
+def rotation(run: Run) -> tuple[torch.Tensor, float, float]:
+    """Frequencies, amplitude of cosine and sine, and scale of the softmax, of our latent attention."""
+    config = SimpleNamespace(**{name: getattr(run.model, name) for name in run.model.__dataclass_fields__})
+    ours = rotary.Rotary(config)
+    return ours.frequencies, ours.amplitude, rotary.softmax_scale(config)
+
+
+@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3"])
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+def test_yarn_rotates_and_scales_as_in_transformers(case, scales):
+    config = saved(case)
+    config["rope_parameters"] = {key: value for key, value in {**YARN, **scales}.items() if value is not None}
+    config["max_position_embeddings"] = 163840
+    described = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    name = tiny_models.CASES[case][0]
+    module = getattr(transformers.models, {"DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3"}[name])
+    modeling = getattr(module, f"modeling_{module.__name__.rsplit('.', 1)[1]}")
+    theirs = getattr(modeling, f"{name}RotaryEmbedding")(described)
+    with torch.device("meta"):
+        attention = getattr(modeling, f"{name}Attention")(described, 0)
+    run = build(read(config).flat)
+    for spelled in (run, build(read(hf_config.config_of(run, FAMILIES[read(config).family.name], "float32")).flat)):
+        frequencies, amplitude, softmax_scale = rotation(spelled)
+        torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-6, atol=0.0)
+        assert amplitude == pytest.approx(theirs.attention_scaling, rel=1e-12)
+        assert softmax_scale == pytest.approx(attention.scaling, rel=1e-12)
+
+
+# ---- multi-token prediction, quantisation, what is missing
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "glm4-moe"])
+def test_prediction_layers_are_read_where_their_tensors_are(case):
+    promised = {**saved(case), "num_nextn_predict_layers": 2}
+    assert read(promised, prediction=True).flat["mtp_num_layers"] == 2
+    without = read(promised)
+    assert without.flat["mtp_num_layers"] is None
+    assert "WARNING" in without.notes[0] and "num_nextn_predict_layers 2" in without.notes[0]
+    run = build(read(promised, prediction=True).flat)
+    assert hf_config.config_of(run, family_of_run(run), "bfloat16")["num_nextn_predict_layers"] == 2
+
+
+def test_fp8_in_blocks_is_read():
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert read({**saved("deepseek-v3"), "quantization_config": quantized}).flat == read(saved("deepseek-v3")).flat
+
+
+def test_kimi_k2_is_read_as_deepseek_v3():
+    config = {**tiny_models.hub_spelling(saved("moonlight")), "model_type": "kimi_k2"}
+    assert read(config).family is FAMILIES["deepseek-v3"]
+    assert read(config).flat == read(saved("moonlight")).flat
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("qwen2-moe", "decoder_sparse_step", 1),
+        ("glm4-moe", "use_qk_norm", False),
+        ("mixtral", "tie_word_embeddings", False),
+        ("deepseek-v3", "hidden_act", "silu"),
+        ("deepseek-v3", "tie_word_embeddings", False),
+    ],
+)
+def test_a_key_with_one_meaning_may_be_missing_and_is_told(case, key, value):
+    config = saved(case)
+    with_default = read({**config, key: value})
+    del config[key]
+    without = read(config)
+    assert without.flat == with_default.flat
+    assert any(key in note and repr(value) in note for note in without.notes)
+
+
+def test_unknown_keys_are_told_and_not_read():
+    (note,) = read({**saved("mixtral"), "new_thing": 3, "other": None}).notes
+    assert "new_thing" in note and "other" not in note
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    assert read({**saved("mixtral"), "sliding_window": 512}).flat == read(saved("mixtral")).flat
+    # Qwen's is read only where its switch is on.
+    assert read({**saved("qwen3-moe"), "sliding_window": 16}).flat == read(saved("qwen3-moe")).flat
