@@ -20,6 +20,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
 from megatron_moe.model.generate import evaluation
 from megatron_moe.model.mla import LatentAttention
@@ -29,6 +31,14 @@ from megatron_moe.model.sampling import Sampling, choose
 Step = Callable[[Tensor], Tensor]
 """Tokens [B, S] int64 that follow those before -> logits [B, padded vocabulary] fp32 of what follows the last one. The
 first call takes the whole prompt, every other one token."""
+
+
+def numbers_per_token(run: Run) -> int:
+    """Numbers of the model's dtype that all layers together keep of a token."""
+    model = run.model
+    if model.multi_latent_attention:
+        return model.num_layers * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
+    return model.num_layers * 2 * derived.num_query_groups(run) * derived.head_size(run)
 
 
 @contextlib.contextmanager

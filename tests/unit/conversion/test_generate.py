@@ -1,0 +1,188 @@
+"""Text from checkpoints: token by token what transformers generates, and the tool's flags, tokenizers and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import tokenizers
+import torch
+
+from megatron_moe.conversion import convert_cli, generate_cli
+from megatron_moe.conversion.opened import opened
+from megatron_moe.conversion.source import locate
+from megatron_moe.model.key_value_cache import continuation
+from tests.unit.conversion import tiny_models
+
+PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
+NEW = 24
+
+
+def continued(model, prompt, new=NEW):
+    """What transformers generates without drawing."""
+    output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new, eos_token_id=None)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("case", tiny_models.CASES)
+def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
+    model = tiny_models.make(case, 1, tmp_path)
+    with opened(locate(tmp_path)) as found:
+        for prompt in PROMPTS:
+            got = list(continuation(found.model, prompt, NEW, vocab_size=found.vocab_size))
+            assert got == continued(model, prompt)
+
+
+# ---- the tool
+
+
+WORDS = ["<s>", "</s>", *(f"w{number}" for number in range(2, tiny_models.VOCABULARY))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer of one token per word, as transformers saves both; and the model."""
+    path = tmp_path_factory.mktemp("hf")
+    model = tiny_models.make("deepseek-v3", 2, path)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w2")
+    )
+    words.add_special_tokens(["<s>", "</s>"])
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(path / "tokenizer.json"))
+    said = {"eos_token": "</s>", "bos_token": "<s>", "add_bos_token": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def native(folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("native") / "root"
+    convert = ["--from", "hf", "--to", "native", "--load", str(folder[0]), "--save", str(root)]
+    assert convert_cli.main(convert) == 0
+    return root
+
+
+def run(capsys, *flags):
+    """(exit code, stdout, stderr without its prefix)."""
+    code = generate_cli.main([str(flag) for flag in flags])
+    told = capsys.readouterr()
+    return code, told.out, [line.removeprefix("generate.py: ") for line in told.err.splitlines()]
+
+
+def text(ids):
+    return " ".join(WORDS[token] for token in ids if token > 1)
+
+
+def test_a_converted_checkpoint_speaks_with_the_tokenizer_it_came_with(native, folder, capsys, tmp_path):
+    prompt = "w7 w11 w30"
+    (tmp_path / "prompt").write_text(prompt)
+    flags = ["--load", native, "--max-new-tokens", 8, "--no-stop-at-eod"]
+    code, out, err = run(capsys, *flags, "--prompt", "w40", "--prompt-file", tmp_path / "prompt")
+    expected = [f"{words} {text(continued(folder[1], ids, 8))}\n" for words, ids in
+                (("w40", [0, 40]), (prompt, [0, 7, 11, 30]))]  # fmt: skip
+    assert code == 0
+    assert out == "\n".join(expected)
+    assert "prompt of 2 tokens" in err[-2] and "prompt of 4 tokens" in err[-1] and "7 tokens: " in err[-1]
+    # Without the first token, and in bfloat16, other text comes.
+    assert run(capsys, *flags, "--prompt", prompt, "--no-add-bos")[1] == (
+        f"{prompt} {text(continued(folder[1], [7, 11, 30], 8))}\n"
+    )
+    code, half, _ = run(capsys, *flags, "--prompt", prompt, "--dtype", "bf16")
+    assert code == 0 and half.startswith(prompt) and len(half.split()) > 4
+
+
+def test_draws_repeat_with_their_seed_and_stop_at_the_end_of_a_document(native, capsys):
+    flags = ["--load", native, "--prompt", "w9", "--temperature", 3.0, "--max-new-tokens"]
+    first, again, other = (run(capsys, *flags, 9, "--top-p", 0.99, "--seed", seed) for seed in (3, 3, 4))
+    assert first[:2] == again[:2] and first[1] != other[1]
+    until = run(capsys, *flags, 120, "--seed", 3)
+    beyond = run(capsys, *flags, 120, "--seed", 3, "--no-stop-at-eod")
+    assert until[0] == beyond[0] == 0
+    assert beyond[1].startswith(until[1].rstrip("\n")) and len(beyond[1]) > len(until[1])
+    narrow = run(capsys, *flags, 5, "--top-k", 1)
+    assert narrow[1] == run(capsys, "--load", native, "--prompt", "w9", "--max-new-tokens", 5)[1]
+
+
+REFUSED = {
+    "no prompt": ([], "--prompt is missing"),
+    "no tokens": (["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens 0: has to be 1 or more"),
+    "beyond the positions": (
+        ["--prompt", "w5 w6", "--max-new-tokens", "2558"],
+        "--max-new-tokens 2558: the prompt has 3 tokens and the model 2560 positions; 2557 is the most",
+    ),
+    "a prompt beyond them": (["--prompt", "w5 " * 2600], "shorten the prompt"),
+    "negative temperature": (["--prompt", "w5", "--temperature", "-1"], "--temperature -1.0: has to be from 0"),
+    "temperature that is none": (["--prompt", "w5", "--temperature", "nan"], "--temperature nan: has to be"),
+    "top-k of none": (["--prompt", "w5", "--temperature", "1", "--top-k", "0"], "--top-k 0: has to be 1 or more"),
+    "top-p of more": (["--prompt", "w5", "--temperature", "1", "--top-p", "1.5"], "--top-p 1.5: has to be above 0"),
+    "top-k that does nothing": (["--prompt", "w5", "--top-k", "4"], "--top-k 4: nothing is drawn with --temperature 0"),
+    "seed": (["--prompt", "w5", "--temperature", "1", "--seed", str(2**70)], "has to fit into 64 bits"),
+    "step that is not there": (["--prompt", "w5", "--ckpt-step", "7"], "--ckpt-step 7: there is no such step"),
+    "file that is not there": (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read"),
+    "not UTF-8": (["--prompt", os.fsdecode(b"\xff")], "--prompt: is not UTF-8"),
+    "another tokenizer": (
+        ["--prompt", "é", "--tokenizer-type", "ByteTokenizer"],
+        "--tokenizer-type ByteTokenizer: gives token 195 and the model has 131",
+    ),
+    "tokenizer without its kind": (["--prompt", "w5", "--tokenizer-model", "x"], "--tokenizer-type is missing"),
+    "no begin": (
+        ["--prompt", "5", "--tokenizer-type", "NullTokenizer", "--add-bos"],
+        "--add-bos: NullTokenizer has no begin-of-sequence token",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_told_in_one_line(native, capsys, flags, message):
+    code, out, err = run(capsys, "--load", native, *flags)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert err[0].startswith("error: ") and message in err[0]
+
+
+def test_several_processes_are_refused(native, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = run(capsys, "--load", native, "--prompt", "w5")
+    assert code == 2 and "one process" in err[-1]
+
+
+def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_cli, "continuation", interrupted)
+    assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_name_one(folder, capsys, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder[0], bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    code, _, err = run(capsys, "--load", bare, "--prompt", "5")
+    assert code == 2 and "holds neither tokenizer.json nor tokenizer.model" in err[0]
+    code, out, _ = run(
+        capsys, "--load", bare, "--prompt", "5", "--tokenizer-type", "NullTokenizer", "--max-new-tokens", 3
+    )
+    assert code == 0 and [int(word) for word in out.split()] == [5, *continued(folder[1], [5], 3)]
+
+
+def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(gloo, folder, capsys, tmp_path):
+    shutil.copy(folder[0] / "tokenizer.json", tmp_path)
+    save, tokenizer = str(tmp_path / "run"), tmp_path / "tokenizer.json"
+    gloo.run(1, _trained, save=save, tokenizer=str(tokenizer))
+    flags = ["--load", save, "--prompt", "w7 w8", "--max-new-tokens", 6]
+    code, out, _ = run(capsys, *flags)
+    assert code == 0 and out.startswith("w7 w8")
+    tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"w777"'))
+    code, out, err = run(capsys, *flags)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert "was trained with another tokenizer than" in err[0]
+    assert run(capsys, *flags, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer)[0] == 0
+
+
+def _trained(save, tokenizer):
+    from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
+
+    trained({"save": save, "train_iters": 1, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer})
