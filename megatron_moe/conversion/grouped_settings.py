@@ -100,6 +100,10 @@ def qwen2_moe(keys: Keys) -> dict[str, Any]:
 def qwen3_moe(keys: Keys) -> dict[str, Any]:
     """A softmax over all experts, nothing shared, queries and keys normalised per head."""
     keys.only("attention_bias", (False,), "it stands for a bias of the output projection too, which is none here")
+    # transformers reads none of these for Qwen3: a file that sets them otherwise was meant for another code
+    keys.only("qkv_bias", (False,), "Qwen3's queries, keys and values have no biases")
+    keys.only("use_qk_norm", (True,), "Qwen3's queries and keys are normalised")
+    keys.only("shared_expert_intermediate_size", (0,), "Qwen3's experts have none beside them")
     return {**_qwen(keys), "qk_layernorm": True}
 
 
