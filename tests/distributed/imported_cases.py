@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed import model_cases
 
-SEQUENCES, LENGTH = 4, 16
+SEQUENCES, LENGTH = 2, 16
 
 
 def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def batch_of(vocabulary: int) -> dict[str, torch.Tensor]:
-    """Four sequences and the tokens behind them, the same for every layout."""
+    """Two sequences and the tokens behind them, the same for every layout."""
     tokens = torch.randint(0, vocabulary, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
     mask = torch.ones(SEQUENCES, LENGTH)
@@ -156,22 +158,64 @@ class _Choices:
         self.kept.append(decision.expert_ids.detach().clone())
 
 
-def refused(folder: str, layout: dict[str, Any], broken_on: int | None = None) -> str:
-    """What importing a folder is refused with; on rank `broken_on` alone, reading fails."""
+def refused(folder: str, layout: dict[str, Any], mistake: str | None = None, on: int | None = None) -> str:
+    """What importing a folder is refused with. mistake: made on purpose, on rank `on` alone or on all."""
     from megatron_moe.config.errors import ConfigError
-    from megatron_moe.conversion.hf_tensors import TensorReader
+    from megatron_moe.conversion import importing
 
-    read = TensorReader.read
-    if dist.get_rank() == broken_on:
+    with ExitStack() as stack:
+        if mistake is not None and on in (None, dist.get_rank()):
+            name, replacement = MISTAKES[mistake](importing)
+            stack.enter_context(mock.patch.object(importing, name, replacement))
+        try:
+            imported([folder], layout)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
-        def fails(self: Any, name: str, dtype: Any = None) -> Any:
+
+def _cannot_read(importing: Any) -> tuple[str, Any]:
+    class Reader(importing.TensorReader):
+        def read(self, name: str, dtype: Any = None) -> Any:
             raise OSError(5, "Input/output error", name)
 
-        TensorReader.read = fails  # type: ignore[method-assign]
-    try:
-        imported([folder], layout)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        TensorReader.read = read  # type: ignore[method-assign]
-    return ""
+    return "TensorReader", Reader
+
+
+def _has_a_bug(importing: Any) -> tuple[str, Any]:
+    class Reader(importing.TensorReader):
+        def read(self, name: str, dtype: Any = None) -> Any:
+            raise KeyError(name)
+
+    return "TensorReader", Reader
+
+
+def _table(change: Any) -> Any:
+    """A table whose pieces were changed after the folder was held against it."""
+
+    def of(importing: Any) -> tuple[str, Any]:
+        original = importing._tasks
+
+        def tasks(table: Any, shards: Any) -> Any:
+            return original(replace(table, pieces=tuple(change(table.pieces))), shards)
+
+        return "_tasks", tasks
+
+    return of
+
+
+MISTAKES = {
+    "cannot read": _cannot_read,
+    "has a bug": _has_a_bug,
+    "leaves one out": _table(lambda pieces: pieces[1:]),
+    "writes one twice": _table(lambda pieces: [*pieces, pieces[-1]]),
+}
+
+
+def trained(argv: list[str]) -> dict[str, Any]:
+    """A whole run from its command line; its summary."""
+    from megatron_moe.config import cli
+    from megatron_moe.conversion.architecture import filled_in
+    from megatron_moe.training.run import pretrain
+
+    return pretrain(cli.parse(argv, filled_in))

@@ -68,7 +68,7 @@ def forward_backward(
         key: context_parallel_slice(tensor, cp.rank(), cp.size())
         for key, tensor in (samples or global_batch(run.model.seq_length)).items()
     }
-    share = SEQUENCES // dp_size
+    share = len(batch["tokens"]) // dp_size
     rows = range(dp_rank * share, (dp_rank + 1) * share)
     micro_batches = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in rows]
     for chunk in chunks:
