@@ -41,6 +41,10 @@ class Keys:
         self._read.add(key)
         return self.values.get(key) is not None
 
+    def passed_over(self, *names: str) -> None:
+        """Keys whose value has no meaning here, whatever it is."""
+        self._read.update(names)
+
     def raw(self, *names: str) -> Any:
         """The value under the first of the names that is there, None where none is; all of them have to agree."""
         self._read.update(names)

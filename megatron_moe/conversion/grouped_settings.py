@@ -47,7 +47,7 @@ def _no_window(keys: Keys, switched: bool = False) -> None:
     """
     if switched:
         keys.only("use_sliding_window", (False,), "attention is over the whole sequence here")
-        keys.raw("sliding_window")
+        keys.passed_over("sliding_window")
     elif keys.has("sliding_window") and keys.integer("sliding_window") < keys.integer("max_position_embeddings"):
         raise keys.refusal("sliding_window", "attention is over the whole sequence here; null works")
     kinds = keys.raw("layer_types")

@@ -39,9 +39,6 @@ _WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
 }
 _WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
 
-_NOT_ARCHITECTURE = {"cross_entropy_loss_fusion", "cross_entropy_chunk_tokens", "moe_router_bias_center"}
-"""How a model is trained, and so nothing that a folder could say."""
-
 _WITHOUT_MEANING = {
     # of training, of serving, of the tokenizer, or where a file came from
     *"architectures auto_map transformers_version _name_or_path model_type initializer_range use_cache".split(),
@@ -111,7 +108,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
 def _defaults() -> dict[str, Any]:
     """The schema's values of everything that a folder's configuration decides."""
     fields = [f for section in (ModelConfig, MoEConfig) for f in dataclasses.fields(section)]
-    decided = set(architecture_keys()) - _NOT_ARCHITECTURE
+    decided = set(architecture_keys())
     return {f.name: f.default for f in fields if f.name in decided}
 
 
@@ -225,5 +222,7 @@ def _meaning(run: Run) -> dict[str, Any]:
         "moe_router_norm_topk_prob": normed,
         "moe_router_topk_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "moe_router_pre_softmax": moe.moe_router_score_function == "softmax" and not normed,
+        # a loss that balances leaves the model as it is; sinkhorn chooses and weighs the experts otherwise
+        "moe_router_load_balancing_type": "sinkhorn" if "sinkhorn" in moe.moe_router_load_balancing_type else "a loss",
     }
     return meaning

@@ -30,7 +30,7 @@ def _latent(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_head_dim", f"contradicts qk_nope_head_dim + qk_rope_head_dim = {nope + rope}")
     if rope % 2:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
-    keys.raw("head_dim")  # transformers writes qk_rope_head_dim there and never reads it
+    keys.passed_over("head_dim")  # transformers writes qk_rope_head_dim there and never reads it
     return {
         **rope_settings(keys, rope),
         "multi_latent_attention": True,
@@ -120,7 +120,7 @@ def deepseek_v2(keys: Keys) -> dict[str, Any]:
     if keys.raw("topk_method") == "group_limited_greedy":
         flat |= _groups(keys, flat["num_experts"], flat["moe_router_topk"], "max")
     else:
-        keys.raw("n_group"), keys.raw("topk_group")
+        keys.passed_over("n_group", "topk_group")
     return {
         **flat,
         "moe_router_score_function": "softmax",

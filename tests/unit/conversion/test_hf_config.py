@@ -105,6 +105,11 @@ def test_every_preset_can_be_written_and_is_read_again(name):
         ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
         ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
         ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
+        (
+            {"moe_router_load_balancing_type": ("sinkhorn",)},
+            "deepseek-v3",
+            "--moe-router-load-balancing-type: sinkhorn",
+        ),
         ({}, "mixtral", "--multi-latent-attention"),
         ({"num_experts": None}, "deepseek-v3", "--num-experts"),
     ],
