@@ -170,7 +170,7 @@ def read_header(path: Path) -> Header:
             if len(start) < _LENGTH.size:
                 raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that tell its header's")
             (length,) = _LENGTH.unpack(start)
-            if not 2 <= length <= size - _LENGTH.size:
+            if length > size - _LENGTH.size:
                 raise FormatError(f"{path}: its header is to have {length} bytes, the file has {size}")
             if length > LARGEST_HEADER:
                 raise FormatError(f"{path}: its header has {length} bytes; at most {LARGEST_HEADER} are read")

@@ -130,10 +130,16 @@ def _(folder: Path) -> None:
     os.mkfifo(folder / "tokenizer.json")
 
 
-@case("a folder in place of config.json", "config.json")
+@case("a folder in place of a tokenizer", "tokenizer.json", "not a regular file")
 def _(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "config.json").mkdir()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+
+
+@case("a file without a tensor", SINGLE, "no tensor")
+def _(folder: Path) -> None:
+    only(folder, SINGLE)
+    write_raw(folder / SINGLE, b"{}", b"")
 
 
 case("a device in place of weights", SECOND, "/dev/zero")(lambda folder: put_link(folder, SECOND, "/dev/zero"))
@@ -151,16 +157,16 @@ def outside(folder: Path) -> Path:
     return target
 
 
-case("an index that names a path upwards", INDEX, "../outside.safetensors")(
+case("an index that names a path upwards", INDEX, "plain name", "../outside.safetensors")(
     lambda folder: change_index(folder, {GATE: f"../{outside(folder).name}"})
 )
-case("an index that names an absolute path", INDEX, "/outside.safetensors")(
+case("an index that names an absolute path", INDEX, "plain name", "/outside.safetensors")(
     lambda folder: change_index(folder, {GATE: str(outside(folder))})
 )
-case("an index that names a hidden file", INDEX, ".model.safetensors")(
+case("an index that names a hidden file", INDEX, "plain name", ".model.safetensors")(
     lambda folder: change_index(folder, {GATE: ".model.safetensors"})
 )
-case("an index that names a pickle", INDEX, "pytorch_model.bin")(
+case("an index that names a pickle", INDEX, "plain name", "pytorch_model.bin")(
     lambda folder: change_index(folder, {GATE: "pytorch_model.bin"})
 )
 case("weights that are a link elsewhere", SECOND, "outside.safetensors")(
@@ -226,6 +232,12 @@ case("a header that is a list", SECOND, "list")(lambda folder: replace_header(fo
 case("a header nested deeply", SECOND, "nested too deeply")(
     lambda folder: replace_header(folder, b'{"a":' + b"[" * 99999)
 )
+case("a tensor with a name of thousands of letters", SECOND, "1 to 512")(
+    lambda folder: save_file({"x" * 5000: torch.ones(1)}, folder / SECOND)
+)
+case("a tensor with a line break in its name", SECOND, "1 to 512")(
+    lambda folder: save_file({"x\ny": torch.ones(1)}, folder / SECOND)
+)
 case("metadata that is no string", SECOND, "__metadata__")(
     lambda folder: replace_header(folder, b'{"__metadata__": {"format": 1}}')
 )
@@ -251,6 +263,7 @@ def _entry(name: str, key: str, value: Any, *named: str) -> None:
 
 _entry("an unknown dtype", "dtype", "F4", "'F4'")
 _entry("a dtype that is a number", "dtype", 7, "dtype")
+_entry("a dtype that is a list", "dtype", ["BF16"], "dtype")
 _entry("a negative shape", "shape", [-8, -16], "shape")
 _entry("a shape that is no list", "shape", "8x16", "shape")
 _entry("a shape of fractions", "shape", [8.0, 16], "shape")
@@ -262,6 +275,8 @@ _entry("a shape of many dimensions", "shape", [8, 16, *[1] * 1000], "shape")
 _entry("a shape of no size", "shape", [0, 16], "takes 0 bytes")
 _entry("a shape that takes other bytes", "shape", [8, 17], "takes")
 _entry("offsets that go backwards", "data_offsets", [256, 0], "data_offsets")
+_entry("offsets that are strings", "data_offsets", ["0", "256"], "data_offsets")
+_entry("offsets that are negative", "data_offsets", [-256, 0], "data_offsets")
 _entry("one offset", "data_offsets", [0], "data_offsets")
 _entry("a key that the format has not", "compressed", "zstd", "compressed")
 

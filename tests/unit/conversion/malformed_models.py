@@ -114,9 +114,17 @@ case("scales of nothing", SCALE, GATE, fp8=True)(lambda folder: change_tensor(fo
 case("scales of a tensor that is not in fp8", SCALE, "bfloat16", fp8=True)(
     lambda folder: change_tensor(folder, GATE, lambda tensor: tensor.bfloat16())
 )
-case("a vector in fp8", "model.norm.weight", fp8=True)(
-    lambda folder: change_tensor(folder, "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
-)
+
+
+@case("a vector in fp8", "model.layers.1.input_layernorm.weight", "no matrix", fp8=True)
+def _(folder: Path) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    change_tensor(folder, name, lambda tensor: tensor.to(torch.float8_e4m3fn))
+    tensors = load_file(folder / SECOND)
+    save_file({**tensors, f"{name}_scale_inv": torch.ones(2)}, folder / SECOND)
+    change_index(folder, {f"{name}_scale_inv": SECOND})
+
+
 case("a scale that is not a number", SCALE, "nan", opens=True, fp8=True)(
     lambda folder: change_tensor(folder, SCALE, _set(float("nan")))
 )

@@ -168,6 +168,10 @@ def test_limits_hold_for_all_files_together(folders, monkeypatch):
     ):
         HFFolder.open(folders / "bf16")
     monkeypatch.undo()
+    monkeypatch.setattr(hf_folder, "LARGEST_COMPANION", 700)
+    with pytest.raises(ConfigError, match=r"config.json has \d+ bytes; files beside the weights may have 700 each"):
+        HFFolder.open(folders / "bf16")
+    monkeypatch.undo()
     monkeypatch.setattr(hf_folder, "MOST_FILES", 5)
     with pytest.raises(ConfigError, match="a folder of one model has fewer than 5"):
         HFFolder.open(folders / "bf16")

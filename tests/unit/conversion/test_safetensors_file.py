@@ -225,6 +225,14 @@ def test_what_is_read_is_memory_of_its_own(tmp_path):
     assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1.0] * 4
 
 
+def test_what_is_no_file_is_not_even_opened(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "model.safetensors")
+    monkeypatch.setattr(os, "open", None)
+    for path in (tmp_path / "model.safetensors", Path("/dev/zero"), tmp_path):
+        with pytest.raises(FormatError, match="is not a regular file"):
+            read_header(path)
+
+
 def test_json_is_what_the_header_is(tmp_path):
     with StreamedFile(tmp_path / "out.safetensors", {"a": ("float32", (1,))}, {}) as file:
         file.write("a", bytes(4))
