@@ -40,7 +40,18 @@ _FREE = {
 _TRAINING_STATE = ("bf16", "fp16")
 """Settings that the optimizer's state depends on; free where only weights are loaded."""
 
-_NOT_TOLD = {"load", "save", "ckpt_step", "metrics_file", "plot_file", "summary_file", "tensorboard_dir", "dry_run"}
+_NOT_TOLD = {
+    "load",
+    "load_hf",
+    "use_checkpoint_args",
+    "save",
+    "ckpt_step",
+    "metrics_file",
+    "plot_file",
+    "summary_file",
+    "tensorboard_dir",
+    "dry_run",
+}
 
 
 def architecture_keys() -> list[str]:
@@ -55,14 +66,14 @@ def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: 
     Keys that the checkpoint does not have, because it is older than they are, are not compared.
 
     Args:
-        weights_only: it holds no optimizer's state.
+        weights_only: it was converted, and holds no optimizer's state.
 
     Raises:
         ConfigError: with every key that differs.
     """
     current = flatten(run)
     keys = architecture_keys()
-    if not (run.checkpoint.finetune or run.checkpoint.no_load_optim or weights_only):
+    if weights_only or not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
         keys = [*keys, *_TRAINING_STATE]
     differing = [name for name in keys if name in saved and saved[name] != current[name]]
     if not differing and _kept_otherwise(run, saved):
@@ -70,11 +81,13 @@ def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: 
     if not differing:
         return
     lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
-    hint = "use the checkpoint's values, or another folder"
+    hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
     if differing == ["keep_fp32"]:
         hint = "use the checkpoint's value: its weights have these dtypes, and weights are never cast silently"
     elif all(name in _TRAINING_STATE for name in differing):
         hint = "use the checkpoint's values, or load the weights alone with --finetune or --no-load-optim"
+        if weights_only:
+            hint = "weights are never cast silently: use its dtype, or convert them to another with --dtype"
     raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
 
 

@@ -81,12 +81,14 @@ def _joined(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
     fields = all_fields()
     complete = {name: folders[name] for name in architecture_keys() if name in folders}
     theirs = build(complete)
-    for name in complete:
-        if name in given and not _same(name, given[name], theirs, complete):
-            raise ConfigError(
-                f"{fields[name].flag} {_shown(given[name])}: {where} has {_shown(complete[name])}; leave the flag out: "
-                "the architecture comes from there"
-            )
+    wrong = [name for name in complete if name in given and not _same(name, given[name], theirs, complete)]
+    if wrong:
+        told = [f"{fields[name].flag} {_shown(given[name])} (there: {_shown(complete[name])})" for name in wrong[:3]]
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"{', '.join(told)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
+            "architecture comes from there"
+        )
     return {**folders, **given, **complete}
 
 

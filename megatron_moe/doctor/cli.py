@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.doctor.assemble import Whole, assemble
 from megatron_moe.doctor.compare import FP32, compare
 from megatron_moe.doctor.launch import RankFailure, Ranks
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
         if words.json is not None and not Path(words.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
-        own = cli.parse(rest or DEFAULT)
+        own = cli.parse(rest or DEFAULT, filled_in)
         _check_own(own)
         copy = small(own)
         choice = choose(own, copy, words.ranks, words.layouts)

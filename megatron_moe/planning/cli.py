@@ -13,6 +13,7 @@ from megatron_moe import platform
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.planning.alternatives import legal, nearest_legal, ranked
 from megatron_moe.planning.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
 from megatron_moe.planning.report import text_report
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--json {flags.json}: name a file in a folder that exists")
         if flags.mfu > 1:
             raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
-        run = cli.parse(rest)
+        run = cli.parse(rest, filled_in)
         vocabulary(run)
         _check(run, flags.world_size)
         with warnings.catch_warnings():  # the engine's advice is for those who wrote its configuration

@@ -13,6 +13,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.data.tokenizers import build_tokenizer
 from megatron_moe.precision.audit import Audit
 from megatron_moe.precision.audit_module import audit_module
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         if flags.module is not None or flags.hf is not None:
             audit = _foreign(flags, rest)
         else:
-            run = audited_run(cli.parse(rest))
+            run = audited_run(cli.parse(rest, filled_in))
             rules.check(run, 1)
             tokenizer = build_tokenizer(run.data, run.model.vocab_size)
             refuse_large(

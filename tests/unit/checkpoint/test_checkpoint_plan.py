@@ -82,6 +82,41 @@ def test_finetuning_does_not_save_into_the_folder_it_came_from(tmp_path):
         plan(run)
 
 
+CONVERTED = {"iteration": 0, "has_optimizer": False, "hf": {"family": "mixtral", "copies": [], "dropped": []}}
+
+
+def test_a_converted_step_is_weights_alone_and_may_be_trained_in_its_own_folder(tmp_path):
+    write_step(tmp_path, 0, config=flatten(RUN), state=CONVERTED)
+    found = plan(replace(RUN, load=str(tmp_path), save=str(tmp_path), lr=0.5))
+    assert found.source is not None and found.source.weights_only
+    assert (found.start_iteration, found.continues) == (0, True)
+    (note,) = found.notes
+    assert "was converted: weights alone; optimizer, schedule and random states start fresh" in note
+
+
+def test_a_step_that_was_trained_without_saving_its_optimizer_is_not_taken_for_a_converted_one(tmp_path):
+    write_step(tmp_path, 50, config=flatten(RUN), state={**CONVERTED, "iteration": 50, "scheduler": {}})
+    with pytest.raises(ConfigError, match="without the optimizer"):
+        plan(replace(RUN, load=str(tmp_path)))
+
+
+def test_a_converted_step_of_another_dtype_is_refused_with_what_works(tmp_path):
+    write_step(tmp_path, 0, config=flatten(RUN), state=CONVERTED)
+    with pytest.raises(ConfigError, match=r"never cast silently: use its dtype, or convert them .* --dtype") as error:
+        plan(replace(RUN, load=str(tmp_path), bf16=False))
+    assert "--bf16: checkpoint True, this run False" in str(error.value)
+
+
+def test_a_step_goes_before_the_folder_that_the_weights_came_from(tmp_path):
+    run = replace(RUN, load=str(tmp_path), save=str(tmp_path), load_hf="model")
+    (note,) = plan(run).notes
+    assert plan(run).source is None and "holds no checkpoint yet: starting from model" in note
+    saved_by(RUN, tmp_path)
+    found = plan(run)
+    assert found.source is not None and found.start_iteration == 50 and found.continues
+    assert "goes before --load-hf model" in " ".join(found.notes)
+
+
 def test_architecture_keys_are_flags():
     assert set(architecture_keys()) < set(fields_by_name())
     assert {"hidden_size", "num_experts", "vocab_size", "moe_router_enable_expert_bias"} < set(architecture_keys())

@@ -1,0 +1,67 @@
+"""Every step of a model that was imported keeps what it was imported with, so that it can be exported."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_moe.checkpoint import durable, folder, manifest, origin, publish
+from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.config.errors import ConfigError
+
+STATE = {"family": "mixtral", "copies": ["lm_head.weight"], "dropped": []}
+FILES = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat template.jinja": b"{{ x }}"}
+
+
+def published(root, about: Origin):
+    root.mkdir(parents=True, exist_ok=True)
+    hidden = publish.open_hidden(root, 3)
+    files = {name: durable.write_json(hidden / name, {}) for name in (folder.CONFIG, folder.STATE)}
+    return publish.publish(root, 3, {**files, **about.write(hidden)})
+
+
+def test_the_files_go_into_a_step_and_come_back(tmp_path):
+    step = published(tmp_path, Origin(STATE, FILES))
+    assert folder.defect(step) is None
+    assert manifest.content_defect(step, manifest.read(step).files) is None
+    assert origin.of_step(step, {"hf": STATE}) == (Origin(STATE, FILES), [])
+    (step / "hf" / "config.json").write_text("{.")
+    assert "hf/config.json" in (manifest.content_defect(step, manifest.read(step).files) or "")
+
+
+def test_a_step_of_a_model_that_was_not_imported_has_no_such_folder(tmp_path):
+    step = published(tmp_path, Origin())
+    assert not (step / "hf").exists()
+    assert origin.of_step(step, {}) == (Origin(), [])
+
+
+def test_what_is_kept_is_bounded_and_what_is_not_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin, "LARGEST", 300)
+    paths = {}
+    for name, content in {**FILES, "large.json": bytes(290)}.items():
+        paths[name] = tmp_path / name
+        paths[name].write_bytes(content)
+    kept, notes = origin.read(paths)
+    assert kept == FILES
+    assert notes == [f"{tmp_path / 'large.json'} is not carried along: 290 bytes of files"]
+
+
+def test_files_that_are_gone_and_a_state_that_is_none_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.json: cannot be read"):
+        origin.read({"none.json": tmp_path / "none.json"})
+    with pytest.raises(ConfigError, match="no object"):
+        origin.of_step(published(tmp_path, Origin(STATE, FILES)), {"hf": "mixtral"})
+    with pytest.raises(ConfigError, match=r"manifest.json"):
+        origin.of_step(tmp_path, {"hf": STATE})
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"hf": STATE, "has_optimizer": False}, True),
+        ({"hf": STATE, "has_optimizer": True, "scheduler": {}}, False),
+        ({"hf": STATE, "has_optimizer": False, "scheduler": {}}, False),
+        ({"has_optimizer": False}, False),
+    ],
+)
+def test_a_converted_step_is_told_from_one_that_training_saved(state, expected):
+    assert origin.is_converted(state) is expected
