@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import hf_folder
+from megatron_moe.conversion.convert_cli import main as convert
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader
 from tests.unit.conversion import small_folders
@@ -76,6 +78,66 @@ def test_a_malformed_folder_is_not_opened(folders, tmp_path, name):
 @pytest.mark.parametrize("name", [name for name, wrong in CASES.items() if wrong.opens])
 def test_what_only_the_model_shows_to_be_wrong_can_be_opened(folders, tmp_path, name):
     HFFolder.open(damaged(folders, tmp_path, CASES[name]))
+
+
+# ---- through the tool
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_malformed_folder_is_not_converted(folders, tmp_path, capsys, name):
+    wrong = CASES[name]
+    folder = damaged(folders, tmp_path, wrong)
+    (tmp_path / "out").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    arguments = ["--from", "hf", "--to", "native", "--load", str(folder), "--save", str(tmp_path / "out" / "native")]
+    assert convert(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.count("error: ") == 1 and "Traceback" not in said.err and len(said.err) < 8000
+    assert [part for part in wrong.named if part not in said.err] == [], said.err
+    assert str(folder) in said.err
+    assert list((tmp_path / "out").iterdir()) == [] and sorted(path.name for path in tmp_path.iterdir()) == before
+    assert not (folders / "sentinel").exists()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < MEMORY
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_the_folders_convert_before_they_are_damaged(folders, tmp_path, name):
+    arguments = ["--from", "hf", "--to", "native", "--load", str(folders / name), "--save", str(tmp_path / "native")]
+    assert convert(arguments) == 0
+    assert (tmp_path / "native" / "conversion_certificate.json").exists() and not (folders / "sentinel").exists()
+
+
+def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tmp_path):
+    there = ["--from", "hf", "--to", "native", "--load", str(folders / "bf16"), "--save", str(tmp_path / "native")]
+    back = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "native"), "--save", str(tmp_path / "back")]
+    assert convert([*there, "--verify"]) == 0 and convert([*back, "--verify"]) == 0
+    assert not (folders / "sentinel").exists()
+    carried = (tmp_path / "back" / "modeling_deepseek.py").read_text()
+    assert carried == (folders / "bf16" / "modeling_deepseek.py").read_text()
+    program = f"import sys; sys.path.insert(0, {str(folders / 'bf16')!r}); import modeling_deepseek"
+    try:
+        subprocess.run([sys.executable, "-c", program], check=True)
+        assert (folders / "sentinel").exists(), "the code would have shown that it ran"
+    finally:
+        (folders / "sentinel").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["a tensor of terabytes", "NaN in an expert"])
+def test_the_tool_itself_ends_so_too_within_a_gigabyte(folders, tmp_path, name):
+    folder = damaged(folders, tmp_path, CASES[name])
+    command = [sys.executable, "-W", "ignore", "tools/convert_checkpoint.py", "--from", "hf", "--to", "native"]
+    command += ["--load", str(folder), "--save", str(tmp_path / "native")]
+    with open(tmp_path / "said", "w+") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        text = said.read()
+    assert process.returncode == 2 and text.count("error: ") == 1 and "Traceback" not in text, text
+    assert [part for part in CASES[name].named if part not in text] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "said"} and not (folders / "sentinel").exists()
+    assert usage.ru_maxrss * 1024 < 10**9
 
 
 # ---- what is not an error
