@@ -1,0 +1,132 @@
+"""From a Hugging Face folder to a trained one: two ways in, restarts with the same command, and out again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_moe.checkpoint.origin import FOLDER
+from megatron_moe.conversion import convert_cli
+from tests.distributed import imported_cases as cases
+from tests.end_to_end.launchers import Torchrun
+from tests.unit.conversion import tiny_models
+
+TRAINING = [
+    "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4",
+    "--eval-iters", "0", "--lr", "1e-3", "--save-interval", "2", "--moe-router-bias-update-rate", "1e-3",
+]  # fmt: skip
+EP2 = ["--expert-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"]
+PP2 = ["--pipeline-model-parallel-size", "2", "--bf16"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A bf16 model with a layer of multi-token prediction and a file that stands for its tokenizer."""
+    folder = tmp_path_factory.mktemp("source") / "model"
+    tiny_models.make("deepseek-v3", 6, folder, torch.bfloat16)
+    tiny_models.add_prediction_layers(folder, 7)
+    (folder / "tokenizer.json").write_text('{"a": "tokenizer"}')
+    return folder
+
+
+def kept(step: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (step / FOLDER).iterdir()}
+
+
+def losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if "loss" in json.loads(line)]
+
+
+def exported(root: Path, to: Path) -> Path:
+    """The newest step of a run as a Hugging Face folder."""
+    argv = ["--from", "native", "--to", "hf", "--load", str(root), "--save", str(to)]
+    assert convert_cli.main(argv) == convert_cli.DONE
+    return to
+
+
+def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
+    root = tmp_path / "run"
+    argv = [
+        "--load-hf", str(source), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--exit-interval", "2",
+        "--metrics-file", str(tmp_path / "metrics.jsonl"),
+    ]  # fmt: skip
+    torchrun = Torchrun()
+    torchrun.start(argv, 2, tmp_path, tmp_path / "log")
+    assert torchrun.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
+    told = (tmp_path / "log").read_text()
+    for text in ("holds no checkpoint yet: starting from", "weights from", "every one used", "saved"):
+        assert text in told
+    gloo.run(2, cases.trained, argv=argv)
+    assert len(losses(tmp_path / "metrics.jsonl")) == 4
+    for step in ("iter_0000002", "iter_0000004"):
+        state = json.loads((root / step / "state.json").read_text())
+        assert state["hf"]["family"] == "deepseek-v3" and len(state["hf"]["copies"]) == 2
+        files = kept(root / step)
+        assert files["tokenizer.json"] == (source / "tokenizer.json").read_bytes()
+        assert files["config.json"] == (source / "config.json").read_bytes()
+
+    folder = exported(root, tmp_path / "out")
+    before, after = load_file(source / "model.safetensors"), tensors(folder)
+    assert after.keys() == before.keys()
+    assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
+    # Four steps change every matrix, but those of experts that no token came to.
+    still = [name for name in before if torch.equal(before[name], after[name]) and "norm" not in name]
+    assert all(".mlp.experts." in name for name in still) and len(still) < len(before) / 4
+    loads_and_generates(folder)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def loads_and_generates(folder: Path) -> None:
+    import transformers
+
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not about["missing_keys"] and not about["mismatched_keys"]
+    assert all(name.startswith("model.layers.4.") for name in about["unexpected_keys"])  # multi-token prediction
+    prompt = torch.arange(5).unsqueeze(0)
+    assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came_with(gloo, source, tmp_path):
+    native = tmp_path / "native"
+    words = ["--from", "hf", "--to", "native", "--load", str(source), "--save", str(native)]
+    assert convert_cli.main(words) == convert_cli.DONE
+    ways = {
+        "folder": ["--load-hf", str(source), "--save", str(tmp_path / "other")],
+        "native": ["--load", str(native), "--save", str(native), "--use-checkpoint-args"],
+    }
+    seen: dict[str, Any] = {}
+    for name, way in ways.items():
+        metrics = tmp_path / f"{name}.jsonl"
+        gloo.run(2, cases.trained, argv=[*way, *TRAINING, *PP2, "--metrics-file", str(metrics)])
+        seen[name] = losses(metrics)
+    assert seen["folder"] == seen["native"] and len(seen["native"]) == 4
+    one, other = native / "iter_0000004", tmp_path / "other" / "iter_0000004"
+    assert kept(one) == kept(other) and "tokenizer.json" in kept(one)
+    states = [json.loads((step / "state.json").read_text()) for step in (one, other)]
+    assert states[0]["hf"] == states[1]["hf"]
+    # The untouched step is still there, and goes back as it came.
+    shutil.rmtree(native / "iter_0000002")
+    words = [
+        "--from",
+        "native",
+        "--to",
+        "hf",
+        "--load",
+        str(native),
+        "--ckpt-step",
+        "0",
+        "--save",
+        str(tmp_path / "back"),
+    ]
+    assert convert_cli.main(words) == convert_cli.DONE
+    back, held = tensors(tmp_path / "back"), load_file(source / "model.safetensors")
+    assert back.keys() == held.keys() and all(torch.equal(back[name], held[name]) for name in held)
