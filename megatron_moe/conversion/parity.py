@@ -252,8 +252,10 @@ def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: Any, want
         used = inside.unflatten(-1, (options.num_groups, -1)).any(-1)
         last = best.topk(options.group_topk, dim=-1).values[:, -1:]
         margin = (last - best).masked_fill(~used, 0.0).amax(-1).clamp(min=0.0)
-        # Groups that are out by more than a tie offer no expert; one that is in by less may be out as well.
-        pool = (used | (best > last + TIE)).unsqueeze(-1).expand_as(grouped).flatten(-2)
+        # A group offers its experts where it is used, or is in by more than a tie with the first that is out.
+        is_all = options.group_topk == options.num_groups
+        out = best.topk(options.group_topk + (not is_all), dim=-1).values[:, -1:]
+        pool = (used | (best > out + TIE) | is_all).unsqueeze(-1).expand_as(grouped).flatten(-2)
     worst = scores.masked_fill(~inside, torch.inf).amin(-1)
     left_out = scores.masked_fill(inside | ~pool, -torch.inf).amax(-1)
     return torch.maximum(margin, (left_out - worst).clamp(min=0.0))
@@ -317,6 +319,14 @@ def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
     if found.run.model.num_layers < whole.num_layers:
         here = found.run.model.num_layers
         yield f"layers {here} to {whole.num_layers - 1}: left out by --verify-layers {here}"
+    unused = [
+        layer_experts - len(experts.unique())
+        for experts in reference.experts.values()
+        if (layer_experts := found.run.moe.num_experts) is not None
+    ]
+    if any(unused):
+        every = (found.run.moe.num_experts or 0) * len(unused)
+        yield f"the weights of {sum(unused)} of {every} experts, which none of the tokens chose"
     if not reference.experts:
         yield "the experts chosen: this release of transformers has no routers of their own to ask"
 
