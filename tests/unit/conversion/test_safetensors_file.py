@@ -217,6 +217,23 @@ def test_a_file_cut_in_the_middle_of_a_read_is_noticed(tmp_path, monkeypatch):
         reader.read("a")
 
 
+def test_a_file_that_is_written_to_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    folder_of(tmp_path, {"a": torch.randn(1000)})
+    file = tmp_path / "model.safetensors"
+    os.utime(file, (1, 1))  # a change in the same tick of the clock would go unseen
+    folder, read = HFFolder.open(tmp_path), os.preadv
+
+    def change(descriptor, buffers, offset):
+        with open(file, "r+b") as other:
+            other.seek(-4, os.SEEK_END)
+            other.write(b"1234")
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", change)
+    with TensorReader(folder) as reader, pytest.raises(ValueError, match="model.safetensors changed since"):
+        reader.read("a")
+
+
 def test_what_is_read_is_memory_of_its_own(tmp_path):
     folder = folder_of(tmp_path, {"a": torch.ones(4)})
     with TensorReader(folder) as reader:
