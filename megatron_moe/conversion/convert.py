@@ -20,13 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_moe.checkpoint import durable, manifest
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
 from megatron_moe.conversion import certificate
 from megatron_moe.conversion.progress import Progress, tell
 from megatron_moe.conversion.workspace import Workspace
@@ -66,8 +68,8 @@ class Unit:
 class Conversion(ABC):
     """One source, planned. A subclass says what a unit is.
 
-    source: a folder of Hugging Face's, or a step. inputs: its files by name. stamps: what identifies their content, as
-    far as names, sizes and times tell. notes, warnings: what was found out while planning; warnings are loud.
+    source: a folder of Hugging Face's, or a step. inputs: its files by name. summary: the model in a line. notes,
+    warnings: what was found out while planning; warnings are loud.
     """
 
     source: Path
@@ -77,7 +79,9 @@ class Conversion(ABC):
     warnings: list[str] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
 
-    direction: str = ""
+    summary: str = ""
+
+    direction: ClassVar[str] = ""
 
     @abstractmethod
     def write(self, unit: Unit, output: Path, advance: Advance) -> Record:
@@ -184,12 +188,17 @@ def convert(
     return content
 
 
-def plan_lines(conversion: Conversion) -> list[str]:
+def plan_lines(conversion: Conversion, target: Path) -> list[str]:
     """What would be done."""
     blocks = sum(len(unit.content) for unit in conversion.units)
+    read = sum(path.stat().st_size for path in conversion.inputs.values())
+    free = durable.free_bytes(target.parent)
     lines = [
-        f"{conversion.direction}: {conversion.source}",
-        f"  writes {durable.size(conversion.num_bytes)} at most, {blocks} blocks in {len(conversion.units)} files",
+        f"{conversion.direction}: {conversion.source} -> {target}",
+        f"  {conversion.summary}",
+        f"  reads {durable.size(read)} in {len(conversion.inputs)} files",
+        f"  writes {durable.size(conversion.num_bytes)} at most, {blocks} blocks in {len(conversion.units)} files and "
+        f"small ones; {'an unknown number of bytes' if free is None else durable.size(free)} free",
     ]
     lines += [
         f"    {unit.name}: {len(unit.content)} blocks, {durable.size(unit.num_bytes, exact=False)}"
@@ -276,3 +285,15 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def model_words(run: Run, family: str, dtype: str) -> str:
+    """A model in a line."""
+    model, moe = run.model, run.moe
+    depths = f" and {model.mtp_num_layers} of multi-token prediction" if model.mtp_num_layers else ""
+    tied = "" if model.untie_embeddings_and_output_weights else ", tied"
+    return (
+        f"{family} in {dtype}: {model.num_layers} layers{depths}, {sum(derived.moe_layer_pattern(run))} of them with "
+        f"{moe.num_experts} experts of {derived.moe_ffn_hidden_size(run)}, {moe.moe_router_topk} per token; hidden "
+        f"size {model.hidden_size}, vocabulary {model.vocab_size}{tied}"
+    )

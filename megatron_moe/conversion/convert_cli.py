@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.checkpoint import folder
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion.families import FAMILIES
 from megatron_moe.conversion.progress import tell
@@ -91,7 +92,7 @@ def _run(words: argparse.Namespace) -> int:
     for line in (*conversion.notes, *conversion.warnings):
         tell(line)
     if words.dry_run:
-        print("\n".join(plan_lines(conversion)))
+        print("\n".join(plan_lines(conversion, save)))
         return DONE
     workspace = Workspace(save, identity)
     with interruptible(), workspace.open():
@@ -148,8 +149,10 @@ def _planned(words: argparse.Namespace) -> Any:
     options = Options(dtype, words.family, words.drop_mtp, words.no_optim, words.max_shard_bytes)
     load = Path(words.load)
     if words.origin == "hf":
+        if (load / folder.OWNER).exists() or (load / folder.STATE).exists():
+            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         return ToNative(HFFolder.open(load), options)
-    if (load / "config.json").exists() and not (load / "state.json").exists():
+    if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
     source = locate(load, words.ckpt_step, words.family)
     return ToHF(source, options) if words.target == "hf" else Reshard(source.path, options, source.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +36,7 @@ class Reshard(Conversion):
         ConfigError: the options ask for something that a step cannot be.
     """
 
-    direction = "native to native"
+    direction: ClassVar[str] = "native to native"
 
     def __init__(self, step: Path, options: Options, notes: tuple[str, ...] = ()) -> None:
         super().__init__(step, options)
@@ -60,6 +60,8 @@ class Reshard(Conversion):
             if self.keeps_optimizer or not key.startswith(_OPTIMIZER)
         }
         self.units = self._planned()
+        kept = "with the optimizer's state" if self.keeps_optimizer else "weights alone"
+        self.summary = f"step {self.iteration}, {len(self.tensors)} tensors, {kept}"
 
     def _check_cast(self) -> None:
         if self.keeps_optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import replace
 from megatron_moe.conversion import certificate, hf_folder
 from megatron_moe.conversion.certificate import Row, expected
-from megatron_moe.conversion.convert import Advance, Conversion, Options, Record, Unit
+from megatron_moe.conversion.convert import Advance, Conversion, Options, Record, Unit, model_words
 from megatron_moe.conversion.hf_config import config_of, differences, settings
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader, dtype_name, sha256, write_tensor
@@ -50,7 +50,7 @@ class ToHF(Conversion):
         ConfigError: the step's tensors are not those of its configuration, or no family can be told.
     """
 
-    direction = "native to Hugging Face"
+    direction: ClassVar[str] = "native to Hugging Face"
 
     def __init__(self, source: Source, options: Options) -> None:
         super().__init__(source.path, options)
@@ -67,6 +67,7 @@ class ToHF(Conversion):
         self.files = manifest.read(source.path).files
         self.inputs = {name: source.path / name for name in self.files}
         self.units = self._planned()
+        self.summary = model_words(self.run, self.family.name, self._dtype_words())
 
     def wanted_inputs(self) -> dict[str, Entry] | None:
         return self.files
@@ -125,6 +126,9 @@ class ToHF(Conversion):
         found = {self._dtype(piece) for piece in self.table.pieces if not piece.fp32}
         return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
 
+    def _dtype_words(self) -> str:
+        return " and ".join(dtype_name(dtype) for dtype in self._dtypes())
+
     def _dtype(self, piece: Piece) -> torch.dtype:
         return torch.float32 if piece.fp32 else self.options.dtype or self.reader.dtype(piece.key)
 
@@ -133,8 +137,7 @@ class ToHF(Conversion):
         dtypes = self._dtypes()
         dtype = dtype_name(dtypes[0])
         if len(dtypes) > 1:
-            several = " and ".join(dtype_name(one) for one in dtypes)
-            self.notes.append(f"weights stay in {several}, as the run kept them; --dtype writes all in one")
+            self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
         path = self.companions.pop(hf_folder.CONFIG, None)
         if path is None or self.options.family is not None:
             if not self.companions:
@@ -288,7 +291,7 @@ class ToHF(Conversion):
     def facts(self, records: list[Record]) -> dict[str, Any]:
         return {
             "family": self.family.name,
-            "dtype": " and ".join(dtype_name(dtype) for dtype in self._dtypes()),
+            "dtype": self._dtype_words(),
             "copies": {name: self.table.copies[name] for name in self.copies},
             "dropped": self.dropped,
             "ignored": [key for key in self.reader.index.tensors if key.startswith(_OPTIMIZER)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,9 +16,9 @@ from megatron_moe.config.schema import build, flatten
 from megatron_moe.conversion import certificate, native_step
 from megatron_moe.conversion.architecture import settings_of
 from megatron_moe.conversion.certificate import Row, expected
-from megatron_moe.conversion.convert import Advance, Conversion, Options, Record, Unit
+from megatron_moe.conversion.convert import Advance, Conversion, Options, Record, Unit, model_words
 from megatron_moe.conversion.coverage import require_tensors
-from megatron_moe.conversion.hf_folder import HFFolder
+from megatron_moe.conversion.hf_folder import INDEX, HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader, dtype_name, sha256
 from megatron_moe.conversion.mapping import Mapping, Piece, mapping
 from megatron_moe.conversion.native_reader import NativeReader
@@ -37,7 +37,7 @@ class ToNative(Conversion):
         ConfigError: the folder's tensors are not those of its configuration, or of several dtypes.
     """
 
-    direction = "Hugging Face to native"
+    direction: ClassVar[str] = "Hugging Face to native"
 
     def __init__(self, found: HFFolder, options: Options) -> None:
         super().__init__(found.path, options)
@@ -65,7 +65,10 @@ class ToNative(Conversion):
         self.inputs = {name: found.path / name for name in {stored.file for stored in found.tensors.values()}}
         self.companions = {name: path for name, path in found.companions.items() if name != certificate.NAME}
         self.inputs |= self.companions
+        if (found.path / INDEX).exists():
+            self.inputs[INDEX] = found.path / INDEX
         self.units = self._planned()
+        self.summary = model_words(self.run, self.family.name, dtype_name(self.dtype))
 
     def _one_dtype(self, table: Mapping, where: str) -> torch.dtype:
         dtypes: dict[torch.dtype, list[str]] = {}
