@@ -61,6 +61,8 @@ class Job:
     """Writes the checkpoints of a run that has `--save`."""
     saved: Path | None = None
     """The step that holds the present weights, once there is one or it is on its way."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary, without padding; kept in every checkpoint, where no flag may say it."""
     tokenizer: dict[str, str] = field(default_factory=dict)
     """Kind and hash of the tokenizer; kept in every checkpoint."""
     evaluation_owed: bool = False
@@ -152,6 +154,7 @@ class Job:
         self.check_data()
         require_finite_state(self.trained, self.place, f"saving iteration {self.progress.iteration}")
         facts = {
+            "vocab_size": self.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "versions": versions(),
             "tokenizer": self.tokenizer,

@@ -167,6 +167,7 @@ def _build(
     )
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration, also=also)
     job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
+    job.vocab_size = vocab_size
     job.data = data
     job.watchdog = watchdog
     job.precision_warnings = loaded.precision_warnings
