@@ -131,6 +131,15 @@ def test_a_tensor_is_written_once_and_as_the_layout_says(tmp_path):
                 file.write("b", bytes(12))
 
 
+def test_views_of_tensors_are_written_as_what_they_show(tmp_path):
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = {"column": whole[:, 1], "transposed": whole.T, "part": whole[1:3, 2:4], "every second": whole[0, ::2]}
+    with StreamedFile(tmp_path / "out.safetensors", layout_of(tensors.items())) as file:
+        for name, tensor in tensors.items():
+            write_tensor(file, name, tensor)
+    assert same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "out.safetensors").write_text("mine")
     with pytest.raises(FileExistsError):
