@@ -89,6 +89,10 @@ def test_a_written_configuration_has_the_words_of_both():
     assert written["rope_scaling"]["mscale_all_dim"] == written["rope_parameters"]["mscale_all_dim"] == 1.0
 
 
+def test_a_dense_model_is_of_no_family():
+    assert family_of_run(build({"vocab_size": 1000})) is None
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_written_and_is_read_again(name):
     run = build({"vocab_size": 1000, **PRESETS[name]})
