@@ -1,0 +1,263 @@
+"""tools/trace_forward.py: what a checkpoint computes, in the order of the tokens and under Hugging Face's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_moe.conversion import opened as opening
+from megatron_moe.conversion import trace as tracing
+from megatron_moe.conversion.convert import Options, convert
+from megatron_moe.conversion.hf_folder import HFFolder
+from megatron_moe.conversion.reference_model import ReferenceResult, run_model
+from megatron_moe.conversion.to_native import ToNative
+from megatron_moe.conversion.trace_cli import main
+from megatron_moe.conversion.workspace import Workspace
+from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
+from tests.unit.conversion import tiny_models
+
+BATCH, LENGTH = 3, 10
+
+
+def tokens_of(vocab_size: int = tiny_models.VOCABULARY) -> Tensor:
+    return torch.randint(0, vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def traced(load: Path, folder: Path, *flags: str, tokens: Tensor | None = None) -> dict[str, Tensor]:
+    """The tool's output; with its JSON of norms in `folder`."""
+    save_file({"input_ids": tokens_of() if tokens is None else tokens}, folder / "tokens.safetensors")
+    words = ["--load", str(load), "--tokens", str(folder / "tokens.safetensors"), "--output", str(folder / "out")]
+    assert main([*words, *flags]) == 0
+    return load_file(folder / "out")
+
+
+def native(hf: Path, target: Path, **options: Any) -> Path:
+    conversion = ToNative(HFFolder.open(hf), Options(**options))
+    workspace = Workspace(target, conversion.identity())
+    with workspace.open():
+        convert(conversion, workspace)
+        workspace.publish()
+    return target
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceResult]:
+    folder = tmp_path_factory.mktemp("deepseek") / "hf"
+    model = tiny_models.make("deepseek-v3", 8, folder)
+    return folder, run_model(model, tokens_of(), gradients=True)
+
+
+def agrees(out: dict[str, Tensor], reference: ReferenceResult) -> None:
+    assert out["logits"].dtype == torch.float32
+    assert out["logits"].shape == reference.logits.shape
+    assert float((out["logits"] - reference.logits).abs().max()) < 1e-4
+    assert out["loss"].shape == ()
+    assert float(out["loss"]) == pytest.approx(reference.loss, rel=1e-5)
+    for layer, experts in reference.experts.items():
+        chosen, probs = out[f"topk_idx.{layer}"], out[f"probs.{layer}"]
+        assert chosen.dtype == torch.int64
+        assert torch.equal(chosen.sort().values, experts.sort().values)
+        wanted = torch.zeros_like(probs).scatter_(1, experts, reference.weights[layer])
+        torch.testing.assert_close(probs, wanted, rtol=1e-4, atol=1e-6)
+        assert torch.equal((probs != 0).sum(1), torch.full((BATCH * LENGTH,), experts.shape[1]))
+
+
+@pytest.mark.parametrize("case", ["deepseek-v2-grouped", "qwen2-moe", "qwen3-moe-tied", "glm4-moe"])
+def test_a_hugging_face_folder_gives_what_transformers_computes(case: str, tmp_path: Path) -> None:
+    model = tiny_models.make(case, 8, tmp_path / "hf")
+    reference = run_model(model, tokens_of(), gradients=True)
+    out = traced(tmp_path / "hf", tmp_path, "--routing", "--grad-norms", str(tmp_path / "norms.json"))
+    agrees(out, reference)
+    assert set(out) == {"logits", "loss"} | {
+        f"{name}.{layer}" for name in ("topk_idx", "probs") for layer in reference.experts
+    }
+    norms = json.loads((tmp_path / "norms.json").read_text())
+    assert reference.grad_norms is not None
+    assert norms.keys() == reference.grad_norms.keys()
+    for name, norm in reference.grad_norms.items():
+        assert norms[name] == pytest.approx(norm, rel=1e-4, abs=1e-9), name
+
+
+def test_sequences_that_go_through_one_by_one_come_back_in_their_order(
+    deepseek: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reference = deepseek
+    monkeypatch.setattr(tracing, "_TOKENS_AT_ONCE", LENGTH)
+    out = traced(folder, tmp_path, "--routing", "--grad-norms", str(tmp_path / "norms.json"))
+    agrees(out, reference)
+    norms = json.loads((tmp_path / "norms.json").read_text())
+    assert norms == pytest.approx(reference.grad_norms, rel=1e-4, abs=1e-9)
+    assert not any("correction_bias" in name for name in norms)
+
+
+def test_a_native_step_gives_the_very_numbers_of_the_folder_it_was_made_of(deepseek: Any, tmp_path: Path) -> None:
+    folder, _ = deepseek
+    root = native(folder, tmp_path / "native")
+    one = traced(folder, tmp_path, "--routing", tokens=tokens_of().int())
+    for load, flags in ((root, ()), (root, ("--ckpt-step", "0")), (root / "iter_0000000", ())):
+        two = traced(load, tmp_path, "--routing", *flags)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_half_weights_are_widened_exactly(deepseek: Any, tmp_path: Path) -> None:
+    folder, _ = deepseek
+    root = native(folder, tmp_path / "native", dtype=torch.bfloat16)
+    rounded = {
+        name: tensor if name.endswith("correction_bias") else tensor.bfloat16().float()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text((folder / "config.json").read_text())
+    save_file(rounded, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    one, two = traced(root, tmp_path), traced(tmp_path / "hf", tmp_path)
+    assert torch.equal(one["logits"], two["logits"])
+
+
+def test_prediction_further_ahead_is_what_transformers_layers_compute(tmp_path: Path) -> None:
+    """transformers has none: its fifth layer, with the norms and the product around it written out here."""
+    import transformers
+
+    content = {**tiny_models.CASES["deepseek-v3"][1], "num_hidden_layers": 5}
+    model: Any = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**content))
+    tiny_models.fill(model, 2)
+    model.eval().save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    generator, width, last = torch.Generator().manual_seed(4), 64, "model.layers.4."
+    tensors |= {f"{last}{name}.weight": 1 + torch.randn(width, generator=generator) / 4 for name in ("enorm", "hnorm")}
+    tensors[f"{last}shared_head.norm.weight"] = 1 + torch.randn(width, generator=generator) / 4
+    tensors[f"{last}eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator) / 11
+    tensors[f"{last}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{last}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    config.pop("layer_types", None)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+
+    tokens = tokens_of()
+    block, model.model.layers = model.model.layers[4], model.model.layers[:4]
+    reference = run_model(model, tokens)
+
+    def norm(values: Tensor, weight: Tensor) -> Tensor:
+        return values * (values.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    with torch.no_grad():
+        hidden = model.model(tokens, use_cache=False).last_hidden_state
+        ahead = model.model.embed_tokens(torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1))
+        both = [norm(ahead, tensors[f"{last}enorm.weight"]), norm(hidden, tensors[f"{last}hnorm.weight"])]
+        merged = torch.cat(both, dim=-1) @ tensors[f"{last}eh_proj.weight"].t()
+        angles = model.model.rotary_emb(merged, torch.arange(LENGTH).unsqueeze(0))
+        mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)[None, None]
+        merged = block(merged, attention_mask=mask, position_embeddings=angles)
+        merged = merged[0] if isinstance(merged, tuple) else merged
+        further = model.lm_head(norm(merged, tensors[f"{last}shared_head.norm.weight"]))
+
+    out = traced(tmp_path / "hf", tmp_path, "--routing", "--grad-norms", str(tmp_path / "norms.json"))
+    agrees(out, reference)
+    assert out["mtp_logits"].shape == (1, BATCH, LENGTH, tiny_models.VOCABULARY)
+    assert float((out["mtp_logits"][0] - further).abs().max()) < 1e-4
+    assert {"topk_idx.4", "probs.4"} <= out.keys()  # the layer of the prediction, as its tensors are numbered
+    norms = json.loads((tmp_path / "norms.json").read_text())
+    assert norms[f"{last}eh_proj.weight"] == 0.0  # the loss is the main one
+    assert norms.keys() == {
+        name for name in tensors if not name.endswith(("bias", "4.embed_tokens.weight", "shared_head.head.weight"))
+    }
+
+
+def test_a_model_trained_here_at_another_layout_is_traced_with_its_real_vocabulary(gloo: Any, tmp_path: Path) -> None:
+    flags = {"num_layers": 2, "moe_layer_freq": "[0,1]", "mtp_num_layers": 1, "seq_length": 16, "bf16": True}
+    flags |= {"tensor_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 1}
+    flags |= {"use_distributed_optimizer": True, "save": str(tmp_path / "run")}
+    gloo.run(2, trained, flags=flags)
+    norms = tmp_path / "norms.json"
+    out = traced(tmp_path / "run", tmp_path, "--routing", "--grad-norms", str(norms), tokens=tokens_of(257))
+    assert out["logits"].shape == (BATCH, LENGTH, 257)  # the bytes and the end of a document
+    assert out["mtp_logits"].shape == (1, BATCH, LENGTH, 257)
+    assert torch.isfinite(out["logits"]).all()
+    assert 4.5 < float(out["loss"]) < 6.5
+    losses = torch.nn.functional.cross_entropy(out["logits"][:, :-1].flatten(0, 1), tokens_of(257)[:, 1:].flatten())
+    assert float(out["loss"]) == pytest.approx(float(losses), rel=1e-6)
+    names = json.loads(norms.read_text())
+    assert names["model.layers.1.mlp.experts.3.gate_proj.weight"] > 0
+    assert "model.layers.2.eh_proj.weight" in names
+
+
+# ---- bad input
+
+
+def broken_tokens(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / "tokens.safetensors")
+    return ["--tokens", str(folder / "tokens.safetensors")]
+
+
+BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "no such folder": (lambda hf, at: ["--load", str(at / "nowhere")], "nowhere: there is no such folder"),
+    "an empty folder": (lambda hf, at: ["--load", str(at)], "is no checkpoint"),
+    "a step of a folder that has none": (lambda hf, at: ["--ckpt-step", "3"], "has no steps"),
+    "a family for a folder that says it": (lambda hf, at: ["--family", "mixtral"], "whose config.json says which"),
+    "no tokens": (lambda hf, at: ["--tokens", str(at / "none")], "none: is no safetensors file that can be read"),
+    "tokens of another format": (lambda hf, at: ["--tokens", str(hf / "config.json")], "is no safetensors file"),
+    "another name": (lambda hf, at: broken_tokens(at, {"ids": tokens_of()}), "holds ids, and no input_ids"),
+    "floats": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of().float()}), "torch.float32; token ids are"),
+    "one dimension": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of()[0]}), "has the shape [10]"),
+    "one token": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of()[:, :1].contiguous()}), "shape [3, 1]"),
+    "no sequence": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of()[:0]}), "has the shape [0, 10]"),
+    "too long": (
+        lambda hf, at: broken_tokens(at, {"input_ids": torch.zeros(1, 2561, dtype=torch.int64)}),
+        "sequences of 2561 tokens; ",
+    ),
+    "a padding id": (
+        lambda hf, at: broken_tokens(at, {"input_ids": tokens_of().fill_(131)}),
+        "token id 131 is outside",
+    ),
+    "a negative id": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of() - 131}), "is outside of the vocabul"),
+    "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "the folder does not exist"),
+    "no folder for the norms": (lambda hf, at: ["--grad-norms", str(at / "a" / "b")], "--grad-norms"),
+    "an output that is a folder": (lambda hf, at: ["--output", str(at)], "cannot be written; name a file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_one_message(name: str, deepseek: Any, tmp_path: Path, capsys: Any) -> None:
+    folder, _ = deepseek
+    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
+    make, message = BAD[name]
+    words = ["--load", str(folder), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
+    assert main([*words, *make(folder, tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("trace_forward.py: error: ") == 1
+    assert message in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(
+    deepseek: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = deepseek
+    monkeypatch.setattr(opening.platform, "available_memory_bytes", lambda: 10**6)
+    monkeypatch.setattr(opening, "build_model", lambda *_, **__: pytest.fail("was built"))
+    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
+    words = ["--load", str(folder), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "parameters in float32 take" in capsys.readouterr().err
+
+
+def test_a_damaged_step_is_refused(deepseek: Any, tmp_path: Path, capsys: Any) -> None:
+    root = native(deepseek[0], tmp_path / "native")
+    file = root / "iter_0000000" / "__0_2.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
+    words = ["--load", str(root), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "__0_2.distcp" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
