@@ -30,6 +30,12 @@ class Keys:
         self.notes: list[str] = []
         self._read: set[str] = set()
 
+    def nested(self, values: dict[str, Any], prefix: str) -> Keys:
+        """The keys of a dictionary within; what is noted of them is noted here."""
+        inner = Keys(values, self.where, prefix)
+        inner.notes = self.notes
+        return inner
+
     def refusal(self, key: str, rule: str) -> ConfigError:
         """The error for the value of a key: the rule and what works."""
         value = self.values.get(key, _MISSING)

@@ -117,7 +117,7 @@ def _check_quantization(keys: Keys) -> None:
     quantization = keys.dictionary("quantization_config")
     if quantization is None:
         return
-    nested = Keys(quantization, keys.where, "quantization_config.")
+    nested = keys.nested(quantization, "quantization_config.")
     if nested.raw("quant_method") != "fp8":
         raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
     nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")

@@ -84,7 +84,7 @@ def _nested(keys: Keys, name: str) -> Keys | None:
     for key, value in values.items():
         if isinstance(value, dict):
             raise keys.refusal(name, f"holds another rotary embedding for {key!r}; one for all layers is computed")
-    return Keys(values, keys.where, f"{name}.") if values else None
+    return keys.nested(values, f"{name}.") if values else None
 
 
 def _kind(nested: Keys) -> str:
@@ -129,6 +129,11 @@ def _yarn(keys: Keys) -> dict[str, Any]:
     all_dim = keys.number("mscale_all_dim", positive=False, default=0.0)
     given = keys.number("attention_factor", default=None)
     ratio = given is None and bool(mscale and all_dim)
+    if given is None and bool(mscale) != bool(all_dim):
+        keys.notes.append(
+            f"{keys.prefix}mscale {mscale} and mscale_all_dim {all_dim}: with one of them alone the amplitude follows "
+            "from factor, as in transformers; DeepSeek's own code scales by the one"
+        )
     amplitude = _magnitude(factor, 1.0) if given is None else given
     fields = {
         "rope_type": "yarn",

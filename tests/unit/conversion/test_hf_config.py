@@ -179,6 +179,18 @@ def test_yarn_rotates_and_scales_as_in_transformers(case, scales):
         assert softmax_scale == pytest.approx(attention.scaling, rel=1e-12)
 
 
+def test_one_scale_of_yarn_alone_is_told_since_implementations_differ():
+    config = {**saved("deepseek-v3"), "max_position_embeddings": 163840}
+    for scales, notes in (
+        ({}, 0),
+        ({"mscale": 0.7}, 1),
+        ({"mscale_all_dim": 0.7}, 1),
+        ({"mscale": 1, "mscale_all_dim": 1}, 0),
+    ):
+        told = read({**config, "rope_parameters": {**YARN, **scales}}).notes
+        assert len(told) == notes and all("mscale_all_dim" in note for note in told)
+
+
 # ---- multi-token prediction, quantisation, what is missing
 
 
