@@ -129,9 +129,12 @@ def compare(
             not enough memory for one of them.
     """
     folder, reference_source, source = HFFolder.open(hf_path), locate(hf_path), locate(native_path, ckpt_step)
-    run, total = source.run, source.run.model.num_layers
-    if layers is not None and not 1 <= layers <= total:
-        raise ConfigError(f"--verify-layers {layers}: the model has {total} layers; between 1 and {total} are compared")
+    run, least, total = source.run, _fewest_layers(source), source.run.model.num_layers
+    if layers is not None and not least <= layers <= total:
+        raise ConfigError(
+            f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
+            f"between {least} and {total} are compared"
+        )
     length = min(length, derived.max_position_embeddings(run))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
@@ -342,6 +345,12 @@ def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
         parameter.copy_(parameter.to(dtype))
 
 
+def _fewest_layers(source: Source) -> int:
+    """Up to the first with experts: a model of ours has some."""
+    pattern = derived.moe_layer_pattern(source.run)
+    return pattern.index(1) + 1 if 1 in pattern else 1
+
+
 def _require_memory(source: Source, folder: HFFolder, layers: int | None, tokens: Tensor, gradients: bool) -> None:
     """Refuse what does not fit, before anything is loaded, and say which part of it would."""
     available = platform.available_memory_bytes()
@@ -357,9 +366,13 @@ def _require_memory(source: Source, folder: HFFolder, layers: int | None, tokens
     wanted = needed(layers)
     if wanted <= available:
         return
-    total = layers or source.run.model.num_layers
-    fitting = next((count for count in range(total - 1, 0, -1) if needed(count) <= available), None)
-    remedy = "not even one layer fits" if fitting is None else f"--verify-layers {fitting} compares as many as fit"
+    total, least = layers or source.run.model.num_layers, _fewest_layers(source)
+    fitting = next((count for count in range(total - 1, least - 1, -1) if needed(count) <= available), None)
+    remedy = (
+        f"not even the first {least} would fit"
+        if fitting is None
+        else f"--verify-layers {fitting} compares as many as fit"
+    )
     raise ConfigError(
         f"--verify: {source.path} takes {size(wanted, exact=False)} in fp32, and {size(available, exact=False)} are "
         f"free: {remedy}; or leave the flag out"

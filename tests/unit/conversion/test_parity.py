@@ -1,0 +1,190 @@
+"""Parity with transformers: what a tie is and what is none, what is not covered, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion import parity
+from megatron_moe.conversion.convert import Options, convert
+from megatron_moe.conversion.hf_folder import HFFolder
+from megatron_moe.conversion.opened import one_process, opened
+from megatron_moe.conversion.parity import TIE, choice_margin, compare, compare_with
+from megatron_moe.conversion.reference_model import ReferenceResult, run_model
+from megatron_moe.conversion.source import locate
+from megatron_moe.conversion.to_native import ToNative
+from megatron_moe.conversion.workspace import Workspace
+from megatron_moe.moe.routing import choose_experts
+from tests.unit.conversion import tiny_models
+
+# ---- ties
+
+
+def margin(scores: list[float], wanted: list[int], **options: Any) -> float:
+    groups = {"num_groups": None, "group_topk": None, "group_score": "top2", **options}
+    return float(choice_margin(torch.tensor([scores]), None, SimpleNamespace(**groups), torch.tensor([wanted])))
+
+
+def test_a_choice_is_as_far_from_the_best_as_scores_would_have_to_change() -> None:
+    scores = [0.1, 0.5, 0.4, 0.3]
+    assert margin(scores, [1, 2]) == 0.0
+    assert margin(scores, [2, 1]) == 0.0
+    assert margin(scores, [1, 3]) == pytest.approx(0.1)
+    assert margin(scores, [0, 1]) == pytest.approx(0.3)
+
+
+def test_a_choice_within_groups_is_measured_by_groups_and_within_them() -> None:
+    scores = [0.9, 0.1, 0.5, 0.52, 0.3, 0.2]  # groups of two: best 0.9, 0.52, 0.3; sums 1.0, 1.02, 0.5
+    by_best = {"num_groups": 3, "group_topk": 1, "group_score": "max"}
+    assert margin(scores, [0], **by_best) == 0.0
+    assert margin(scores, [1], **by_best) == pytest.approx(0.8)
+    assert margin(scores, [3], **by_best) == pytest.approx(0.38)
+    by_sum = {**by_best, "group_score": "top2"}
+    assert margin(scores, [3], **by_sum) == 0.0
+    assert margin(scores, [0], **by_sum) == pytest.approx(0.02)  # the group is worse by so much, the expert better
+    assert margin(scores, [0, 3], num_groups=3, group_topk=2) == 0.0
+    assert margin(scores, [3, 2], num_groups=3, group_topk=2) == pytest.approx(0.4)  # leaves out the best
+    # all groups are in: each offers its experts, the worst one too
+    assert margin([0.9, 0.1, 0.5, 0.52, 0.3, 0.8], [0, 3], num_groups=3, group_topk=3) == pytest.approx(0.28)
+
+
+def test_the_margin_of_our_own_choice_is_zero_whatever_the_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for groups, topk, score in ((4, 2, "top2"), (4, 3, "max"), (4, 4, "max"), (2, 1, "top2"), (None, None, "max")):
+        options: Any = SimpleNamespace(num_groups=groups, group_topk=topk, group_score=score, topk=4)
+        scores, bias = torch.rand(200, 16, generator=generator), torch.rand(16, generator=generator)
+        chosen = choose_experts(scores, bias, options)
+        assert float(choice_margin(scores, bias, options, chosen).max()) == 0.0
+        other = (chosen + 1) % 16
+        differs = (other.sort().values != chosen.sort().values).any(-1)
+        assert float(choice_margin(scores, bias, options, other)[differs].min()) > 0.0
+
+
+class Case:
+    """A folder, tokens and transformers' answer."""
+
+    def __init__(self, folder: Path, case: str, edit: Any = None) -> None:
+        model = tiny_models.make(case, 9, folder / "made")
+        if edit is not None:
+            with torch.no_grad():
+                edit(model)
+        self.folder = folder / "hf"
+        model.save_pretrained(self.folder)
+        self.tokens = torch.randint(0, 131, (2, 24), generator=torch.Generator().manual_seed(1))
+        self.reference = run_model(model, self.tokens)
+
+    def compared(self, reference: ReferenceResult | None = None) -> parity.Parity:
+        with opened(locate(self.folder)) as found:
+            return compare_with(reference or self.reference, found, self.tokens)
+
+
+def twins(model: Any) -> None:
+    """In layer 1 experts 2 e and 2 e + 1 score alike: which of the two is taken is a matter of the last bit."""
+    gate = model.model.layers[1].mlp.gate.weight
+    gate[1::2] = gate[::2]
+
+
+def test_ties_are_followed_and_counted_and_other_choices_are_errors(tmp_path: Path) -> None:
+    case = Case(tmp_path, "qwen3-moe", twins)
+    sound = case.compared()
+    assert sound.passed, sound.failures
+    experts = case.reference.experts[1]
+    # Of three experts one at least is there without its twin; now that one is in its place. Where ours took the first
+    # it differs now, where it took the other it did before.
+    alone = ~(experts.unsqueeze(-1) == (experts ^ 1).unsqueeze(-2)).any(-1)
+    assert alone.any(-1).all()
+    moved = {**case.reference.experts, 1: torch.where(alone, experts ^ 1, experts)}
+    result = case.compared(replace(case.reference, experts=moved))
+    assert result.choices[1].ties + sound.choices[1].ties >= result.choices[1].tokens
+    assert result.choices[1].equal + result.choices[1].ties == result.choices[1].tokens
+    assert result.choices[1].largest_margin <= TIE
+    assert not any(failure.startswith("layer 1: ") and "other experts" in failure for failure in result.failures)
+    wrong = {**case.reference.experts, 1: (experts + 1) % 8}
+    result = case.compared(replace(case.reference, experts=wrong))
+    assert any(failure.startswith("layer 1: ") and "go to other experts" in failure for failure in result.failures)
+    assert result.choices[1].largest_margin > TIE
+
+
+def test_a_nan_in_the_logits_is_no_agreement(tmp_path: Path) -> None:
+    case = Case(tmp_path, "mixtral")
+    poisoned = case.reference.logits.clone()
+    poisoned[0, 3, 5] = torch.nan
+    result = case.compared(replace(case.reference, logits=poisoned))
+    assert not result.passed
+    assert result.logit_difference == torch.inf
+
+
+# ---- whole comparisons
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    tiny_models.make("deepseek-v3", 9, folder / "hf")
+    conversion = ToNative(HFFolder.open(folder / "hf"), Options(dtype=torch.bfloat16))
+    workspace = Workspace(folder / "bf16", conversion.identity())
+    with workspace.open():
+        convert(conversion, workspace)
+        workspace.publish()
+    return folder
+
+
+def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_too(deepseek: Path) -> None:
+    result = compare(deepseek / "hf", deepseek / "bf16", gradients=True)
+    assert result.passed, result.failures
+    assert result.gradient_difference is not None
+    assert result.gradient_difference < 1e-4
+    assert json.loads(json.dumps(result.as_dict()))["passed"] is True
+    assert "passed" in result.lines()[0]
+
+
+def test_the_first_layers_alone_are_compared_and_the_rest_is_said_to_be_left_out(deepseek: Path) -> None:
+    result = compare(deepseek / "hf", deepseek / "bf16", layers=2, length=8)
+    assert result.passed, result.failures
+    assert list(result.choices) == [1]
+    assert "layers 2 to 3: left out by --verify-layers 2" in result.not_covered
+    few = compare(deepseek / "hf", deepseek / "bf16", layers=2, batch=1, length=2)
+    assert any("of 16 experts, which none of the tokens chose" in line for line in few.not_covered)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 5])
+def test_only_layers_that_are_there_and_some_with_experts_can_be_compared(deepseek: Path, layers: int) -> None:
+    with pytest.raises(ConfigError, match=f"--verify-layers {layers}: the model has 4 layers, .* between 2 and 4"):
+        compare(deepseek / "hf", deepseek / "bf16", layers=layers)
+
+
+def test_what_does_not_fit_is_refused_with_the_layers_that_do(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "run_reference", lambda *_, **__: pytest.fail("was loaded"))
+    run = one_process(locate(deepseek / "hf").run, layers=3)
+    three = 4 * derived.parameter_count(run, 256)
+    monkeypatch.setattr(parity.platform, "available_memory_bytes", lambda: 2**28 + three)
+    with pytest.raises(ConfigError, match="--verify-layers 2 compares as many as fit"):
+        compare(deepseek / "hf", deepseek / "bf16", batch=1, length=2)
+    monkeypatch.setattr(parity.platform, "available_memory_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match="not even the first 2 would fit"):
+        compare(deepseek / "hf", deepseek / "bf16", length=8)
+
+
+def test_without_transformers_the_error_says_what_to_install(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="--verify: transformers is not installed"):
+        compare(deepseek / "hf", deepseek / "bf16")
+
+
+def test_a_model_type_that_transformers_does_not_know_is_compared_by_its_class(deepseek: Path, tmp_path: Path) -> None:
+    content = json.loads((deepseek / "hf" / "config.json").read_text())
+    content |= {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "modeling.py").write_text("raise SystemExit('was run')\n")
+    (tmp_path / "model.safetensors").write_bytes((deepseek / "hf" / "model.safetensors").read_bytes())
+    result = compare(tmp_path, deepseek / "bf16", length=16)
+    assert result.passed, result.failures
