@@ -50,6 +50,16 @@ _config("tied and untied", "tie_word_embeddings", True, "lm_head.weight")
 _config("a negative number of layers", "num_hidden_layers", -1)
 _config("a number of experts that is a string", "n_routed_experts", "4")
 _config("layers without end", "num_hidden_layers", 10**9)
+_config("experts without end", "n_routed_experts", 10**9)
+_config("a vocabulary without end", "vocab_size", 10**15)
+_config("a hidden size beyond 64 bits", "hidden_size", 10**30)
+_config("multi-token prediction without end", "num_nextn_predict_layers", 10**9)
+_config("dense layers without end", "first_k_dense_replace", 10**12)
+_config("more experts chosen than there are", "num_experts_per_tok", 5)
+_config("an epsilon that is a string", "rms_norm_eps", "1e-6")
+_config("a vocabulary that is a truth", "vocab_size", True)
+_config("a rotary scaling that is a list", "rope_scaling", [4.0])
+_config("an unknown rotary scaling", "rope_scaling", {"type": "magic", "factor": 4.0}, "rope_scaling")
 _config("groups that do not divide the experts", "n_group", 3)
 _config("another activation", "hidden_act", "gelu")
 _config("an unknown way to choose", "topk_method", "magic")
@@ -82,6 +92,18 @@ def _(folder: Path) -> None:
     name = "model.layers.1.mlp.experts.4.gate_proj.weight"
     save_file({**load_file(folder / SECOND), name: torch.ones(8, 16).bfloat16()}, folder / SECOND)
     change_index(folder, {name: SECOND})
+
+
+@case("a layer beyond the last", "num_nextn_predict_layers", "beyond num_hidden_layers", opens=True)
+def _(folder: Path) -> None:
+    save_file({**load_file(folder / SECOND), "model.layers.2.enorm.weight": torch.ones(16).bfloat16()}, folder / SECOND)
+    change_index(folder, {"model.layers.2.enorm.weight": SECOND})
+
+
+@case("multi-token prediction in part", "model.layers.2.hnorm.weight", "missing", opens=True)
+def _(folder: Path) -> None:
+    CASES["a layer beyond the last"].damage(folder)
+    change_json(folder / "config.json", {"num_nextn_predict_layers": 1})
 
 
 def _set(value: float) -> Callable[[torch.Tensor], torch.Tensor]:

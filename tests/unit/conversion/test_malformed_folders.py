@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -106,6 +107,32 @@ def test_the_folders_convert_before_they_are_damaged(folders, tmp_path, name):
     arguments = ["--from", "hf", "--to", "native", "--load", str(folders / name), "--save", str(tmp_path / "native")]
     assert convert(arguments) == 0
     assert (tmp_path / "native" / "conversion_certificate.json").exists() and not (folders / "sentinel").exists()
+
+
+def test_a_folder_changed_at_random_converts_or_is_refused(folders, tmp_path, capsys):
+    """Bits flipped and values put into JSON, 150 times: nothing else comes of it, above all no traceback."""
+    rng, statuses = random.Random(7), []
+    values = [b"null", b"true", b"-1", b"1e400", b"[]", b"{}", b'""', b"99999999999999999999", b",", b'"', b"\xff"]
+    for trial in range(150):
+        folder = tmp_path / "model"
+        shutil.copytree(folders / rng.choice(["bf16", "fp8"]), folder)
+        file = folder / rng.choice(["config.json", "config.json", INDEX, *SHARDS])
+        data = bytearray(file.read_bytes())
+        end = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data)
+        at = rng.randrange(end)
+        if trial % 2:
+            data[at] ^= 1 << rng.randrange(8)
+        else:
+            data[at : min(end, at + rng.randrange(6))] = rng.choice(values)
+        file.write_bytes(data)
+        command = ["--from", "hf", "--to", "native", "--load", str(folder), "--save", str(tmp_path / "native")]
+        statuses.append(convert(command))
+        said = capsys.readouterr().err
+        assert statuses[-1] == 0 or (said.count("error: ") == 1 and str(folder) in said), said
+        assert {path.name for path in tmp_path.iterdir()} <= {"model"} | ({"native"} if statuses[-1] == 0 else set())
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
+    assert set(statuses) == {0, 2} and not (folders / "sentinel").exists()
 
 
 def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tmp_path):
