@@ -204,7 +204,21 @@ def _table(change: Any) -> Any:
     return of
 
 
+def _forgets_a_box(importing: Any) -> tuple[str, Any]:
+    class Dist:
+        Shard = importing.dist.Shard
+
+        @staticmethod
+        def shards(state: Any) -> Any:
+            return [shard for shard in dist_shards(state) if shard.key != "decoder.layers.1.mlp.router.weight"]
+
+    dist_shards = importing.dist.shards
+    return "dist", Dist
+
+
 MISTAKES = {
+    "forgets a box": _forgets_a_box,
+    "leaves a bias out": _table(lambda pieces: [piece for piece in pieces if not piece.fp32]),
     "cannot read": _cannot_read,
     "has a bug": _has_a_bug,
     "leaves one out": _table(lambda pieces: pieces[1:]),

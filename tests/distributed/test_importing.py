@@ -127,6 +127,9 @@ def test_a_copy_that_is_another_table_is_refused(gloo, folders, tmp_path):
         ("has a bug", 1, "KeyError"),
         ("leaves one out", None, "embedding.word_embeddings.weight was not filled"),
         ("leaves one out", 0, "embedding.word_embeddings.weight was not filled"),
+        ("leaves a bias out", 0, "decoder.layers.1.mlp.router.expert_bias was not filled"),
+        ("forgets a box", None, "decoder.layers.1.mlp.router.weight was not filled"),
+        ("forgets a box", None, "the ranks hold 0 elements of decoder.layers.1.mlp.router.weight, which has 1024"),
         ("writes one twice", None, "would be written twice"),
     ],
 )

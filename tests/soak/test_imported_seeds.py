@@ -1,0 +1,31 @@
+"""Imported models against transformers at every layout of the suite, with many more seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import imported_cases as cases
+from tests.distributed.test_imported_layouts import LAYOUTS, difference, reference
+from tests.unit.conversion import tiny_models
+
+
+@pytest.mark.parametrize("case", list(tiny_models.CASES))
+def test_every_seed_of_a_family_computes_what_transformers_computes(case, gloo, tmp_path, scaled, figure):
+    seeds = range(100, 100 + scaled(20))
+    references = [reference(case, seed, tmp_path / str(seed)) for seed in seeds]
+    folders = [found.folder for found in references]
+    differences = []
+    for layout in LAYOUTS.values():
+        by_rank = gloo.run_within(600, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
+        steps = list(zip(*by_rank))
+        differences += [difference(list(step), about, layout.flags) for step, about in zip(steps, references)]
+    wrong = [d for d in differences if d.logits >= 1e-4 or d.loss >= 1e-5 or d.choices or d.gradient >= 1e-4]
+    figure(
+        f"imported {case}",
+        trials=len(differences),
+        failures=len(wrong),
+        logits=max(d.logits for d in differences),
+        loss=max(d.loss for d in differences),
+        gradient=max(d.gradient for d in differences),
+    )
+    assert wrong == []
