@@ -153,7 +153,7 @@ class Job:
         self.check_precision("saving")
         self.check_data()
         require_finite_state(self.trained, self.place, f"saving iteration {self.progress.iteration}")
-        facts = {
+        facts: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
             "versions": versions(),

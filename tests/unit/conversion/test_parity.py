@@ -18,9 +18,10 @@ from megatron_moe.conversion import parity
 from megatron_moe.conversion.convert import Options, convert
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.opened import one_process, opened
-from megatron_moe.conversion.parity import TIE, choice_margin, compare, compare_with
+from megatron_moe.conversion.parity import compare, compare_with
 from megatron_moe.conversion.reference_model import ReferenceResult, run_model
 from megatron_moe.conversion.source import locate
+from megatron_moe.conversion.ties import TIE, choice_margin
 from megatron_moe.conversion.to_native import ToNative
 from megatron_moe.conversion.workspace import Workspace
 from megatron_moe.moe.routing import choose_experts
