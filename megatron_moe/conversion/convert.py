@@ -11,7 +11,6 @@ What differs between the directions is in `to_native`, `to_hf` and `reshard`.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -210,10 +209,9 @@ def plan_lines(conversion: Conversion, target: Path) -> list[str]:
 def _require_room(target: Path, needed: int) -> None:
     free = durable.free_bytes(target.parent)
     if free is not None and free < needed + _SLACK:
-        raise OSError(
-            errno.ENOSPC,
-            f"not enough room: {durable.size(needed + _SLACK)} are needed, {durable.size(free)} are free",
-            str(target.parent),
+        raise ConfigError(
+            f"--save {target}: not enough room: {durable.size(needed + _SLACK)} are needed, {durable.size(free)} are "
+            "free; remove something, or name a folder on another disk"
         )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import importlib.util
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint import durable, folder
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion.families import FAMILIES
 from megatron_moe.conversion.progress import tell
@@ -81,7 +84,7 @@ def _run(words: argparse.Namespace) -> int:
 
     if words.verify_only:
         return _verify_only(words)
-    load, save = Path(words.load), Path(words.save)
+    load, save = Path(words.load), Path(os.path.abspath(words.save))
     conversion = _planned(words)
     identity = conversion.identity()
     if published_before(save, identity):
@@ -101,9 +104,16 @@ def _run(words: argparse.Namespace) -> int:
             content = convert(conversion, workspace, verify)
             passed = verify is None or bool(content["verification"]["passed"])
             return _publish(words, workspace, content) if passed else _refuse(words, workspace, content)
-        except Exception:
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            free = durable.free_bytes(workspace.hidden)
             workspace.discard()
-            raise
+            if not full or free is None:
+                raise
+            needed, left = durable.size(conversion.num_bytes), durable.size(free)
+            raise ConfigError(
+                f"--save {save}: the disk is full: {needed} are needed in all, {left} were left"
+            ) from error
 
 
 def _check_flags(words: argparse.Namespace) -> None:
@@ -122,6 +132,8 @@ def _check_flags(words: argparse.Namespace) -> None:
         raise ConfigError(f"--family {words.family}: is for --to hf; a folder's config.json says what it is")
     if words.ckpt_step is not None and words.origin != "native":
         raise ConfigError(f"--ckpt-step {words.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
+    if words.verify and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
     if words.certificate is not None and not Path(words.certificate).absolute().parent.is_dir():
         raise ConfigError(f"--certificate {words.certificate}: the folder does not exist; create it")
     words.max_shard_bytes = _size(words.max_shard_size)

@@ -181,6 +181,7 @@ class ToNative(Conversion):
             **dict.fromkeys(progress, 0),
             "has_optimizer": False,
             "layout": dict.fromkeys(_LAYOUT, 1),
+            "vocab_size": vocab_size,
             "padded_vocab_size": derived.padded_vocab_size(vocab_size, self.run),
             "versions": certificate.versions(),
             "tokenizer": {},

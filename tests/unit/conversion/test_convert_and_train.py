@@ -56,8 +56,7 @@ def test_the_engine_loads_a_converted_checkpoint_at_any_layout_and_what_it_train
 def test_a_model_trained_here_from_scratch_is_loaded_by_transformers(gloo, tmp_path):
     import transformers
 
-    # with the vocabulary in the flags: a step does not say how many of its rows are a tokenizer's
-    flags = {"save": str(tmp_path / "run"), "train_iters": 1, "vocab_size": 257}
+    flags = {"save": str(tmp_path / "run"), "train_iters": 1}  # the vocabulary is the tokenizer's, padded to 320
     gloo.run(1, trained, flags=flags)
     convert("native", "hf", tmp_path / "run", tmp_path / "hf")
     model, found = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -65,6 +64,7 @@ def test_a_model_trained_here_from_scratch_is_loaded_by_transformers(gloo, tmp_p
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == 257
     assert model.generate(torch.tensor([[1, 2]]), min_new_tokens=2, max_new_tokens=2, do_sample=False).shape == (1, 4)
     step = tensors(tmp_path / "run" / "iter_0000001")
+    assert len(step["output_layer.weight"]) == 320
     assert torch.equal(model.lm_head.weight, step["output_layer.weight"][:257])
     certificate = json.loads((tmp_path / "hf" / "conversion_certificate.json").read_text())
     assert any(key.startswith("optimizer.") for key in certificate["ignored"])
@@ -119,6 +119,15 @@ def test_a_box_is_read_from_whatever_parts_hold_it(tmp_path):
     key = "embedding.word_embeddings.weight"
     assert torch.equal(reader.read(key, (5, 3), (7, 9)), wanted[key][5:12, 3:12])
     assert torch.equal(reader.read(key, (8, 0), (8, 16)), wanted[key][8:])
+
+
+def test_one_expert_is_read_without_the_others(tmp_path, monkeypatch):
+    experts = torch.randn(8, 2, 6, 4)
+    reader = NativeReader(make_step(tmp_path, 50, tensors={"x": experts}))  # in two parts of four experts
+    read, counts = NativeReader._bytes, []
+    monkeypatch.setattr(NativeReader, "_bytes", lambda *args: counts.append(args[3]) or read(*args))
+    assert torch.equal(reader.read("x", (5, 0, 0, 0), (1, 2, 6, 4)), experts[5:6])
+    assert counts == [experts[5].nbytes]
 
 
 def test_a_part_with_strides_of_its_own_is_read_too(tmp_path):

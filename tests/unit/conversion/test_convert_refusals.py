@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -115,6 +116,15 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf
     monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
+
+
+def test_a_disk_that_fills_up_is_told_with_what_is_needed_and_nothing_is_left(tmp_path, capsys, hf, monkeypatch):
+    def full(self: DataFile, key: str, start: Any, block: torch.Tensor) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DataFile, "add", full)
+    message = refused(capsys, words(hf, tmp_path / "native"))
+    assert "the disk is full: 82.1 kB (82128 bytes) are needed in all" in message and "were left" in message
 
 
 # ---- tensors
