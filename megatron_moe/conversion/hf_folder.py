@@ -51,6 +51,7 @@ _COMPANION = re.compile(
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOREIGN = (*_PICKLED, ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".nemo")
+_WEIGHTS = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 _SCALE_DTYPES = ("float32", "bfloat16", "float16")
 """DeepSeek's are float32, those of some Qwen models bfloat16 or float16: each is widened without loss."""
 
@@ -115,6 +116,7 @@ def _checked(path: Path) -> HFFolder:
     tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}
     if not tensors:
         raise FormatError(f"{', '.join(headers)} holds no tensor")
+    _check_dtypes(tensors)
     block = _block_size(config, tensors, notes)
     scales = _scales(tensors, block)
     companions = _companions(files, notes)
@@ -292,6 +294,16 @@ def _no_weights(files: dict[str, Path], present: set[str]) -> str:
     if foreign:
         return f"{shortened(foreign[0])}: weights in another format; .safetensors files are read"
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
+
+
+def _check_dtypes(tensors: dict[str, Stored]) -> None:
+    """Weights are floating point: packed integers would be read as numbers."""
+    for name, stored in tensors.items():
+        if stored.dtype not in _WEIGHTS:
+            raise FormatError(
+                f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
+                "read: dequantise the model first"
+            )
 
 
 # ---- fp8

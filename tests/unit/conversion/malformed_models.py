@@ -76,8 +76,14 @@ case("an expert missing", "experts.3.up_proj.weight", opens=True)(
 case("a tensor transposed", ATTENTION, "[12, 16]", opens=True)(
     lambda folder: change_tensor(folder, ATTENTION, lambda tensor: tensor.T.contiguous())
 )
-case("a tensor in integers", ATTENTION, "int32", opens=True)(
+case("a tensor in integers", ATTENTION, "int32")(
     lambda folder: change_tensor(folder, ATTENTION, lambda tensor: tensor.int())
+)
+case("a tensor in fp64", ATTENTION, "float64")(
+    lambda folder: change_tensor(folder, ATTENTION, lambda tensor: tensor.double())
+)
+case("a tensor in the other fp8", ATTENTION, "float8_e5m2")(
+    lambda folder: change_tensor(folder, ATTENTION, lambda tensor: tensor.to(torch.float8_e5m2))
 )
 case("a tensor in another dtype", ATTENTION, "float16", opens=True)(
     lambda folder: change_tensor(folder, ATTENTION, lambda tensor: tensor.half())

@@ -51,9 +51,10 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> HFFolder:
-    (path / "config.json").write_text("{}")
+    """A folder of tensors of any dtype, also of those that `HFFolder.open` refuses."""
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return HFFolder.open(path)
+    header = read_header(path / "model.safetensors")
+    return HFFolder(path, {}, header.tensors, {}, stamps={"model.safetensors": header.stamp})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -228,9 +229,10 @@ def test_a_file_cut_in_the_middle_of_a_read_is_noticed(tmp_path, monkeypatch):
 
 def test_a_file_that_is_written_to_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     folder_of(tmp_path, {"a": torch.randn(1000)})
-    file = tmp_path / "model.safetensors"
+    file, read = tmp_path / "model.safetensors", os.preadv
     os.utime(file, (1, 1))  # a change in the same tick of the clock would go unseen
-    folder, read = HFFolder.open(tmp_path), os.preadv
+    header = read_header(file)
+    folder = HFFolder(tmp_path, {}, header.tensors, {}, stamps={file.name: header.stamp})
 
     def change(descriptor, buffers, offset):
         with open(file, "r+b") as other:
