@@ -53,8 +53,6 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
-    if not keys.has("n_shared_experts"):
-        raise keys.refusal("n_shared_experts", "these models have shared experts beside the routed ones; at least 1")
     return {
         "num_experts": experts,
         "moe_layer_freq": first_layers_dense(keys),

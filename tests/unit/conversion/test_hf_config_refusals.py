@@ -100,6 +100,7 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     ("mixtral", {"sliding_window": 256}, ["sliding_window 256", "null works"]),
     ("qwen2-moe", {"use_sliding_window": True}, ["use_sliding_window True", "False"]),
     ("qwen2-moe", {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "full_attention"]),
+    ("qwen2-moe", {"attention_bias": True}, ["attention_bias True", "False"]),
     ("qwen3-moe", {"attention_bias": True}, ["attention_bias True", "False"]),
     ("qwen3-moe", {"qkv_bias": True}, ["qkv_bias True", "False"]),
     ("qwen3-moe", {"use_qk_norm": False}, ["use_qk_norm False", "True"]),
