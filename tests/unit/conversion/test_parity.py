@@ -11,21 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import parity
-from megatron_moe.conversion.convert import Options, convert
+from megatron_moe.conversion.convert import Conversion, Options, convert
+from megatron_moe.conversion.families import FAMILIES
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.opened import one_process, opened
 from megatron_moe.conversion.parity import compare, compare_with
-from megatron_moe.conversion.reference_model import ReferenceResult, run_model
+from megatron_moe.conversion.reference_model import ReferenceResult, load_reference, run_model
 from megatron_moe.conversion.source import locate
 from megatron_moe.conversion.ties import TIE, choice_margin
+from megatron_moe.conversion.to_hf import ToHF
 from megatron_moe.conversion.to_native import ToNative
 from megatron_moe.conversion.workspace import Workspace
 from megatron_moe.moe.routing import choose_experts
 from tests.unit.conversion import tiny_models
+
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
 # ---- ties
 
@@ -131,12 +136,16 @@ def test_a_nan_in_the_logits_is_no_agreement(tmp_path: Path) -> None:
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
     tiny_models.make("deepseek-v3", 9, folder / "hf")
-    conversion = ToNative(HFFolder.open(folder / "hf"), Options(dtype=torch.bfloat16))
-    workspace = Workspace(folder / "bf16", conversion.identity())
+    published(ToNative(HFFolder.open(folder / "hf"), Options(dtype=torch.bfloat16)), folder / "bf16")
+    return folder
+
+
+def published(conversion: Conversion, target: Path) -> Path:
+    workspace = Workspace(target, conversion.identity())
     with workspace.open():
         convert(conversion, workspace)
         workspace.publish()
-    return folder
+    return target
 
 
 def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_too(deepseek: Path) -> None:
@@ -146,6 +155,27 @@ def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_
     assert result.gradient_difference < 1e-4
     assert json.loads(json.dumps(result.as_dict()))["passed"] is True
     assert "passed" in result.lines()[0]
+
+
+def test_a_folder_that_was_rounded_is_compared_with_a_checkpoint_that_is_rounded_too(tmp_path: Path) -> None:
+    tiny_models.make("qwen2-moe", 9, tmp_path / "hf")
+    root = published(ToNative(HFFolder.open(tmp_path / "hf"), Options()), tmp_path / "native")
+    narrow = published(ToHF(locate(root), Options(dtype=torch.bfloat16)), tmp_path / "bf16")
+    result = compare(narrow, root, length=16)
+    assert result.passed, result.failures
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("model.norm.weight", "finds no weights in .*: model.norm.weight"), (EXPERT, "does not load .* as DeepseekV3")],
+)
+def test_a_folder_without_a_tensor_is_no_reference(deepseek: Path, tmp_path: Path, name: str, message: str) -> None:
+    tensors = load_file(deepseek / "hf" / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((deepseek / "hf" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_reference(HFFolder.open(tmp_path), FAMILIES["deepseek-v3"])
 
 
 def test_the_first_layers_alone_are_compared_and_the_rest_is_said_to_be_left_out(deepseek: Path) -> None:
