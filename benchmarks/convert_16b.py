@@ -31,7 +31,8 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.conversion.families import FAMILIES
 from megatron_moe.conversion.hf_config import config_of
 from megatron_moe.conversion.mapping import mapping
-from megatron_moe.conversion.safetensors_file import StreamedFile, bytes_of
+from megatron_moe.conversion.safetensors_file import bytes_of
+from megatron_moe.conversion.streamed_file import StreamedFile
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = FAMILIES["deepseek-v2"]

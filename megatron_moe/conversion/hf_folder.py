@@ -318,6 +318,8 @@ def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[
         return BLOCK
     if not isinstance(quantization, dict):
         raise FormatError(f"{CONFIG}: quantization_config is {shortened(quantization)}; an object is expected")
+    if not stored_in_fp8 and quantization.get("quant_method") == "fp8":
+        notes.append(f"{CONFIG} has a quantization_config of fp8, and no tensor is stored in it")
     size = quantization.get("weight_block_size", list(BLOCK))
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in size):
         if not stored_in_fp8 and size is None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.safetensors_file import StreamedFile, shortened, stamp_of
+from megatron_moe.conversion.safetensors_file import shortened, stamp_of
+from megatron_moe.conversion.streamed_file import StreamedFile
 
 _CHUNK = 1 << 24
 """Bytes that are read, and hashed while the next ones are read."""

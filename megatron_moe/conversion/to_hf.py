@@ -24,8 +24,9 @@ from megatron_moe.conversion.hf_tensors import TensorReader, dtype_name, sha256,
 from megatron_moe.conversion.mapping import Mapping, Piece, mapping
 from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import copy_file
-from megatron_moe.conversion.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
+from megatron_moe.conversion.safetensors_file import bytes_of, parse_object, read_small
 from megatron_moe.conversion.source import Source
+from megatron_moe.conversion.streamed_file import StreamedFile
 from megatron_moe.conversion.transforms import Shape, Vocabulary
 
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "lm_head.weight"

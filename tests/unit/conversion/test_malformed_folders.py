@@ -178,6 +178,13 @@ def test_a_wrong_total_size_is_a_note(folders, tmp_path):
     assert len(opened.notes) == 1 and "12345" in opened.notes[0] and str(opened.total_bytes) in opened.notes[0]
 
 
+def test_a_word_of_fp8_without_fp8_is_a_note(folders, tmp_path):
+    shutil.copytree(folders / "bf16", tmp_path / "model")
+    shutil.copy(folders / "fp8" / "config.json", tmp_path / "model" / "config.json")
+    (note,) = HFFolder.open(tmp_path / "model").notes
+    assert "quantization_config of fp8" in note
+
+
 def test_what_is_left_behind_is_told(folders, tmp_path):
     shutil.copytree(folders / "bf16", tmp_path / "model")
     for name in ("figures", "inference"):
@@ -223,6 +230,9 @@ def test_a_snapshot_of_the_hubs_cache_is_links_to_the_blobs_beside_it(folders, t
     for number, path in enumerate(sorted((folders / "bf16").iterdir())):
         shutil.copy(path, repository / "blobs" / f"{number:064x}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    assert convert(["--from", "hf", "--to", "native", "--load", str(snapshot), "--save", str(tmp_path / "native")]) == 0
+    carried = tmp_path / "native" / "iter_0000000" / "hf" / "README.md"
+    assert not carried.is_symlink() and carried.read_bytes() == b"# A model\n"
     elsewhere = tmp_path / "by-another-name"
     elsewhere.symlink_to(snapshot)
     for way in (snapshot, elsewhere):
