@@ -131,6 +131,7 @@ def _rounds(filling: _Filling, source: Import, tell: Callable[[str], None], star
     total = sum(from_all(filling.total_bytes))
     while True:
         until, error, finished = time.monotonic() + ROUND_SECONDS, None, True
+        cause: Exception | None = None
         try:
             for _ in steps:
                 if time.monotonic() > until:
@@ -139,11 +140,11 @@ def _rounds(filling: _Filling, source: Import, tell: Callable[[str], None], star
         except (ConfigError, OSError) as refused:
             error = str(refused)
         except Exception as failed:
-            error = f"{source.folder.path}: {type(failed).__name__}: {failed}"
+            error, cause = f"{source.folder.path}: {type(failed).__name__}: {failed}", failed
         everyone = from_all((filling.done_bytes, error, finished))
         errors = sorted({found for _, found, _ in everyone if found is not None})
         if errors:
-            raise ConfigError("; ".join(errors[:3]))
+            raise ConfigError("; ".join(errors[:3])) from cause
         done, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
         if all(complete for _, _, complete in everyone):
             return

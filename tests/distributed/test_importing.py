@@ -26,7 +26,7 @@ SHARDED = {"use_distributed_optimizer": True}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("importing")
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name, dtype in dtypes.items():
         tiny_models.make("deepseek-v3", 4, root / name, dtype)
     return {name: root / name for name in dtypes}
@@ -76,11 +76,28 @@ def test_what_stays_in_fp32_keeps_every_digit(gloo, folders):
 
 
 def test_a_wider_run_takes_the_numbers_as_they_are(gloo, folders):
-    (step,) = zip(*gloo.run(2, cases.imported, folders=[str(folders["bf16"])], layout=PP2))
-    held = load_file(folders["bf16"] / "model.safetensors")
-    assert step[0]["warnings"] == []
-    assert any("bfloat16 stand in a wider dtype here, exactly" in note for note in step[0]["notes"])
-    assert torch.equal(weights(step)[ROUTER], held["model.layers.1.mlp.gate.weight"].float())
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    steps = gloo.run(2, cases.imported, folders=[str(folders[name]) for name in names], layout=PP2)
+    for name, step in zip(names, zip(*steps)):
+        held = load_file(folders[name] / "model.safetensors")
+        assert step[0]["warnings"] == []
+        assert any(f" of {names[name]} stand in a wider dtype here, exactly" in note for note in step[0]["notes"])
+        assert torch.equal(weights(step)[ROUTER], held["model.layers.1.mlp.gate.weight"].float())
+
+
+def test_weights_in_fp8_are_rounded_into_a_half_run_and_not_into_fp32(gloo, folders, tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    values = load_file(folders["bf16"] / "model.safetensors")[name].to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.12345678]])
+    key = name.replace(".", "__")
+    folder = Path(changed(folders["bf16"], tmp_path / "m", **{key: values, f"{key}_scale_inv": scale}))
+    said = json.loads((folder / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**said, "quantization_config": fp8}))
+    for flags, dtype in (({}, torch.float32), ({"bf16": True}, torch.bfloat16)):
+        (step,) = zip(*gloo.run(2, cases.imported, folders=[str(folder)], layout={**PP2, **flags}))
+        assert step[0]["warnings"] == []
+        assert torch.equal(weights(step)["decoder.layers.0.mlp.linear_fc2.weight"], (values.float() * scale).to(dtype))
 
 
 def test_weights_of_the_runs_dtype_are_not_touched_and_a_bias_that_was_rounded_is_told(gloo, folders, tmp_path):
