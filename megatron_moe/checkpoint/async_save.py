@@ -1,7 +1,7 @@
 """When a run saves: at once, or in the background while it trains on.
 
-In the background, a thread on each rank writes, and one on rank 0 publishes. What they do not do is talk to other
-ranks: that happens at step boundaries, in one small reduction while a save is pending, so that all ranks agree on when
+In the background, a thread on each rank copies what the next update will change, which waits for it, and writes; one
+on rank 0 publishes. What they do not do is talk to other ranks: that happens at step boundaries, in one small reduction while a save is pending, so that all ranks agree on when
 a step is written and none meets another's collective.
 """
 
@@ -60,6 +60,11 @@ class Saver:
             self._pending.blocked = time.monotonic() - started
             return True
         return self.finish() is not None
+
+    def wait_until_copied(self) -> None:
+        """Before weights, moments or main weights change: until a pending save has what it needs of them."""
+        if self._pending is not None:
+            self._pending.saving.copied.wait()
 
     def poll(self) -> Path | None:
         """At a step boundary: move a pending save on if all ranks are ready. Returns the step it became, if it did."""

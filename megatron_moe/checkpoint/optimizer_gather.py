@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megatron_moe import platform
 
 Buffers = dict[Any, torch.Tensor]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A target and the tensor that is to be copied there."""
 
 
 @dataclass
@@ -26,18 +28,19 @@ class Gathered:
     """Storages, by address, of the tensors that a state dict got from here.
 
     private: no part of the training has them: they need not be copied before it goes on. absent: of ranks that do not
-    write: nothing is in them.
+    write: nothing is in them. rest: what is left to copy into them.
     """
 
     private: set[int] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
+    rest: list[Copy] = field(default_factory=list)
 
 
 @contextmanager
-def into(optimizer: Any, buffers: Buffers) -> Iterator[Gathered]:
+def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
     """While a state dict is built, distributed optimizers gather into `buffers`, which are made where they are missing.
 
-    They hold the state until the next time.
+    They hold the state until the next time. With `later`, what needs no other rank is left to be copied.
     """
     gathered = Gathered()
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -46,7 +49,7 @@ def into(optimizer: Any, buffers: Buffers) -> Iterator[Gathered]:
     gc.freeze()
     try:
         for number, part in enumerate(parts):
-            part.get_parameter_state_dp_zero = _gathering(part, number, buffers, gathered)
+            part.get_parameter_state_dp_zero = _gathering(part, number, buffers, gathered, later)
         yield gathered
     finally:
         gc.unfreeze()
@@ -54,7 +57,9 @@ def into(optimizer: Any, buffers: Buffers) -> Iterator[Gathered]:
             del part.get_parameter_state_dp_zero
 
 
-def _gathering(part: Any, number: int, buffers: Buffers, gathered: Gathered) -> Callable[..., dict[Any, Any]]:
+def _gathering(
+    part: Any, number: int, buffers: Buffers, gathered: Gathered, later: bool
+) -> Callable[..., dict[Any, Any]]:
     """What takes the place of the engine's `DistributedOptimizer.get_parameter_state_dp_zero`: the same result."""
 
     def gather(*_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
@@ -62,14 +67,16 @@ def _gathering(part: Any, number: int, buffers: Buffers, gathered: Gathered) -> 
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ranges in enumerate(part.gbuf_ranges):
             ((dtype, bucket_ranges),) = ranges.items()
-            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered)}
+            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
         return state
 
     return gather
 
 
 @torch.no_grad()
-def _whole_buffer(part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, gathered: Gathered) -> dict[str, Any]:
+def _whole_buffer(
+    part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, gathered: Gathered, later: bool
+) -> dict[str, Any]:
     """Main weights and moments of one gradient buffer without the padding of its buckets: fp32, [numel_unpadded]."""
     buffer, group = part.buffers[name[1]], part.data_parallel_group
     keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
@@ -93,7 +100,11 @@ def _whole_buffer(part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, ga
         for weight, where in ranges["param_map"].items():
             tensors = part._get_main_param_and_optimizer_states(weight)
             for key in keys:
-                here[key][where["gbuf_local"].start : where["gbuf_local"].end].copy_(tensors[key].view(-1))
+                copy = (here[key][where["gbuf_local"].start : where["gbuf_local"].end], tensors[key].view(-1))
+                if later and size == 1:
+                    gathered.rest.append(copy)
+                else:
+                    copy[0].copy_(copy[1])
         for key in keys if size > 1 else ():
             parts = None
             if rank == 0:

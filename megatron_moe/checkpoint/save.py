@@ -1,7 +1,7 @@
 """Save one step: stage, write, publish. One path, whether the training waits for it or goes on.
 
     begin      all ranks   who writes what; is there room; an empty hidden folder
-    write      each rank   its tensors and random states, hashed while they are written, onto the disk
+    write      each rank   in the background first a copy; its tensors and random states, hashed while they are written
     exchange   all ranks   everyone's hashes to rank 0, or everyone's refusal to all
     publish    rank 0      the small files, the manifest, the rename, the pointer, what is kept of older steps
     conclude   all ranks   the step is there, or none of them believes so
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -85,6 +86,8 @@ class Saving:
     _written: writer.Written | None = None
     _all_written: list[writer.Written] | None = None
     _failure: Exception | None = None
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Nothing of the step lies any more where the training changes it."""
     _opened: bool = False
     """The hidden folder, or what there is of it, is ours to remove: on rank 0."""
 
@@ -103,6 +106,10 @@ class Saving:
         self._written, self._failure = attempted(self._write)
 
     def _write(self) -> writer.Written:
+        try:
+            self.staged.copy_rest()
+        finally:
+            self.copied.set()
         written = writer.write(self.staged, self.hidden)
         if self.random_states is not None:
             path = random_state.path_of(self.hidden, self.rank)
@@ -236,7 +243,8 @@ def begin(
     Args:
         facts: plain values worth keeping beside the tensors, such as versions.
         memory: copy the state to host memory, into this where it fits, so that the training may go on meanwhile; None
-            writes the live tensors.
+            writes the live tensors. What only the optimizer's update changes is copied by `Saving.write`, and `copied`
+            tells when: until then there must be no update.
 
     Raises:
         SaveError: on every rank: there is no room, or a sound step of this number, which is never overwritten.
@@ -246,9 +254,14 @@ def begin(
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
         options = metadata(trained.pg_collection)
-        with optimizer_gather.into(trained.optimizer, {} if memory is None else memory.gathered) as gathered:
+        with optimizer_gather.into(
+            trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
+        ) as gathered:
             state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
-    staged = writer.stage(state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies)
+    steady = changed_by_updates(run, trained)
+    staged = writer.stage(
+        state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies, steady=steady
+    )
     about = {
         **asdict(progress),
         "scheduler": trained.scheduler.state_dict(),
@@ -271,6 +284,23 @@ def begin(
     )
     saving.make_room()
     return saving
+
+
+def changed_by_updates(run: Run, trained: Trained) -> set[int]:
+    """Addresses of the storages that nothing changes before the optimizer's next update.
+
+    Not those of buffers, such as expert_bias, which moves with the gradients; and not those of weights that the next
+    forward pass gathers, though it would gather what is there already.
+    """
+    steady: list[torch.Tensor] = []
+    if not run.parallel.overlap_param_gather:
+        steady += [weight for chunk in trained.model for weight in chunk.parameters()]
+    for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
+        for group in part.param_groups:
+            steady += group["params"]
+        for values in part.state.values():
+            steady += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in steady}
 
 
 def _serialized(value: Any) -> bytes:

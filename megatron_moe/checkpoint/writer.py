@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.durable import HashingFile, write_bytes
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
 from megatron_moe.checkpoint.manifest import Entry
-from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
+from megatron_moe.checkpoint.optimizer_gather import Buffers, Copy, Gathered
 
 COMMON = "common.pt"
 _PER_ITEM = 2048
@@ -48,7 +48,7 @@ _PER_ITEM = 2048
 class Staged:
     """A step's tensors as one rank will write them; `metadata` and `common` on rank 0 only.
 
-    copied: nothing of it changes when the training goes on.
+    copied: nothing of it changes when the training goes on, once `copy_rest` has been called.
     """
 
     plan: SavePlan
@@ -57,6 +57,16 @@ class Staged:
     common: bytes | None
     num_bytes: int
     copied: bool
+    rest: list[Copy] = field(default_factory=list)
+
+    def copy_rest(self) -> None:
+        """Copy what was left for later: before anything of it changes, in any thread."""
+        if not self.rest:
+            return
+        with platform.beside_the_training():
+            for target, source in self.rest:
+                target.copy_(source, non_blocking=source.is_cuda)
+        self.rest = []
 
 
 @dataclass
@@ -78,20 +88,27 @@ class Data:
         self._planner = planner
         self._copies: dict[Any, torch.Tensor | io.BytesIO] | None = None
 
-    def copy(self, items: list[WriteItem], buffers: Buffers, private: set[int]) -> None:
-        """Copy everything now that is not `private`, into `buffers`, which hold what was used afterwards."""
+    def copy(self, items: list[WriteItem], buffers: Buffers, gathered: Gathered, steady: Collection[int]) -> list[Copy]:
+        """Copy everything now that is not private to the step, into `buffers`, which hold what was used afterwards; but
+        what lies in `steady` storages later. Returns what is left to copy."""
         self._copies = {}
         used: dict[Any, torch.Tensor] = {}
+        rest: list[Copy] = []
         for item in items:
             value = self._planner.resolve_data(item)
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in private:
-                key = (item.index.fqn, item.index.offset)
-                used[key] = _copied(value.detach(), buffers.get(key))
+            if isinstance(value, torch.Tensor) and (at := value.untyped_storage().data_ptr()) not in gathered.private:
+                key, value = (item.index.fqn, item.index.offset), value.detach()
+                used[key] = _fitting(value, buffers.get(key))
+                if at in steady:
+                    rest.append((used[key], value))
+                else:
+                    used[key].copy_(value, non_blocking=value.is_cuda)
                 value = used[key]
             self._copies[item.index] = value
         platform.synchronize()
         buffers.clear()
         buffers.update(used)
+        return rest
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What an item of the plan writes."""
@@ -99,13 +116,22 @@ class Data:
         return _by_itself(value) if isinstance(value, torch.Tensor) else value
 
 
-def stage(state: dict[str, Any], folder: Path, *, gathered: Gathered, buffers: Buffers | None = None) -> Staged:
+def stage(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    gathered: Gathered,
+    buffers: Buffers | None = None,
+    steady: Collection[int] = (),
+) -> Staged:
     """Decide which rank writes which part of a sharded state dict. Collective; nothing is written.
 
     Args:
         gathered: what of the state is nobody's else, and what is not there on this rank.
         buffers: copy the tensors to host memory, into these where they fit, so that the training may go on while they
             are written; None writes the live tensors.
+        steady: storages, by address, that nothing changes before the optimizer's next update: `Staged.copy_rest` copies
+            what lies in them.
 
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: the state cannot be saved; on every rank.
@@ -122,7 +148,7 @@ def stage(state: dict[str, Any], folder: Path, *, gathered: Gathered, buffers: B
     def local_plan() -> SavePlan:
         planner.set_up_planner(tensors, writer.storage_meta(), ranks.is_coordinator)
         plan = planner.create_local_plan()
-        _check_present(plan, planner, gathered.absent)
+        _check_present(plan, planner, gathered, steady)
         return plan
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
@@ -131,12 +157,12 @@ def stage(state: dict[str, Any], folder: Path, *, gathered: Gathered, buffers: B
         return writer.prepare_global_plan(plans)
 
     plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
-    data = Data(planner)
+    data, rest = Data(planner), gathered.rest
     if buffers is not None:
-        data.copy(plan.items, buffers, gathered.private)
+        rest = rest + data.copy(plan.items, buffers, gathered, steady)
     # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
     shared = _serialized(common) if ranks.is_coordinator else None
-    return Staged(plan, data, metadata, shared, _num_bytes(plan, data), buffers is not None)
+    return Staged(plan, data, metadata, shared, _num_bytes(plan, data), buffers is not None, rest)
 
 
 def write(staged: Staged, folder: Path) -> Written:
@@ -226,12 +252,13 @@ class _HashingWriter(FileSystemWriter):
             raise refused from None
 
 
-def _copied(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+def _fitting(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Host memory for a copy of a tensor: the buffer, where it is of its shape and dtype."""
     fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
     if not fits:
         buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     assert buffer is not None
-    return buffer.copy_(value, non_blocking=value.is_cuda)
+    return buffer
 
 
 def _serialized(value: dict[str, Any]) -> bytes:
@@ -249,12 +276,23 @@ def _plain(value: Any) -> Any:
     return sys.intern(value) if type(value) is str else value
 
 
-def _check_present(plan: SavePlan, planner: SavePlanner, absent: set[int]) -> None:
-    """A rank never writes what it was not given; which rank writes what is the engine's choice."""
+def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, steady: Collection[int]) -> None:
+    """A rank never writes what it was not given; which rank writes what is the engine's choice. Nor does it write a
+    copy that the engine made of memory which is still to be filled."""
     for item in plan.items:
         value = planner.resolve_data(item)
-        if isinstance(value, torch.Tensor) and value.numel() and value.untyped_storage().data_ptr() in absent:
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            continue
+        at = value.untyped_storage().data_ptr()
+        if at in gathered.absent:
             raise RuntimeError(f"{item.index.fqn} would be written by a rank that does not have it")
+        if (
+            gathered.rest
+            and item.index.fqn.startswith("optimizer.")
+            and at not in gathered.private
+            and at not in steady
+        ):
+            raise RuntimeError(f"{item.index.fqn} would be written before it is gathered")
 
 
 def _by_itself(value: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+@contextlib.contextmanager
+def beside_the_training() -> Iterator[None]:
+    """Work that is queued within goes on beside what other threads queue, and is done afterwards."""
+    if not has_cuda():
+        yield
+        return
+    stream = torch.cuda.Stream(device())  # a new thread's own device is the first one
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def max_memory_bytes() -> int:
     """The most memory this process has held, in bytes: on the device with CUDA, resident memory without."""
     if has_cuda():

@@ -177,6 +177,11 @@ class Job:
         if self.saver is not None:
             self.saver.poll()
 
+    def wait_for_copy(self) -> None:
+        """Before the state changes: until a checkpoint in the background has what it needs of it."""
+        if self.saver is not None:
+            self.saver.wait_until_copied()
+
     def leave_save(self) -> None:
         """Where a run ends with an error of its own: a checkpoint in the background is finished, or told as lost."""
         if self.saver is not None:

@@ -43,6 +43,11 @@ def train(job: Job, stop: StopSignals) -> str:
     batches = job.batches(job.splits.train, job.progress.consumed_samples)
     watch = FaultWatch(job, batches)
     meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
+
+    def before_update() -> None:
+        watch.before_update()
+        job.wait_for_copy()
+
     started, skips, first = time.monotonic(), 0, job.progress.iteration
     if run.precision.audit_precision and (run.training.train_iters or 0) < first + 2:
         job.reporter.message("--audit-precision traces the second step of a process, and only one is left: no audit")
@@ -65,7 +70,7 @@ def train(job: Job, stop: StopSignals) -> str:
                 seq_length=run.model.seq_length,
                 pg_collection=trained.pg_collection,
                 probe=probe,
-                before_update=watch.before_update,
+                before_update=before_update,
             )
         _advance(job, result, meter, begin, probe)
         watch.end(result)

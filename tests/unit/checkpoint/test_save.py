@@ -9,19 +9,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint.save import changed_by_updates
+from megatron_moe.config.schema import Run, replace
 from tests.unit.checkpoint.test_checkpoint_roundtrip import OPTIMIZERS, TINY, differing, tensors
 
 EVERY = {"train_iters": 4, "save_interval": 2}
 
 
-def trained(flags: dict[str, Any], slow_rank: int | None = None, delay: float = 0.0) -> dict[str, Any]:
-    """A run on this case's ranks, one of which is slow to write. Returns its summary and what was told."""
+def trained(
+    flags: dict[str, Any], slow_rank: int | None = None, delay: float = 0.0, copying: float = 0.0
+) -> dict[str, Any]:
+    """A run on this case's ranks, one of which is slow to write, and all are slow to copy what is left for later.
+
+    Returns its summary, what was told, and how many tensors were left for later.
+    """
     import torch.distributed
 
     from megatron_moe.checkpoint import writer
@@ -30,30 +39,36 @@ def trained(flags: dict[str, Any], slow_rank: int | None = None, delay: float = 
     from megatron_moe.training.run import pretrain
 
     told: list[str] = []
-    write, message = writer.write, Reporter.message
+    left: list[int] = []
+    write, message, copy_rest = writer.write, Reporter.message, writer.Staged.copy_rest
 
     def slowly(*args: Any) -> writer.Written:
         if torch.distributed.get_rank() == slow_rank:
             time.sleep(delay)
         return write(*args)
 
+    def copied_slowly(self: writer.Staged) -> None:
+        left.append(len(self.rest))
+        time.sleep(copying)
+        copy_rest(self)
+
     def heard(self: Reporter, text: str) -> None:
         told.append(text)
         message(self, text)
 
-    writer.write, Reporter.message = slowly, heard
+    writer.write, Reporter.message, writer.Staged.copy_rest = slowly, heard, copied_slowly  # type: ignore[method-assign]
     try:
-        return {**pretrain(build({**TINY, **flags})), "told": told}
+        return {**pretrain(build({**TINY, **flags})), "told": told, "left": left}
     finally:
-        writer.write, Reporter.message = write, message
+        writer.write, Reporter.message, writer.Staged.copy_rest = write, message, copy_rest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
-    # The second rank writes step 2 while steps 3 and 4 are trained.
-    slow = {"slow_rank": 1, "delay": 3.0}
+    # Step 3 is ready to be applied before step 2 is copied; the second rank writes step 2 while 3 and 4 are trained.
+    slow = {"slow_rank": 1, "delay": 2.0, "copying": 1.0}
     (result, _) = gloo.run(2, trained, flags={**flags, "async_save": True, "save": str(tmp_path / "later")}, **slow)
     for number in (2, 4):
         there, here = (folder.step_folder(tmp_path / name, number) for name in ("at once", "later"))
@@ -67,6 +82,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_l
                 assert (first["iteration"], first["scheduler"]) == (second["iteration"], second["scheduler"])
             else:
                 assert (there / name).read_bytes() == (here / name).read_bytes(), name
+    assert len(result["left"]) == 2 and min(result["left"]) > 20
     saved = [text for text in result["told"] if text.startswith("saved ")]
     assert len(saved) == 2 and "iter_0000002" in saved[0] and "of which training waited" in saved[0]
     assert result["checkpoint"] == str(tmp_path / "later" / "iter_0000004")
@@ -91,13 +107,14 @@ def test_a_step_holds_what_is_needed_to_go_on_and_to_know_where_it_is_from(gloo,
 
 
 def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> dict[str, Any]:
-    """A run in which the system refuses the first write of step `number` on one rank. Returns what became of it."""
+    """A run in which the system refuses the first write of step `number` on one rank, or its copy. Returns what became
+    of it."""
     import torch.distributed
 
     from megatron_moe.checkpoint import durable, publish, writer
     from megatron_moe.checkpoint.durable import SaveError
 
-    write, replace_text = writer.write, durable.replace_text
+    write, replace_text, copy_rest = writer.write, durable.replace_text, writer.Staged.copy_rest
     mark = folder.hidden_folder(Path(flags["save"]), number)
 
     def full(staged: writer.Staged, hidden: Path) -> writer.Written:
@@ -110,8 +127,17 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
             raise OSError(errno.EIO, "Input/output error", str(path))
         replace_text(path, text)
 
+    def uncopied(staged: writer.Staged) -> None:
+        copies.append(len(staged.rest))
+        if torch.distributed.get_rank() == bad_rank and len(copies) == number // 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory", "copy")
+        copy_rest(staged)
+
+    copies: list[int] = []
     if where == "write":
         writer.write = full
+    elif where == "copy":
+        writer.Staged.copy_rest = uncopied  # type: ignore[method-assign]
     else:
         publish.durable.replace_text = broken
     try:
@@ -119,7 +145,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     except SaveError as error:
         return {"error": str(error)}
     finally:
-        writer.write, publish.durable.replace_text = write, replace_text
+        writer.write, publish.durable.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -139,15 +165,13 @@ def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_befo
     assert step is not None and manifest.content_defect(step, manifest.read(step).files) is None
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background):
+@pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
+def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
-    first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where="write")
+    first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
+    reason = "No space left on device" if where == "write" else "Cannot allocate memory"
     assert folder.steps(tmp_path) == [2, 6] and first["checkpoint"] == str(tmp_path / "iter_0000006")
-    assert any(
-        text.startswith("CHECKPOINT ERROR: step 4 was not saved: rank 1: No space left on device")
-        for text in first["told"]
-    )
+    assert any(text.startswith(f"CHECKPOINT ERROR: step 4 was not saved: rank 1: {reason}") for text in first["told"])
 
 
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
@@ -299,7 +323,7 @@ def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
             return {(part.key, part.global_offset): part for part in dist.sharded_tensors(own)}
 
         engine = tensors_of()
-        with optimizer_gather.into(trained.optimizer, {}) as gathered:
+        with optimizer_gather.into(trained.optimizer, {}, later=False) as gathered:
             ours = tensors_of()
         assert engine.keys() == ours.keys()
         absent = [k for k, part in ours.items() if part.data.untyped_storage().data_ptr() in gathered.absent]
@@ -344,3 +368,19 @@ def read_only(flags: dict[str, Any]) -> str:
 def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is_built(gloo, tmp_path):
     for message in gloo.run(2, read_only, flags={"save": str(tmp_path / "c")}):
         assert f"--save {tmp_path / 'c'}: cannot be written" in message and "Read-only file system" in message
+
+
+def test_what_changes_before_the_update_is_copied_at_once():
+    weight, moment, bias = (torch.zeros(4) for _ in range(3))
+    chunk = SimpleNamespace(parameters=lambda: [weight], buffers=[bias])
+    half = SimpleNamespace(param_groups=[{"params": [moment]}], state={0: {"exp_avg": moment, "step": 3}})
+    optimizer = SimpleNamespace(chained_optimizers=[half, SimpleNamespace(param_groups=[], state={})])
+    trained = SimpleNamespace(model=[chunk], optimizer=optimizer)
+
+    def later(**flags):
+        addresses = changed_by_updates(replace(Run(), **flags), trained)
+        return [tensor.untyped_storage().data_ptr() in addresses for tensor in (weight, moment, bias)]
+
+    assert later() == [True, True, False]
+    # The next forward pass gathers the weights.
+    assert later(overlap_param_gather=True) == [False, True, False]
