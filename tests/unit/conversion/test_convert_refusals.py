@@ -291,7 +291,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys):
+class Killed(BaseException):
+    """As SIGKILL: no clean-up runs that handles errors."""
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    raise Killed
+
+
+def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
     assert main(words(hf, whole)) == 0
@@ -309,25 +317,22 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     inode, written = first.stat().st_ino, first.stat().st_mtime_ns
     with open(journal, "ab") as file:
         file.write(b'{"name": "iter_0000000/__0_9')  # as if it had died while it wrote this
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "publish", die)
+        with pytest.raises(Killed):
+            main(words(hf, save))
     capsys.readouterr()
     assert main(words(hf, save)) == 0
-    assert "continuing: " in capsys.readouterr().err
+    assert "continuing: 5 of 5 files are complete" in capsys.readouterr().err
     again = (save / "iter_0000000" / "__0_0.distcp").stat()
     assert (again.st_ino, again.st_mtime_ns) == (inode, written)
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
-
-
-class Killed(BaseException):
-    """As SIGKILL: no clean-up runs that handles errors."""
 
 
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"
     assert main(words(hf, whole)) == 0
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(Workspace, moment, die)
@@ -339,9 +344,6 @@ def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, mon
 
 
 def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkeypatch):
-    def die(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
     save, whole = tmp_path / "native", tmp_path / "whole"
     with monkeypatch.context() as patch:
         patch.setattr(Workspace, "publish", die)
