@@ -151,13 +151,13 @@ def _build(
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
     check_precision(guard, "building the optimizer", run, trained)
     loaded = Loaded(Progress(), [], [])
-    if start_from.source is not None:
-        loaded = load(run, start_from.source, trained)
-        check_precision(guard, f"loading {start_from.source.step}", run, trained)
-    elif imported is not None:
+    if imported is not None:
         filled = fill(run, imported, trained, _say)
         loaded = Loaded(Progress(), [*imported.notes, *filled.notes], filled.precision_warnings)
         check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
+    elif start_from.source is not None:
+        loaded = load(run, start_from.source, trained)
+        check_precision(guard, f"loading {start_from.source.step}", run, trained)
     nothing: tuple[Origin, list[str]] = (Origin(), [])
     comes_from, origin_notes = read_on_rank_zero(lambda: _origin(start_from, imported), nothing)
     evaluated = run.training.eval_iters * schedule.final
