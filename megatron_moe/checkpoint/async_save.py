@@ -1,8 +1,8 @@
 """When a run saves: at once, or in the background while it trains on.
 
 In the background, a thread on each rank copies what the next update will change, which waits for it, and writes; one
-on rank 0 publishes. What they do not do is talk to other ranks: that happens at step boundaries, in one small reduction while a save is pending, so that all ranks agree on when
-a step is written and none meets another's collective.
+on rank 0 publishes. What they do not do is talk to other ranks: that happens at step boundaries, in one small reduction
+while a save is pending, so that all ranks agree on when a step is written and none meets another's collective.
 """
 
 from __future__ import annotations
