@@ -126,12 +126,12 @@ def glm4_moe(keys: Keys) -> dict[str, Any]:
 # ---- writing
 
 
-def _attention_keys(run: Run) -> dict[str, Any]:
+def _attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
     return {
         "num_key_value_heads": derived.num_query_groups(run),
         "head_dim": derived.head_size(run),
         "sliding_window": None,
-        **rope_keys(run),
+        **rope_keys(run, partly_rotated),
     }
 
 
@@ -174,9 +174,8 @@ def qwen3_moe_keys(run: Run) -> dict[str, Any]:
 def glm4_moe_keys(run: Run) -> dict[str, Any]:
     """GLM-4.5's own keys of config.json."""
     return {
-        **_attention_keys(run),
+        **_attention_keys(run, partly_rotated=True),
         **routed_and_shared_keys(run),
-        "partial_rotary_factor": run.model.rotary_percent,
         "num_nextn_predict_layers": run.model.mtp_num_layers or 0,
         "attention_bias": run.model.add_qkv_bias,
         "use_qk_norm": run.model.qk_layernorm,

@@ -182,8 +182,8 @@ def amplitude(run: Run) -> float:
     return _magnitude(factor, model.mscale) / _magnitude(factor, model.mscale_all_dim)
 
 
-def rope_keys(run: Run) -> dict[str, Any]:
-    """The rotary embedding as config.json has it, in both spellings."""
+def rope_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
+    """The rotary embedding as config.json has it, in both spellings; what `rope_settings` reads."""
     model = run.model
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_type == "yarn":
@@ -200,6 +200,6 @@ def rope_keys(run: Run) -> dict[str, Any]:
             parameters["attention_factor"] = amplitude(run)  # without both, transformers reads neither
     hub = {"type": "yarn", **parameters} if model.rope_type == "yarn" else None
     spelled: dict[str, Any] = {"rope_theta": model.rotary_base}
-    if model.rotary_percent != 1.0:
+    if partly_rotated:
         spelled["partial_rotary_factor"] = model.rotary_percent
     return {**spelled, "rope_scaling": hub, "rope_parameters": {**spelled, **parameters}}

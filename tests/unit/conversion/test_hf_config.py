@@ -179,6 +179,13 @@ def test_yarn_rotates_and_scales_as_in_transformers(case, scales):
         assert softmax_scale == pytest.approx(attention.scaling, rel=1e-12)
 
 
+def test_yarn_without_betas_has_those_of_its_paper():
+    rope = {key: value for key, value in YARN.items() if not key.startswith("beta")}
+    for betas in ({}, {"beta_fast": None, "beta_slow": 0}):
+        flat = read({**saved("deepseek-v3"), "rope_parameters": {**rope, **betas}}).flat
+        assert (flat["beta_fast"], flat["beta_slow"]) == (32.0, 1.0)
+
+
 def test_one_scale_of_yarn_alone_is_told_since_implementations_differ():
     config = {**saved("deepseek-v3"), "max_position_embeddings": 163840}
     for scales, notes in (

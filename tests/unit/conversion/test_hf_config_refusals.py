@@ -24,7 +24,7 @@ EVERY = "deepseek-v3"
 ROWS: list[tuple[str, dict, list[str]]] = [
     # which model it is
     (EVERY, {"model_type": MISSING}, ["model_type None", "deepseek_v3, kimi_k2, mixtral"]),
-    (EVERY, {"model_type": 3}, ["model_type 3"]),
+    (EVERY, {"model_type": ["mixtral"]}, ["model_type ['mixtral']", "qwen3_moe"]),
     (EVERY, {"model_type": "olmoe"}, ["'olmoe'", "over all heads", "qwen3_moe"]),
     (EVERY, {"model_type": "gpt_oss"}, ["'gpt_oss'", "sinks", "qwen3_moe"]),
     (EVERY, {"model_type": "qwen3_next"}, ["'qwen3_next'", "delta rule"]),
