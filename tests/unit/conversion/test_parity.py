@@ -129,6 +129,22 @@ def test_a_nan_in_the_logits_is_no_agreement(tmp_path: Path) -> None:
     assert result.logit_difference == torch.inf
 
 
+def test_a_gradient_of_another_size_or_name_is_no_agreement(tmp_path: Path) -> None:
+    model = tiny_models.make("mixtral", 9, tmp_path / "hf")
+    tokens = torch.arange(24).view(2, 12)
+    reference = run_model(model, tokens, gradients=True)
+    norms = reference.grad_norms
+    assert norms is not None
+    name = "model.layers.2.self_attn.k_proj.weight"
+    for change, failure in (
+        ({**norms, name: norms[name] * 1.001}, f"gradient of {name}: norm "),
+        ({key: value for key, value in norms.items() if key != name}, f"gradient of {name}: on one side only"),
+    ):
+        with opened(locate(tmp_path / "hf"), gradients=True) as found:
+            result = compare_with(replace(reference, grad_norms=change), found, tokens, gradients=True)
+        assert [line[: len(failure)] for line in result.failures] == [failure]
+
+
 # ---- whole comparisons
 
 
