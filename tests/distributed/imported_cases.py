@@ -216,7 +216,18 @@ def _forgets_a_box(importing: Any) -> tuple[str, Any]:
     return "dist", Dist
 
 
+def _skips_the_copies(importing: Any) -> tuple[str, Any]:
+    rounds = importing._rounds
+
+    def without(filling: Any, *rest: Any) -> None:
+        filling.copies = []
+        rounds(filling, *rest)
+
+    return "_rounds", without
+
+
 MISTAKES = {
+    "skips the copies": _skips_the_copies,
     "forgets a box": _forgets_a_box,
     "leaves a bias out": _table(lambda pieces: [piece for piece in pieces if not piece.fp32]),
     "cannot read": _cannot_read,

@@ -135,6 +135,8 @@ def test_a_copy_that_is_another_table_is_refused(gloo, folders, tmp_path):
     folder = changed(tmp_path / "m", tmp_path / "other", **{name.replace(".", "__"): held[name] + 1})
     messages = gloo.run(2, cases.refused, folder=folder, layout=PP2)
     assert len(set(messages)) == 1 and f"{name} differs from lm_head.weight" in messages[0]
+    messages = gloo.run(2, cases.refused, folder=folder, layout=PP2, mistake="skips the copies")
+    assert len(set(messages)) == 1 and f"nothing was made of {name}" in messages[0]
 
 
 @pytest.mark.parametrize(
