@@ -22,6 +22,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import certificate, parity, transforms
 from megatron_moe.conversion.convert_cli import main
 from megatron_moe.conversion.hf_tensors import TensorReader
+from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import DataFile
 from megatron_moe.conversion.workspace import Workspace, hidden_folder
 from tests.unit.conversion import small_folders, tiny_models
@@ -249,14 +250,19 @@ def test_every_element_is_covered_once_or_it_is_told():
         assert part in str(error.value)
 
 
-def test_a_damaged_step_is_not_exported(tmp_path, capsys, hf):
+def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsys, hf):
     assert main(words(hf, tmp_path / "native")) == 0
-    file = tmp_path / "native" / "iter_0000000" / "__0_1.distcp"
-    data = bytearray(file.read_bytes())
-    at = data.find(b"decoder") if b"decoder" in data else len(data) // 2
-    data[at] ^= 1
-    file.write_bytes(bytes(data))
-    assert "__0_1.distcp" in refused(capsys, words(tmp_path / "native", tmp_path / "x", origin="native", target="hf"))
+    step, key = tmp_path / "native" / "iter_0000000", "decoder.layers.0.mlp.linear_fc1.weight"
+    before = NativeReader(step).read(key)
+    at = (step / "__0_1.distcp").read_bytes().find(before.view(torch.uint8).numpy().tobytes())
+    with open(step / "__0_1.distcp", "r+b") as file:
+        file.seek(at)
+        bits = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([bits ^ 1]))
+    assert (NativeReader(step).read(key) != before).sum() == 1
+    message = refused(capsys, words(tmp_path / "native", tmp_path / "x", origin="native", target="hf"))
+    assert "is damaged: __0_1.distcp does not hold what was saved" in message
 
 
 # ---- verification
