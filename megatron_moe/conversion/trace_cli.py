@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_moe.checkpoint.durable import replace_text
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion.hf_tensors import layout_of, write_tensor
 from megatron_moe.conversion.opened import opened
 from megatron_moe.conversion.source import Source, locate
+from megatron_moe.conversion.streamed_file import StreamedFile
 from megatron_moe.conversion.trace import Trace, trace, working_bytes
 
 _INPUT = "input_ids"
@@ -124,12 +125,12 @@ def _require_writable(flag: str, name: str | None) -> None:
 
 
 def _write(result: Trace, path: Path, norms: str | None) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary, tensors = path.with_name(f".{path.name}.{os.getpid()}.tmp"), result.tensors()
     try:
-        save_file({name: tensor.contiguous() for name, tensor in result.tensors().items()}, temporary)
+        with StreamedFile(temporary, layout_of(tensors.items())) as file:
+            for name, tensor in tensors.items():
+                write_tensor(file, name, tensor)
         os.replace(temporary, path)
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     if norms is not None and result.grad_norms is not None:

@@ -33,8 +33,11 @@ def tokens_of(vocab_size: int = tiny_models.VOCABULARY) -> Tensor:
 def traced(load: Path, folder: Path, *flags: str, tokens: Tensor | None = None) -> dict[str, Tensor]:
     """The tool's output; with its JSON of norms in `folder`."""
     save_file({"input_ids": tokens_of() if tokens is None else tokens}, folder / "tokens.safetensors")
+    (folder / "tokens.txt").touch()
     words = ["--load", str(load), "--tokens", str(folder / "tokens.safetensors"), "--output", str(folder / "out")]
     assert main([*words, *flags]) == 0
+    assert sorted(path.name for path in folder.glob(".*")) == []
+    assert (folder / "out").stat().st_mode == (folder / "tokens.txt").stat().st_mode
     return load_file(folder / "out")
 
 
