@@ -92,6 +92,8 @@ def _run(words: argparse.Namespace) -> int:
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
+    if words.verify:
+        _require_verifiable(words)
     for line in (*conversion.notes, *conversion.warnings):
         tell(line)
     if words.dry_run:
@@ -191,6 +193,14 @@ def _refuse(words: argparse.Namespace, workspace: Any, content: dict[str, Any]) 
     workspace.discard()
     print(f"convert_checkpoint.py: verification failed, {target} is not written; see {beside}", file=sys.stderr)
     return NOT_VERIFIED
+
+
+def _require_verifiable(words: argparse.Namespace) -> None:
+    """Is there memory for the model? Not to be told at the end of hours."""
+    from megatron_moe.conversion.parity import require_memory
+    from megatron_moe.conversion.source import locate
+
+    require_memory(locate(Path(words.load), words.ckpt_step, words.family), words.verify_layers)
 
 
 def _parity(words: argparse.Namespace, output: Path) -> Any:

@@ -7,7 +7,7 @@ logits and loss, can then be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.durable import size
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion import constants
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.opened import Opened, one_process, opened
 from megatron_moe.conversion.reference_model import ReferenceResult, run_reference
@@ -26,6 +27,8 @@ from megatron_moe.conversion.source import Source, locate
 from megatron_moe.conversion.ties import TIE, following
 from megatron_moe.conversion.trace import Routing, trace, working_bytes
 
+TOKENS = (2, 64)
+"""Sequences, and tokens of each."""
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of logits up to 10 in size; in proportion where they are larger."""
 LOSS_TOLERANCE = 1e-5
@@ -104,8 +107,8 @@ def compare(
     *,
     layers: int | None = None,
     seed: int = 1234,
-    batch: int = 2,
-    length: int = 64,
+    batch: int = TOKENS[0],
+    length: int = TOKENS[1],
     ckpt_step: int | None = None,
     gradients: bool = False,
 ) -> Parity:
@@ -133,7 +136,7 @@ def compare(
     length = min(length, derived.max_position_embeddings(run))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
-    _require_memory(source, folder, layers, tokens, gradients)
+    require_memory(source, layers, fp8=bool(folder.scales), tokens=tokens.shape, gradients=gradients)
     differ = source.dtype != reference_source.dtype
     reference = run_reference(
         folder,
@@ -171,6 +174,7 @@ def compare_with(
     loss = float(ours.loss)
     if not abs(loss - reference.loss) <= LOSS_TOLERANCE * max(1.0, abs(reference.loss)):
         failures.append(f"losses are {loss:.7f} here, {reference.loss:.7f} there")
+    failures += _constant_failures(reference, found)
     apart = None
     if ours.grad_norms is not None and reference.grad_norms is not None:
         apart, words = _gradients(ours.grad_norms, reference.grad_norms, found.run.model.num_layers)
@@ -191,6 +195,16 @@ def compare_with(
 
 
 # ---- what is held against what
+
+
+def _constant_failures(reference: ReferenceResult, found: Opened) -> list[str]:
+    if reference.constants is None:
+        return []
+    ours, first = constants.of_ours(found.chunk, found.mapping), found.run.model.num_layers
+    beyond = [
+        name for name in ours.epsilons if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= first
+    ]
+    return list(constants.differences(ours, reference.constants, set(beyond)))
 
 
 def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> Choices:
@@ -280,16 +294,27 @@ def _fewest_layers(source: Source) -> int:
     return pattern.index(1) + 1 if 1 in pattern else 1
 
 
-def _require_memory(source: Source, folder: HFFolder, layers: int | None, tokens: Tensor, gradients: bool) -> None:
-    """Refuse what does not fit, before anything is loaded, and say which part of it would."""
+def require_memory(
+    source: Source,
+    layers: int | None,
+    *,
+    fp8: bool = False,
+    tokens: Sequence[int] = TOKENS,
+    gradients: bool = False,
+) -> None:
+    """Refuse what does not fit, before anything is loaded, and say which part of it would.
+
+    Raises:
+        ConfigError: naming what is needed and what is free.
+    """
     available = platform.available_memory_bytes()
     # In fp32; weights in fp8 are held as bfloat16 meanwhile.
-    width = 4 * (2 if gradients else 1) + (2 if folder.scales else 0)
+    width = 4 * (2 if gradients else 1) + (2 if fp8 else 0)
 
     def needed(count: int | None) -> int:
         run = one_process(source.run, layers=count)
         padded = derived.padded_vocab_size(run.model.vocab_size or 0, run)
-        work = working_bytes(run, tokens.shape[0], tokens.shape[1], gradients)
+        work = working_bytes(run, tokens[0], tokens[1], gradients)
         return derived.parameter_count(run, padded) * width + 2 * work + 2**28
 
     wanted = needed(layers)

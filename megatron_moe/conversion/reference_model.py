@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.conversion.constants import Constants, of_reference
 from megatron_moe.conversion.families import Family
 from megatron_moe.conversion.hf_folder import HFFolder
 
@@ -31,13 +32,15 @@ _BIAS = "e_score_correction_bias"
 @dataclass
 class ReferenceResult:
     """On the CPU. logits [B, S, V] fp32; loss; experts: layer -> [B * S, K] int64; weights: beside them, fp32.
-    grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for."""
+    grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for. constants: epsilons and
+    rotary frequencies."""
 
     logits: Tensor
     loss: float
     experts: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)
     grad_norms: dict[str, float] | None = None
+    constants: Constants | None = None
 
 
 def run_reference(
@@ -94,7 +97,7 @@ def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> Referen
         for hook in hooks:
             hook.remove()
     norms = _grad_norms(model) if gradients else None
-    return ReferenceResult(logits.detach().cpu(), float(loss), experts, weights, norms)
+    return ReferenceResult(logits.detach().cpu(), float(loss), experts, weights, norms, of_reference(model))
 
 
 def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> Any:

@@ -269,6 +269,9 @@ class ToHF(Conversion):
         names = {name for piece in self.table.pieces for name in piece.hf} | set(self.copies)
         if wrong := sorted(names ^ written.tensors.keys()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
+        rounded = [n for p in self.table.pieces if p.fp32 for n in p.hf if written.tensors[n].dtype != "float32"]
+        if rounded:
+            raise ConfigError(f"{output}: {rounded[0]} is not float32, which it always is; nothing was published")
         pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
         with TensorReader(written) as back:
             for row in (row for record in records for row in record["rows"]):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_moe.checkpoint import folder, origin
-from megatron_moe.checkpoint.durable import new_file, write_json
+from megatron_moe.checkpoint.durable import new_file, write_bytes, write_json
 from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
@@ -168,7 +168,8 @@ class ToNative(Conversion):
         if self.companions:
             (step / origin.FOLDER).mkdir(exist_ok=True)
         for name in sorted(self.companions):
-            files[f"{origin.FOLDER}/{name}"] = native_step.copy_file(self.companions[name], step / origin.FOLDER / name)
+            content = self.reader.folder.companion(name)  # as it was when the folder was checked
+            files[f"{origin.FOLDER}/{name}"] = write_bytes(step / origin.FOLDER / name, content)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, flatten(self.run))
         files[folder.STATE] = write_json(step / folder.STATE, self._state())
         return native_step.seal(output, ITERATION, files)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config import cli, rules
+from megatron_moe.config.presets import PRESETS
 from megatron_moe.data import preprocess_cli
 from megatron_moe.planning import cli as planning_cli
 
@@ -49,11 +50,16 @@ def check(command, folder, monkeypatch):
     """Parse and check a training command where it would run: a repository with the configs and nothing else."""
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
     monkeypatch.chdir(folder)
-    run = cli.parse([*command.flags, "--dry-run"])
+    run = cli.parse([*command.flags, "--dry-run"], lambda given: {**_imported(given), **given})
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, command.world_size)
     else:
         rules.check(run, command.world_size)
+
+
+def _imported(given):
+    """The architecture that the folder of a page would have."""
+    return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
 
 
 def recorded(script, folder, status=0):

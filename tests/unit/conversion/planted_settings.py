@@ -35,6 +35,24 @@ def each(name: str, reason: str, *cases: str, caught: str = "parity", **changes:
     return [Plant(name, case, settings(**changes), reason, caught) for case in cases]
 
 
+CONSTANTS = [
+    # too small to be seen in logits of random tokens: told by the numbers themselves
+    *each("an epsilon that is hardly another", "epsilon of", "mixtral", "glm4-moe", norm_epsilon=1.0001e-5),
+    *each(
+        "a factor of yarn that is hardly another",
+        "rotary frequencies differ",
+        "deepseek-v3",
+        rotary_scaling_factor=40.002,
+    ),
+    *each(
+        "a rotary base that is hardly another",
+        "rotary frequencies differ",
+        "glm4-moe",
+        "mixtral",
+        rotary_base=1000500.0,
+    ),
+]
+
 COMPUTED = [
     # routing
     *each("groups by the sum of two", EXPERTS, "deepseek-v2-grouped", moe_router_group_score="top2"),

@@ -28,10 +28,10 @@ from megatron_moe.conversion.source import locate
 from megatron_moe.parallel import groups
 from tests.unit.conversion import tiny_models
 from tests.unit.conversion.planted_names import NAMES, NUMBERS, TRANSFORMS
-from tests.unit.conversion.planted_settings import COMPUTED, COVERED
+from tests.unit.conversion.planted_settings import COMPUTED, CONSTANTS, COVERED
 from tests.unit.conversion.planting import COVERAGE, PARITY, RULES, Plant
 
-IMPORTED = [*NAMES, *TRANSFORMS, *NUMBERS, *COMPUTED, *COVERED]
+IMPORTED = [*NAMES, *TRANSFORMS, *NUMBERS, *CONSTANTS, *COMPUTED, *COVERED]
 
 
 @dataclass(frozen=True)
