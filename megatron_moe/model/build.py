@@ -89,7 +89,7 @@ def build_model(
         run: has passed `config.rules.check`.
         pg_collection: from `parallel.groups.initialize`.
         vocab_size: tokens of the vocabulary. The tables are padded to rows that divide among the TP ranks; what pads
-            has the logit -inf.
+            has a logit that no softmax sees.
         wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
         guard: is told the dtypes after building and after each wrapping; one of its own if None.
         draw: the weights, on this machine's device. Without it they stay where they were allocated, unfilled: for a

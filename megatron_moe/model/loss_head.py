@@ -21,7 +21,8 @@ from megatron_moe.precision.declared import returns_wider
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The engine's output layer; the logit of a column that only pads the vocabulary is -inf.
+    """The engine's output layer; the logit of a column that only pads the vocabulary is its dtype's least number, whose
+    exponential is 0 beside any token's. Not -inf: who looks for numbers that are not finite is to find errors.
 
     Attributes:
         vocab_size: columns of the whole layer that are tokens.
@@ -52,13 +53,13 @@ def _without_padding(logits: Tensor, tokens: int) -> Tensor:
 
 
 class _WithoutPadding(torch.autograd.Function):
-    """-inf in the columns from `tokens` on, in place: the logits are the largest tensor there is."""
+    """The least number in the columns from `tokens` on, in place: the logits are the largest tensor there is."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
         ctx.tokens = tokens
         ctx.mark_dirty(logits)
-        logits[..., tokens:] = -torch.inf
+        logits[..., tokens:] = torch.finfo(logits.dtype).min
         return logits
 
     @staticmethod

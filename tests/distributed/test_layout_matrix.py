@@ -62,7 +62,7 @@ AUXILIARY = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 # Name -> (flags of the model, number of the samples).
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek": (MLA, 3),
-    "aux_loss": ({**GQA, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.05,)}, 2),
+    "aux_loss": ({**GQA, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.05,)}, 0),
     "every loss": (
         {
             **MLA,
@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
             "moe_aux_loss_coeff": (0.05, 0.05, 0.05),
             "moe_z_loss_coeff": 0.01,
         },
-        1,
+        4,
     ),
     "per token": (
         {
@@ -80,9 +80,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
             "moe_z_loss_coeff": 0.01,
             "calculate_per_token_loss": True,
         },
-        0,
+        3,
     ),
-    "further tokens": ({**MLA, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, 1),
+    "further tokens": ({**MLA, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, 4),
     "capacity": ({**MLA, "moe_expert_capacity_factor": 1.0, "moe_router_bias_update_rate": 1e-2}, 1),
     "tied": (
         {

@@ -52,6 +52,9 @@ def test_a_run_that_is_killed_ten_times_equals_one_that_is_not(
         assert len(job.lines) >= ITERATIONS
         if saving:
             there = set(steps(job.folder / "checkpoints"))
-            # Multiples of nine, two of the others, and the one that the last incarnation was loaded from.
-            assert there | {job.resumed()} == {9, 15, 18, 21, job.resumed()}
+            # Multiples of nine, two of the others, and the one that the last incarnation was loaded from, which is not
+            # known where the one before was killed ahead of loading.
+            loaded = there - {9, 15, 18, 21}
+            assert there >= {9, 15, 18, 21} and len(loaded) <= 1
+            assert job.resumed() < 0 or loaded <= {job.resumed()}
         killed += len(job.kills)

@@ -144,7 +144,7 @@ def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tm
     assert carried == (folders / "bf16" / "modeling_deepseek.py").read_text()
     program = f"import sys; sys.path.insert(0, {str(folders / 'bf16')!r}); import modeling_deepseek"
     try:
-        subprocess.run([sys.executable, "-c", program], check=True)
+        subprocess.run([sys.executable, "-B", "-c", program], check=True)  # and leaves no byte code there
         assert (folders / "sentinel").exists(), "the code would have shown that it ran"
     finally:
         (folders / "sentinel").unlink(missing_ok=True)
