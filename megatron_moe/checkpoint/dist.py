@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException, filesystem
 
 from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import AllowedUnpickler, UntrustedError
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, listing
 
 
 def not_saved(value: Any) -> Any:
@@ -62,7 +62,7 @@ def load_tensors(
     if absent or unread:
         lines = [f"not in the checkpoint: {key}" for key in absent]
         lines += [f"in the checkpoint, but not in the model: {key}" for key in unread]
-        raise ConfigError(_listing(f"{folder}: does not hold the tensors of this model:", lines))
+        raise ConfigError(listing(f"{folder}: does not hold the tensors of this model:", lines))
     casts = _agreed(
         {
             f"{key}: saved as {saved[key].dtype}, wanted as {dtype}"
@@ -75,7 +75,7 @@ def load_tensors(
             f"{folder}: weights are never cast silently, and these have another dtype (--bf16, --fp16 and --keep-fp32 "
             "decide it):"
         )
-        raise ConfigError(_listing(head, casts))
+        raise ConfigError(listing(head, casts))
     rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}
     loaded: dict[str, Any] = {}
     unreadable: set[str] = set()
@@ -168,11 +168,6 @@ def _agreed(found: set[str]) -> list[str]:
     gathered: list[set[str] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, found)
     return sorted(set().union(*(part for part in gathered if part)))
-
-
-def _listing(head: str, lines: list[str], limit: int = 40) -> str:
-    rest = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n".join([head, *(f"  {line}" for line in lines[:limit]), *rest])
 
 
 # ---- pickles

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ConfigError(ValueError):
     """A wrong input of the user's: one message that names the flag, its value, the rule and a setting that works.
@@ -15,3 +17,9 @@ class RunFault(RuntimeError):
 
     Every rank raises the same; the entry point prints it once, from rank 0, and exits with status 1.
     """
+
+
+def listing(head: str, lines: Sequence[str], limit: int = 40) -> str:
+    """One message with a line for each of many things, the first `limit` of them."""
+    rest = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n".join([head, *(f"  {line}" for line in lines[:limit]), *rest])

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_moe import __version__
 from megatron_moe.checkpoint import durable, index
 from megatron_moe.checkpoint.manifest import Entry
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.conversion.hf_tensors import dtype_name, sha256
 from megatron_moe.conversion.transforms import Shape
 
@@ -140,12 +140,6 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
             )
     if wrong:
         raise ConfigError(listing(f"{where}: not every tensor is converted exactly once:", wrong))
-
-
-def listing(head: str, lines: Sequence[str], limit: int = 40) -> str:
-    """One message with many lines."""
-    rest = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n".join([head, *(f"  {line}" for line in lines[:limit]), *rest])
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping as Named
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.conversion.mapping import Mapping
 from megatron_moe.conversion.transforms import Shape
 
@@ -34,10 +34,5 @@ def require_tensors(table: Mapping, held: Named[str, Shape], where: str) -> tupl
         if tuple(held[name]) != tuple(expected[name])
     ]
     if lines:
-        raise ConfigError(_listing(f"{where}: its tensors are not those of its config.json:", lines))
+        raise ConfigError(listing(f"{where}: its tensors are not those of its config.json:", lines))
     return copies, dropped
-
-
-def _listing(head: str, lines: list[str], limit: int = 40) -> str:
-    rest = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n".join([head, *(f"  {line}" for line in lines[:limit]), *rest])

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.durable import write_bytes
 from megatron_moe.checkpoint.manifest import Entry
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import replace
 from megatron_moe.conversion import certificate, hf_folder
 from megatron_moe.conversion.certificate import Row, expected
@@ -100,7 +100,7 @@ class ToHF(Conversion):
         ]
         if wrong:
             head = f"--load {self.source}: its tensors are not those of a {self.family.name} of its configuration:"
-            raise ConfigError(certificate.listing(head, wrong))
+            raise ConfigError(listing(head, wrong))
         for piece in self.table.pieces:
             stored = self.reader.dtype(piece.key)
             if piece.fp32 and stored != torch.float32:
@@ -153,7 +153,7 @@ class ToHF(Conversion):
                 f"--load {self.source}: the run is no longer the model that its hf/config.json describes; --family "
                 f"{self.family.name} writes a new one:"
             )
-            raise ConfigError(certificate.listing(head, wrong))
+            raise ConfigError(listing(head, wrong))
         changed = self._changed(config, dtype)
         return data if changed == config else _json(changed)
 
