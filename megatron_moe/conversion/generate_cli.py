@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import derived, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -29,7 +29,6 @@ from megatron_moe.model.key_value_cache import continuation, numbers_per_token
 from megatron_moe.model.sampling import Sampling
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPANIONS = "hf"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,7 +187,7 @@ def _is_native(source: Source) -> bool:
 
 
 def _companions(source: Source) -> Path:
-    return source.path / _COMPANIONS if _is_native(source) else source.path
+    return source.path / origin.FOLDER if _is_native(source) else source.path
 
 
 def _begin(source: Source, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:

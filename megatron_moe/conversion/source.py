@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.checkpoint import compare, folder, manifest
+from megatron_moe.checkpoint import compare, folder, manifest, origin
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -25,7 +25,7 @@ from megatron_moe.conversion.native_reader import NativeReader
 _STEP = re.compile(r"iter_\d{7,}", re.ASCII)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OPTIMIZER = "optimizer."
-_COMPANIONS = "hf/"
+_COMPANIONS = f"{origin.FOLDER}/"
 
 
 @dataclass(frozen=True)
