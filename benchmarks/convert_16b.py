@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from benchmarks.measured_process import measured
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.conversion.families import FAMILIES
@@ -81,19 +78,13 @@ def converted(origin: str, load: Path, save: Path, limit: int) -> dict[str, Any]
     """Run the tool and measure it."""
     target = "native" if origin == "hf" else "hf"
     command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "--from", origin, "--to", target]
-    started = time.monotonic()
-    process = subprocess.Popen(
-        [*command, "--load", str(load), "--save", str(save)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"the conversion ended with {process.returncode}")
+    ran = measured([*command, "--load", str(load), "--save", str(save)], ROOT, limit=limit, quiet=False)
+    if ran.status != 0:
+        raise SystemExit(f"the conversion ended with {ran.status}")
     return {
-        "seconds": round(time.monotonic() - started, 1),
-        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_gib": round(usage.ru_maxrss * 1024 / GIB, 2),
+        "seconds": round(ran.seconds, 1),
+        "processor_seconds": round(ran.processor_seconds, 1),
+        "peak_gib": round(ran.peak_bytes / GIB, 2),
     }
 
 

@@ -104,13 +104,13 @@ def _stats(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     from megatron_moe.checkpoint import inspect_tensors as tensors
 
     step = _readable(found[0], words.verify)
-    reader = tensors.Reader(step)
-    keys = reader.keys(_regex(words.match))
+    reader = tensors.opened(step)
+    keys = tensors.keys(reader, _regex(words.match))
     rows, lines, broken = [], [f"{step}: {len(keys)} tensors"], []
     for key in keys:
         try:
             row = tensors.stats(reader, key)
-        except (tensors.UntrustedError, OSError) as error:
+        except ConfigError as error:
             broken.append(str(error))
             lines.append(f"  {key}: CANNOT BE READ: {error}")
             continue
@@ -127,14 +127,14 @@ def _stats(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
 def _diff(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     from megatron_moe.checkpoint import inspect_tensors as tensors
 
-    readers = [tensors.Reader(_readable(one, words.verify)) for one in found]
+    readers = [tensors.opened(_readable(one, words.verify)) for one in found]
     pattern = _regex(words.match)
-    keys = sorted({key for reader in readers for key in reader.keys(pattern)})
+    keys = sorted({key for reader in readers for key in tensors.keys(reader, pattern)})
     rows, lines = [], [f"{readers[0].step} and {readers[1].step}: {len(keys)} tensors"]
     for key in keys:
         try:
             row = tensors.diff(readers[0], readers[1], key)
-        except (tensors.UntrustedError, OSError) as error:
+        except ConfigError as error:
             row = {"key": key, "equal": False, "unreadable": str(error)}
         if row.get("max_difference") == float("inf"):
             row["max_difference"] = "inf"

@@ -1,4 +1,4 @@
-"""The numbers in a step's tensors, read part by part: no model, no process group, memory for a few parts."""
+"""The numbers in a step's tensors, part by part: no model, no process group, memory for a few parts."""
 
 from __future__ import annotations
 
@@ -6,44 +6,35 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint import index, manifest, pickles
-from megatron_moe.checkpoint.index import Index, Part, Tensor, UntrustedError
+from megatron_moe.checkpoint.index import Tensor
 from megatron_moe.checkpoint.inspect_steps import DamagedError
+from megatron_moe.checkpoint.step_reader import StepReader
+from megatron_moe.config.errors import ConfigError
 
 _BLOCK = 1 << 22
 """Elements that are widened to fp64 at a time."""
 
 
-class Reader:
-    """The tensors of one step; `part` reads one box of one of them."""
+def opened(step: Path) -> StepReader:
+    """A reader of a step's tensors.
 
-    def __init__(self, step: Path) -> None:
-        self.step = step
-        try:
-            self.index: Index = pickles.check(step, manifest.read(step).files)
-        except (UntrustedError, manifest.ManifestError, OSError) as error:
-            raise DamagedError(f"{step}: refused: {error}") from error
-        self.part = lru_cache(maxsize=1)(self._part)
+    Raises:
+        DamagedError: its index or its manifest is damaged or harmful.
+    """
+    try:
+        return StepReader(step)
+    except ConfigError as error:
+        raise DamagedError(str(error)) from error
 
-    def keys(self, pattern: str | None) -> list[str]:
-        """Keys in order, those that a regular expression finds something in."""
-        return sorted(key for key in self.index.tensors if pattern is None or re.search(pattern, key))
 
-    def _part(self, key: str, part: Part) -> torch.Tensor:
-        value = pickles.read_value(self.step, key, part.place)
-        tensor = self.index.tensors[key]
-        fits = isinstance(value, torch.Tensor) and str(value.dtype) == f"torch.{tensor.dtype}"
-        if not fits or tuple(value.shape) != part.shape:
-            raise UntrustedError(
-                f"{key} in {part.place.file} is not the {tensor.dtype} {list(part.shape)} of {index.NAME}"
-            )
-        return value.detach()
+def keys(reader: StepReader, pattern: str | None) -> list[str]:
+    """Keys in order, those that a regular expression finds something in."""
+    return sorted(key for key in reader.index.tensors if pattern is None or re.search(pattern, key))
 
 
 # ---- stats
@@ -96,26 +87,26 @@ class Stats:
         }
 
 
-def stats(reader: Reader, key: str) -> dict[str, Any]:
+def stats(reader: StepReader, key: str) -> dict[str, Any]:
     """Shape, type and numbers of one tensor.
 
     Raises:
-        UntrustedError: a part of it is not what the index says.
+        ConfigError: a part of it is not what the index says.
     """
     tensor, result = reader.index.tensors[key], Stats()
     for part in tensor.parts:
-        result.add(reader.part(key, part))
+        result.add(reader.read(key, part.start, part.shape))
     return {"key": key, "dtype": tensor.dtype, "shape": list(tensor.shape), **result.facts()}
 
 
 # ---- diff
 
 
-def diff(first: Reader, second: Reader, key: str) -> dict[str, Any]:
+def diff(first: StepReader, second: StepReader, key: str) -> dict[str, Any]:
     """How a tensor differs between two steps; `equal` means to the bit. However each is split into parts.
 
     Raises:
-        UntrustedError: a part is not what its index says.
+        ConfigError: a part is not what its index says.
     """
     one, two = first.index.tensors.get(key), second.index.tensors.get(key)
     result: dict[str, Any] = {"key": key, "equal": False}
@@ -134,7 +125,7 @@ def diff(first: Reader, second: Reader, key: str) -> dict[str, Any]:
 
 
 def _boxes(
-    first: Reader, second: Reader, key: str, one: Tensor, two: Tensor
+    first: StepReader, second: StepReader, key: str, one: Tensor, two: Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The same boxes of a tensor from two steps, one after the other, covering all of it."""
     for part in one.parts:
@@ -142,10 +133,8 @@ def _boxes(
             low = [max(a, b) for a, b in zip(part.start, other.start)]
             high = [min(a + m, b + n) for a, m, b, n in zip(part.start, part.shape, other.start, other.shape)]
             if all(a < b for a, b in zip(low, high)):
-                yield (
-                    first.part(key, part)[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))],
-                    second.part(key, other)[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, other.start))],
-                )
+                start, shape = tuple(low), tuple(b - a for a, b in zip(low, high))
+                yield first.read(key, start, shape), second.read(key, start, shape)
 
 
 def _distance(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:

@@ -7,7 +7,8 @@ gone when a step is saved. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,34 +65,41 @@ def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
         return Origin(), []
     if not isinstance(about, dict):
         raise ConfigError(f"--load {step}: its state has {str(about)[:40]!r} for {FOLDER}, which is no object")
+    prefix = f"{FOLDER}/"
     try:
-        names = [name for name in manifest.read(step).files if name.startswith(f"{FOLDER}/")]
+        every = manifest.read(step).files
     except manifest.ManifestError as error:
         raise ConfigError(f"--load {step}: {error}") from None
-    files, notes = read({name.removeprefix(f"{FOLDER}/"): step / name for name in names})
+    entries = {name.removeprefix(prefix): entry for name, entry in every.items() if name.startswith(prefix)}
+
+    def content(name: str) -> bytes:
+        path = step / FOLDER / name
+        try:
+            with open(path, "rb") as file:
+                found = file.read(entries[name]["bytes"] + 1)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        if hashlib.sha256(found).hexdigest() != entries[name]["sha256"]:
+            raise ConfigError(f"{path}: is not what was saved; load another step with --ckpt-step")
+        return found
+
+    files, notes = read({name: entry["bytes"] for name, entry in entries.items()}, content, step / FOLDER)
     return Origin(about, files), notes
 
 
-def read(paths: Mapping[str, Path]) -> tuple[dict[str, bytes], list[str]]:
+def read(sizes: Mapping[str, int], content: Callable[[str], bytes], where: Path) -> tuple[dict[str, bytes], list[str]]:
     """Small files by name, the smallest first until there are too many bytes, and what to tell about the rest.
 
-    Raises:
-        ConfigError: one cannot be read.
+    Args:
+        sizes: in bytes, by name. content: reads one by its name. where: they lie, for messages.
     """
     kept: dict[str, bytes] = {}
     notes: list[str] = []
-    try:
-        sizes = {name: path.stat().st_size for name, path in paths.items()}
-        room = LARGEST
-        for name in sorted(sizes, key=lambda name: (sizes[name], name)):
-            if sizes[name] > room:
-                notes.append(f"{paths[name]} is not carried along: {durable.size(sizes[name], exact=False)} of files")
-                continue
-            with open(paths[name], "rb") as file:
-                content = file.read(room + 1)
-            if len(content) != sizes[name]:
-                raise ConfigError(f"{paths[name]}: changed while it was read")
-            kept[name], room = content, room - len(content)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    room = LARGEST
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if sizes[name] > room:
+            notes.append(f"{where / name} is not carried along: {durable.size(sizes[name], exact=False)} of files")
+            continue
+        kept[name] = content(name)
+        room -= sizes[name]
     return kept, notes

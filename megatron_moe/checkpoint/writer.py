@@ -34,14 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.archive import PER_PART, by_itself
 from megatron_moe.checkpoint.durable import HashingFile, write_bytes
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
 from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer_gather import Buffers, Copy, Gathered
-
-COMMON = "common.pt"
-_PER_ITEM = 2048
-"""Bytes that torch's archive adds to a tensor, at most, for the estimate."""
+from megatron_moe.checkpoint.pickles import COMMON
 
 
 @dataclass
@@ -113,7 +111,7 @@ class Data:
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What an item of the plan writes."""
         value = self._planner.resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
-        return _by_itself(value) if isinstance(value, torch.Tensor) else value
+        return by_itself(value) if isinstance(value, torch.Tensor) else value
 
 
 def stage(
@@ -295,22 +293,13 @@ def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, ste
             raise RuntimeError(f"{item.index.fqn} would be written before it is gathered")
 
 
-def _by_itself(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no part of a larger one: torch's writer would copy that first."""
-    value = value.detach()
-    if value.is_cuda or not value.numel() or value.untyped_storage().nbytes() == value.nbytes:
-        return value
-    content = value.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(content).view(value.dtype).view(value.shape)
-
-
 def _num_bytes(plan: SavePlan, data: Data) -> int:
     """Bytes that this rank will write, from above."""
     total = 0
     for item in plan.items:
         value = data.resolve_data(item)
         size = value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
-        total += size + _PER_ITEM
+        total += size + PER_PART
     return total
 
 

@@ -58,7 +58,8 @@ class Import:
 
     def origin(self) -> tuple[Origin, list[str]]:
         """The same with the folder's small files, and what to tell. Called where they are written from: on rank 0."""
-        files, notes = origin.read(self.folder.companions)
+        sizes = {name: self.folder.stamps[name].size for name in self.folder.companions}
+        files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
         return Origin(self.state, files), notes
 
 

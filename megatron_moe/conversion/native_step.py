@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_moe.checkpoint import folder, index, manifest, pickles
+from megatron_moe.checkpoint.archive import by_itself
 from megatron_moe.checkpoint.durable import HashingFile, new_file, write_bytes
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion.transforms import Shape
 
-PER_PART = 2048
-"""Bytes that torch's archive adds to a part, at most, for estimates."""
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 
 
@@ -58,7 +58,7 @@ class DataFile:
     def add(self, key: str, start: Shape, block: Tensor) -> None:
         """Write a block of a tensor."""
         offset = self._file.tell()
-        torch.save(_by_itself(block), cast(IO[bytes], self._file))
+        torch.save(by_itself(block.contiguous()), cast(IO[bytes], self._file))
         self.parts.append(StoredPart(key, start, tuple(block.shape), self._name, offset, self._file.tell() - offset))
 
     def add_value(self, key: str, content: bytes) -> StoredPart:
@@ -124,18 +124,18 @@ def write_common(step: Path, plain: dict[str, Any]) -> dict[str, Entry]:
     }
 
 
-def copy_file(source: Path, target: Path) -> Entry:
-    """Copy a file onto the disk, hashed."""
+def copy_file(source: Path, target: Path, known: Entry) -> Entry:
+    """Copy a file of a step onto the disk, hashed.
+
+    Raises:
+        ConfigError: it is not what the step's manifest knows.
+    """
     with open(source, "rb") as content, new_file(target) as file:
         while block := content.read(1 << 22):
             file.write(block)
-    return file.entry()
-
-
-def _by_itself(block: Tensor) -> Tensor:
-    """In memory of its own: an archive holds all of the memory that a tensor is a view of."""
-    block = block.detach().contiguous()
-    return block if block.untyped_storage().nbytes() == block.nbytes else block.clone()
+    if file.entry() != known:
+        raise ConfigError(f"{source}: changed while it was read; nothing was published")
+    return known
 
 
 def seal(root: Path, iteration: int, files: dict[str, Entry]) -> dict[str, Entry]:

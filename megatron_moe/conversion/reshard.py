@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_moe.checkpoint import folder, manifest, pickles
+from megatron_moe.checkpoint.archive import PER_PART
 from megatron_moe.checkpoint.durable import new_file, write_json
 from megatron_moe.checkpoint.index import LARGEST_VALUE, Tensor
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import certificate, native_step
 from megatron_moe.conversion.certificate import Row, expected
 from megatron_moe.conversion.convert import Advance, Conversion, Options, Record, Unit
 from megatron_moe.conversion.hf_tensors import dtype_name, sha256
-from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import DataFile, StoredPart
 from megatron_moe.conversion.transforms import Shape
 
@@ -41,7 +42,7 @@ class Reshard(Conversion):
     def __init__(self, step: Path, options: Options, notes: tuple[str, ...] = ()) -> None:
         super().__init__(step, options)
         self.notes = list(notes)
-        self.reader = NativeReader(step)
+        self.reader = StepReader(step)
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
         self.files = manifest.read(step).files
@@ -106,7 +107,7 @@ class Reshard(Conversion):
         return units
 
     def _bytes(self, box: Box) -> int:
-        return math.prod(box[2]) * self._dtype(box[0]).itemsize + native_step.PER_PART
+        return math.prod(box[2]) * self._dtype(box[0]).itemsize + PER_PART
 
     def write(self, unit: Unit, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
@@ -152,10 +153,10 @@ class Reshard(Conversion):
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
         files |= native_step.write_common(step, common)
-        for name in self.files:
+        for name, known in self.files.items():
             if not (name.endswith(".distcp") or name in _REWRITTEN):
                 (step / name).parent.mkdir(exist_ok=True)
-                files[name] = native_step.copy_file(self.source / name, step / name)
+                files[name] = native_step.copy_file(self.source / name, step / name, known)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, self._new_config())
         had = bool(self.state.get("has_optimizer"))
         files[folder.STATE] = write_json(
@@ -171,7 +172,7 @@ class Reshard(Conversion):
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
         step = folder.step_folder(output, self.iteration)
-        back = NativeReader(step)
+        back = StepReader(step)
         for record in records:
             for row in record["rows"]:
                 native = row["native"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
 
@@ -51,8 +51,14 @@ LENGTH = struct.Struct("<Q")
 _MOST_READ = 1 << 30
 """Bytes per call of the system, which gives no more than 2 GiB."""
 
-Stamp = tuple[int, int, int, int]
-"""Device, inode, size and time of change of a file: what tells that it is the one that was read before."""
+
+class Stamp(NamedTuple):
+    """What tells that a file is the one that was read before; size in bytes, time of the last change in ns."""
+
+    device: int
+    inode: int
+    size: int
+    changed: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 def stamp_of(status: os.stat_result) -> Stamp:
     """What identifies a file and its content, as far as a file system tells."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:

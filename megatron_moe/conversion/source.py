@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_moe.checkpoint import compare, folder, manifest, origin
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -20,7 +21,6 @@ from megatron_moe.conversion.filling import Block
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader
 from megatron_moe.conversion.mapping import mapping
-from megatron_moe.conversion.native_reader import NativeReader
 
 _STEP = re.compile(r"iter_\d{7,}", re.ASCII)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -127,7 +127,7 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> Source:
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
     """The boxes of a step's tensors, those of the optimizer left out. Files are hashed before they are used."""
-    reader = NativeReader(step)
+    reader = StepReader(step)
     tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
     files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
     defect = manifest.content_defect(step, files)

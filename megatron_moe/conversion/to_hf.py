@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.durable import write_bytes
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import replace
 from megatron_moe.conversion import certificate, hf_folder
@@ -22,7 +23,6 @@ from megatron_moe.conversion.hf_config import config_of, differences, settings
 from megatron_moe.conversion.hf_folder import HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.conversion.mapping import Mapping, Piece, mapping
-from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import copy_file
 from megatron_moe.conversion.safetensors_file import bytes_of, parse_object, read_small
 from megatron_moe.conversion.source import Source
@@ -56,7 +56,7 @@ class ToHF(Conversion):
     def __init__(self, source: Source, options: Options) -> None:
         super().__init__(source.path, options)
         self.notes = list(source.notes)
-        self.reader = NativeReader(source.path)
+        self.reader = StepReader(source.path)
         self.family = source.required_family
         self.companions = dict(source.companions)
         self.state = folder.read_json(source.path / folder.STATE)
@@ -261,7 +261,8 @@ class ToHF(Conversion):
             files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, _json(index))
         files[hf_folder.CONFIG] = write_bytes(output / hf_folder.CONFIG, self.config)
         for name in sorted(self.companions):
-            files[name] = copy_file(self.companions[name], output / name)
+            known = self.files[f"{origin.FOLDER}/{name}"]
+            files[name] = copy_file(self.companions[name], output / name, known)
         return files
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_moe.checkpoint import folder, origin
+from megatron_moe.checkpoint.archive import PER_PART
 from megatron_moe.checkpoint.durable import new_file, write_bytes, write_json
 from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build, flatten
@@ -21,7 +23,6 @@ from megatron_moe.conversion.coverage import require_tensors
 from megatron_moe.conversion.hf_folder import INDEX, HFFolder
 from megatron_moe.conversion.hf_tensors import TensorReader, dtype_name, sha256
 from megatron_moe.conversion.mapping import Mapping, Piece, mapping
-from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import DataFile, StoredPart
 from megatron_moe.conversion.transforms import Shape
 
@@ -91,7 +92,7 @@ class ToNative(Conversion):
             files.setdefault(native_step.place_of(piece.key), []).append(piece)
         units = []
         for number, place in enumerate(sorted(files)):
-            size = sum(_bytes(piece, self.dtype) + native_step.PER_PART for piece in files[place])
+            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[place])
             name = f"{folder.step_folder(Path(), ITERATION)}/{native_step.data_name(number)}"
             units.append(Unit(name, size, tuple(files[place])))
         return units
@@ -122,7 +123,7 @@ class ToNative(Conversion):
                         "hf": entries,
                     }
                 )
-                advance(_bytes(piece, self.dtype) + native_step.PER_PART)
+                advance(_bytes(piece, self.dtype) + PER_PART)
         return {"entry": file.entry(), "parts": data.parts, "rows": rows}
 
     def _read(self, piece: Piece) -> tuple[list[torch.Tensor], list[Row]]:
@@ -194,7 +195,7 @@ class ToNative(Conversion):
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
         step = folder.step_folder(output, ITERATION)
-        back = NativeReader(step)
+        back = StepReader(step)
         shapes = {key: tensor.shape for key, tensor in back.index.tensors.items()}
         if shapes != self.table.shapes:
             raise ConfigError(f"{step}: its tensors are not those of the model; nothing was published")

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe import platform
@@ -179,6 +178,8 @@ def attend_lower_right(
 def _lower_right(queries: int, keys: int) -> Tensor:
     """The mask, which is a description and no matrix. It is a class of tensors that cannot be made under a dispatch
     mode, so not while operations are audited or counted, unless the mode looks away."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
+
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
 

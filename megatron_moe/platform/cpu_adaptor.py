@@ -7,7 +7,8 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
    and its .pyc cache stay as published, and nothing is paid per operation.
 2. Some torch.cuda functions, which can only raise or be lost without a GPU, get their meaning for the CPU
    (`_give_torch_cuda_a_cpu_meaning`). `torch.cuda.is_available()` stays False.
-3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`).
+3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`), and `@torch.compile` compiles
+   nothing while they are loaded.
 
 With CUDA none of this happens. Independent of the device, where the engine finds neither Transformer Engine nor apex
 it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's.
@@ -23,7 +24,8 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -108,11 +110,29 @@ class _EngineLoader(importlib.machinery.SourceFileLoader):
         return _map_constants(code) if self._without_cuda and code is not None else code
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
+        with _nothing_compiled() if self._without_cuda else nullcontext():
+            super().exec_module(module)
         if module.__name__ in _ALWAYS:
             _ALWAYS[module.__name__](module)
         if self._without_cuda and module.__name__ in _WITHOUT_CUDA:
             _WITHOUT_CUDA[module.__name__](module)
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """`@torch.compile` leaves a function as it is: the compiler's import alone costs more than a second per process."""
+    import torch
+
+    compiler = torch.compile
+
+    def uncompiled(model: Any = None, **_options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    torch.compile = uncompiled
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def _map_constants(code: CodeType) -> CodeType:

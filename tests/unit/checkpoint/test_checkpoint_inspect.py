@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import folder, inspect_steps, inspect_tensors, manifest, writer_lock
+from megatron_moe.checkpoint.durable import new_file
 from megatron_moe.checkpoint.inspect_cli import main
+from megatron_moe.conversion.native_step import DataFile, data_name, write_index
 from tests.unit.checkpoint.steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[3]
@@ -164,22 +166,27 @@ def test_steps_with_the_same_bits_are_equal_however_they_are_split(inspect, tmp_
 
 
 def test_boxes_of_differently_split_tensors_meet(tmp_path):
-    """Rows split over two ranks against columns split over two: the reader cuts the same boxes out of both."""
+    """Rows split over two ranks against columns split over two: the same boxes are cut out of both."""
     value = torch.arange(24.0).reshape(4, 6)
-    readers = []
-    for name, parts in (("rows", value.chunk(2)), ("columns", value.chunk(2, dim=1))):
-        step = make_step(tmp_path / name, 50, tensors={"x": value})
-        starts = [(0, 0), (2, 0)] if name == "rows" else [(0, 0), (0, 3)]
-        reader = inspect_tensors.Reader(step)
-        pieces = dict(zip(starts, parts))
-        place = reader.index.tensors["x"].parts[0].place
-        cut = tuple(inspect_tensors.Part(start, tuple(piece.shape), place) for start, piece in pieces.items())
-        reader.index.tensors["x"] = inspect_tensors.Tensor("float32", (4, 6), cut)
-        reader.part = lambda key, part, pieces=pieces: pieces[part.start]
-        readers.append(reader)
-    assert inspect_tensors.diff(*readers, "x") == {"key": "x", "equal": True}
-    readers[1].part = lambda key, part: torch.zeros(part.shape)
-    found = inspect_tensors.diff(*readers, "x")
+
+    def step(name: str, content: torch.Tensor, dim: int) -> inspect_tensors.StepReader:
+        target = tmp_path / name
+        target.mkdir()
+        starts = [(0, 0), (2, 0)] if dim == 0 else [(0, 0), (0, 3)]
+        with new_file(target / data_name(0)) as file:
+            data = DataFile(file)
+            for start, piece in zip(starts, content.chunk(2, dim)):
+                data.add("x", start, piece)
+        files = {
+            data_name(0): file.entry(),
+            ".metadata": write_index(target, {"x": ("float32", (4, 6))}, data.parts, ()),
+        }
+        manifest.write(target, 50, files)
+        return inspect_tensors.opened(target)
+
+    rows = step("rows", value, 0)
+    assert inspect_tensors.diff(rows, step("columns", value, 1), "x") == {"key": "x", "equal": True}
+    found = inspect_tensors.diff(rows, step("zeros", torch.zeros(4, 6), 1), "x")
     assert (found["different"], found["max_difference"]) == (23, 23.0)
 
 

@@ -36,18 +36,20 @@ def test_a_step_of_a_model_that_was_not_imported_has_no_such_folder(tmp_path):
 
 def test_what_is_kept_is_bounded_and_what_is_not_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(origin, "LARGEST", 300)
-    paths = {}
-    for name, content in {**FILES, "large.json": bytes(290)}.items():
-        paths[name] = tmp_path / name
-        paths[name].write_bytes(content)
-    kept, notes = origin.read(paths)
+    files = {**FILES, "large.json": bytes(290)}
+    kept, notes = origin.read({name: len(content) for name, content in files.items()}, files.__getitem__, tmp_path)
     assert kept == FILES
     assert notes == [f"{tmp_path / 'large.json'} is not carried along: 290 bytes of files"]
 
 
-def test_files_that_are_gone_and_a_state_that_is_none_are_errors(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.json: cannot be read"):
-        origin.read({"none.json": tmp_path / "none.json"})
+def test_files_that_are_gone_or_changed_and_a_state_that_is_none_are_errors(tmp_path):
+    step = published(tmp_path / "changed", Origin(STATE, FILES))
+    (step / "hf" / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"hf/config\.json: is not what was saved"):
+        origin.of_step(step, {"hf": STATE})
+    (step / "hf" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"hf/config\.json: cannot be read"):
+        origin.of_step(step, {"hf": STATE})
     with pytest.raises(ConfigError, match="no object"):
         origin.of_step(published(tmp_path, Origin(STATE, FILES)), {"hf": "mixtral"})
     with pytest.raises(ConfigError, match=r"manifest.json"):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.conversion.convert_cli import main
-from megatron_moe.conversion.native_reader import NativeReader
 from tests.distributed import imported_cases
-from tests.unit.checkpoint.steps import make_step, put_step, tensors_of
 from tests.unit.checkpoint.test_checkpoint_roundtrip import differing, tensors, trained
 from tests.unit.conversion import tiny_models
 
@@ -81,7 +78,7 @@ def test_a_run_goes_on_from_a_step_in_another_cut_as_if_nothing_had_happened(glo
     assert manifest.structure_defect(step) is None and differing(tensors(old), tensors(step)) == []
     files = sorted(path.name for path in step.glob("*.distcp"))
     assert files == sorted(f"__0_{number}.distcp" for number in range(10))  # weights, optimizer: what is no layer, four
-    parts = NativeReader(step).index.tensors["decoder.layers.1.mlp.experts.weight1"].parts
+    parts = StepReader(step).index.tensors["decoder.layers.1.mlp.experts.weight1"].parts
     assert [part.shape[0] for part in parts] == [1] * 8
     for source, target in (("first", "a"), ("again", "b")):
         flags = {**layout, "train_iters": 4, "load": str(tmp_path / source), "save": str(tmp_path / target)}
@@ -106,43 +103,3 @@ def test_weights_alone_can_be_kept_and_cast(gloo, tmp_path, capsys):
     assert (config["bf16"], config["fp16"], state["has_optimizer"]) == (False, False, False)
     flags = {"load": str(tmp_path / "cast"), "no_load_optim": True, "train_iters": 2, "save": str(tmp_path / "on")}
     gloo.run(1, trained, flags=flags)
-
-
-# ---- reading
-
-
-def test_a_box_is_read_from_whatever_parts_hold_it(tmp_path):
-    step, wanted = make_step(tmp_path, 50), tensors_of(0)
-    reader = NativeReader(step)
-    for key, tensor in wanted.items():
-        assert torch.equal(reader.read(key), tensor) and reader.read(key).dtype == tensor.dtype
-    key = "embedding.word_embeddings.weight"
-    assert torch.equal(reader.read(key, (5, 3), (7, 9)), wanted[key][5:12, 3:12])
-    assert torch.equal(reader.read(key, (8, 0), (8, 16)), wanted[key][8:])
-
-
-def test_one_expert_is_read_without_the_others(tmp_path, monkeypatch):
-    experts = torch.randn(8, 2, 6, 4)
-    reader = NativeReader(make_step(tmp_path, 50, tensors={"x": experts}))  # in two parts of four experts
-    read, counts = NativeReader._bytes, []
-    monkeypatch.setattr(NativeReader, "_bytes", lambda *args: counts.append(args[3]) or read(*args))
-    assert torch.equal(reader.read("x", (5, 0, 0, 0), (1, 2, 6, 4)), experts[5:6])
-    assert counts == [experts[5].nbytes]
-
-
-def test_a_part_with_strides_of_its_own_is_read_too(tmp_path):
-    tensor = torch.arange(24.0).view(4, 6)
-    step = make_step(tmp_path, 50, tensors={"x": tensor.t()})
-    assert torch.equal(NativeReader(step).read("x", (2, 1), (3, 2)), tensor.t()[2:5, 1:3])
-
-
-@pytest.mark.parametrize("value", ["no tensor", torch.ones(2, 3), torch.ones(4, 4, dtype=torch.float64)])
-def test_a_part_that_is_not_what_the_index_says_is_refused(tmp_path, value: Any):
-    from tests.unit.checkpoint.steps import contents, saved
-
-    files = contents(50, tensors={"x": torch.ones(5, 4)})
-    good, bad = saved(torch.ones(5, 4)), saved(value)
-    files["__0_0.distcp"] = files["__0_0.distcp"].replace(good, bad[: len(good)] + bytes(max(0, len(good) - len(bad))))
-    step = put_step(tmp_path, 50, files)
-    with pytest.raises(ValueError, match=r"x in __0_0\.distcp"):
-        NativeReader(step).read("x")

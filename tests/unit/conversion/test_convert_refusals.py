@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_moe.checkpoint import durable, manifest
+from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import certificate, parity, transforms
 from megatron_moe.conversion.convert_cli import main
 from megatron_moe.conversion.hf_tensors import TensorReader
-from megatron_moe.conversion.native_reader import NativeReader
 from megatron_moe.conversion.native_step import DataFile
 from megatron_moe.conversion.workspace import Workspace, hidden_folder
 from tests.unit.conversion import small_folders, tiny_models
@@ -253,14 +253,14 @@ def test_every_element_is_covered_once_or_it_is_told():
 def test_a_step_with_one_wrong_bit_in_one_number_is_not_exported(tmp_path, capsys, hf):
     assert main(words(hf, tmp_path / "native")) == 0
     step, key = tmp_path / "native" / "iter_0000000", "decoder.layers.0.mlp.linear_fc1.weight"
-    before = NativeReader(step).read(key)
+    before = StepReader(step).read(key)
     at = (step / "__0_1.distcp").read_bytes().find(before.view(torch.uint8).numpy().tobytes())
     with open(step / "__0_1.distcp", "r+b") as file:
         file.seek(at)
         bits = file.read(1)[0]
         file.seek(at)
         file.write(bytes([bits ^ 1]))
-    assert (NativeReader(step).read(key) != before).sum() == 1
+    assert (StepReader(step).read(key) != before).sum() == 1
     message = refused(capsys, words(tmp_path / "native", tmp_path / "x", origin="native", target="hf"))
     assert "is damaged: __0_1.distcp does not hold what was saved" in message
 

@@ -74,6 +74,20 @@ def test_the_random_state_tracker_moves_the_cpu_generator_and_puts_it_back():
     assert torch.equal(torch.cat((first, second)), expected)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+def test_without_cuda_a_run_is_loaded_without_torchs_compiler():
+    ran = python(
+        """
+        import sys
+        import megatron_moe.training.run
+        assert "torch._dynamo" not in sys.modules
+        import torch
+        print(torch.compile.__module__)
+        """
+    )
+    assert ran.stdout == "torch\n", ran.stderr
+
+
 def test_with_cuda_reported_nothing_is_changed_but_adam():
     ran = python(
         """

@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import Index, Part, Place, UntrustedError
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion.transforms import Shape
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,14 @@ class _Layout:
     contiguous: bool
 
 
-class NativeReader:
+class StepReader:
     """The tensors of one step.
 
     Attributes:
         index: shapes, dtypes and parts of all tensors, checked against the manifest.
+
+    Raises:
+        ConfigError: the index or the manifest is damaged or harmful, or cannot be read.
     """
 
     def __init__(self, step: Path) -> None:
