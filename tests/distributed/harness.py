@@ -109,6 +109,7 @@ class GlooPool:
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
+        self._store: Any = None
         self._cases = 0
 
     def run(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
@@ -119,12 +120,18 @@ class GlooPool:
         """As `run`, with a limit of its own."""
         while len(self._ranks) < world_size:
             self._ranks.append(_Rank(len(self._ranks), self._folder))
+        if self._store is None:
+            # Where the ranks meet. A file would do, but ranks look into one only every ten milliseconds.
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._cases += 1
         case = {
             "file": function.__code__.co_filename,
             "function": function.__qualname__,
             "kwargs": kwargs,
-            "store": str(self._folder / f"store{self._cases}"),
+            "number": self._cases,
+            "port": self._store.port,
             "world_size": world_size,
             "seconds": seconds,
         }
@@ -185,8 +192,13 @@ def _serve(descriptor: int, parent: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(descriptor)
-    import megatron_moe  # noqa: F401  before anything imports the engine
+    import torch._dynamo  # which the first optimizer would load
 
+    import megatron_moe.training.run  # noqa: F401  the engine with it
+
+    # What is loaded stays. To look through it after every case would cost more than most cases do.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             case = pickle.loads(pipe.recv_bytes())
@@ -218,12 +230,10 @@ def _run_case(case: dict[str, Any]) -> Any:
     function: Any = _module_at(case["file"])
     for part in case["function"].split("."):
         function = getattr(function, part)
+    limit = timedelta(seconds=case["seconds"])
+    store = dist.TCPStore("127.0.0.1", case["port"], is_master=False, wait_for_workers=False, timeout=limit)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(case["store"], world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=case["seconds"]),
+        "gloo", store=dist.PrefixStore(str(case["number"]), store), rank=rank, world_size=world_size, timeout=limit
     )
     return function(**case["kwargs"])
 

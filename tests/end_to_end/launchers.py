@@ -8,6 +8,7 @@ store and are killed by SIGKILL, at a tenth of the cost. This file as a program 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -175,9 +176,13 @@ def alive(pid: int) -> bool:
 
 def serve() -> None:
     """Answer requests on standard input, one JSON object a line, until it ends; then end all ranks."""
+    import torch._dynamo  # which the first optimizer would load
+
     import megatron_moe.training.run  # noqa: F401  what a rank would spend seconds on
     import pretrain_moe
 
+    gc.collect()
+    gc.freeze()  # or a rank's collector would write into every page that it shares with this process
     answers = os.dup(1)
     os.dup2(2, 1)
     pids: list[int] = []

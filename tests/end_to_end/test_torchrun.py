@@ -17,7 +17,7 @@ import pytest
 from megatron_moe.data.preprocess import Options, preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-ITERATIONS = 40
+ITERATIONS = 28
 
 
 def prepare(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     base = [
         "--preset", "tiny", "--bf16", "--use-distributed-optimizer", "--expert-model-parallel-size", "2",
         "--hidden-dropout", "0.1", "--train-iters", str(ITERATIONS), "--lr-decay-style", "cosine",
-        "--lr-warmup-iters", "5", "--eval-interval", "15", "--eval-iters", "1", *data,
+        "--lr-warmup-iters", "5", "--eval-interval", "10", "--eval-iters", "1", *data,
     ]  # fmt: skip
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     files = ["--metrics-file", str(whole), "--summary-file", str(tmp_path / "whole.json")]
@@ -131,9 +131,9 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
 
     flags = [
         *base, "--metrics-file", str(parts), "--summary-file", str(tmp_path / "parts.json"), "--exit-signal-handler",
-        "--save-interval", "7", "--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"),
+        "--save-interval", "4", "--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"),
     ]  # fmt: skip
-    for number, (how, after) in enumerate({signal.SIGTERM: 8, signal.SIGINT: 18, signal.SIGKILL: 28}.items(), start=1):
+    for number, (how, after) in enumerate({signal.SIGTERM: 5, signal.SIGINT: 11, signal.SIGKILL: 17}.items(), start=1):
         launch = Launch(flags, tmp_path / f"{number}.log")
         until(lambda count=after: len(steps(parts)) >= count, launch)
         ranks = launch.ranks()
