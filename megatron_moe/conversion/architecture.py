@@ -36,6 +36,8 @@ _MEANING: dict[str, Callable[[Run], Any]] = {
 def filled_in(given: dict[str, Any]) -> dict[str, Any]:
     """Settings with the architecture of the folder that they name: for `cli.parse`.
 
+    A run that has saved a step since it was imported goes on from that step: the folder may be gone by then.
+
     Args:
         given: what stands in flags, `--config` and `--preset`, by field name.
 
@@ -45,12 +47,21 @@ def filled_in(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the folder cannot be read or used, or a setting contradicts it.
     """
-    if given.get("load_hf") is not None:
-        where = f"--load-hf {given['load_hf']}"
-        return _joined(given, settings_of(HFFolder.open(Path(given["load_hf"]), "--load-hf"), where).flat, where)
-    if given.get("use_checkpoint_args") and given.get("load") is not None:
-        step, saved = _of_checkpoint(Path(given["load"]), given.get("ckpt_step"), given.get("verify_checkpoint", True))
-        return _joined(given, saved, f"--use-checkpoint-args {step}")
+    imported = given.get("load_hf")
+    if given.get("load") is not None and (imported is not None or given.get("use_checkpoint_args")):
+        root = Path(given["load"])
+        step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=given.get("verify_checkpoint", True))
+        if step is not None:
+            where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"
+            return _joined(given, _of_step(step), where)
+        if imported is None:
+            raise ConfigError(
+                f"--use-checkpoint-args: --load {root} holds no step yet to take the architecture from; give it with "
+                "--preset, --config or flags"
+            )
+    if imported is not None:
+        where = f"--load-hf {imported}"
+        return _joined(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
     return given
 
 
@@ -65,16 +76,10 @@ def settings_of(folder: HFFolder, where: str) -> Settings:
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 
-def _of_checkpoint(root: Path, wanted: int | None, verify: bool) -> tuple[Path, dict[str, Any]]:
-    step, _ = checkpoints.find_step(root, wanted, verify=verify)
-    if step is None:
-        raise ConfigError(
-            f"--use-checkpoint-args: --load {root} holds no step yet to take the architecture from; give it with "
-            "--preset, --config or flags"
-        )
+def _of_step(step: Path) -> dict[str, Any]:
     saved, fields = checkpoints.read_json(step / checkpoints.CONFIG), all_fields()
     names = [name for name in (*architecture_keys(), *_ALSO_FILLED_IN) if name in saved]
-    return step, {name: from_file(fields[name], saved[name], f"{step / checkpoints.CONFIG}: {name}") for name in names}
+    return {name: from_file(fields[name], saved[name], f"{step / checkpoints.CONFIG}: {name}") for name in names}
 
 
 def _joined(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:

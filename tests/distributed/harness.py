@@ -164,6 +164,7 @@ class GlooPool:
                 try:
                     answers[rank.number] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
+                    rank.process.wait(GRACE_SECONDS)  # its pipe closes before it is gone; then it is replaced
                     answers[rank.number] = (False, f"ended during the case; its last output:\n{rank.output()}")
 
     def _results(self, ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], name: str) -> list[Any]:
@@ -192,7 +193,7 @@ def _serve(descriptor: int, parent: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(descriptor)
-    import torch._dynamo  # which the first optimizer would load
+    import torch._dynamo  # noqa: F401  which the first optimizer would load
 
     import megatron_moe.training.run  # noqa: F401  the engine with it
 

@@ -176,7 +176,7 @@ def alive(pid: int) -> bool:
 
 def serve() -> None:
     """Answer requests on standard input, one JSON object a line, until it ends; then end all ranks."""
-    import torch._dynamo  # which the first optimizer would load
+    import torch._dynamo  # noqa: F401  which the first optimizer would load
 
     import megatron_moe.training.run  # noqa: F401  what a rank would spend seconds on
     import pretrain_moe

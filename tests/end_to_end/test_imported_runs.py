@@ -51,9 +51,10 @@ def exported(root: Path, to: Path) -> Path:
 
 
 def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
-    root = tmp_path / "run"
+    root, there = tmp_path / "run", tmp_path / "there"
+    shutil.copytree(source, there)
     argv = [
-        "--load-hf", str(source), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--exit-interval", "2",
+        "--load-hf", str(there), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--exit-interval", "2",
         "--metrics-file", str(tmp_path / "metrics.jsonl"),
     ]  # fmt: skip
     torchrun = Torchrun()
@@ -62,6 +63,7 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
     told = (tmp_path / "log").read_text()
     for text in ("holds no checkpoint yet: starting from", "weights from", "every one used", "saved"):
         assert text in told
+    shutil.rmtree(there)  # steps hold all that is needed from here on
     gloo.run(2, cases.trained, argv=argv)
     assert len(losses(tmp_path / "metrics.jsonl")) == 4
     for step in ("iter_0000002", "iter_0000004"):

@@ -104,6 +104,17 @@ def test_a_step_gives_its_architecture_and_no_more(tmp_path):
     assert "--num-layers 4" in refused and "there: 3" in refused and "iter_0000005" in refused
 
 
+def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_from(tmp_path):
+    root = tmp_path / "run"
+    argv = ["--load-hf", str(folder(tmp_path / "hf", "mixtral")), "--load", str(root), "--save", str(root)]
+    first = cli.parse(argv, filled_in)
+    write_step(root, 5, config=flatten(first))
+    (tmp_path / "hf").rename(tmp_path / "gone")
+    assert flatten(cli.parse(argv, filled_in)) == flatten(first)
+    refused = message_of(*argv, "--hidden-size", "96")
+    assert "--hidden-size 96 (there: 64)" in refused and "iter_0000005" in refused
+
+
 def test_without_a_step_there_is_nothing_to_take(tmp_path):
     assert "holds no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
 
