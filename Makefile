@@ -16,8 +16,9 @@ RUN := $(VENV)/bin/python
 # Threads of one process do not fight those of another: the distributed tests start up to four.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-# Files of tests that run at a time. A distributed test waits for half of its time; each worker has ranks of its own.
-WORKERS ?= 2
+# Files of tests that run at a time, for two cores. A distributed test waits for much of its time; each worker has ranks
+# of its own, of some 0.7 GB each.
+WORKERS ?= 3
 
 # Byte code is kept whatever the caller's environment says: each rank of each test would else compile torch and the
 # engine for itself, which more than doubles the time that a start takes.
