@@ -237,6 +237,7 @@ def _run_case(case: dict[str, Any]) -> Any:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(str(case["number"]), store), rank=rank, world_size=world_size, timeout=limit
     )
+    dist.barrier()  # a case that leaves its group at once would else cut off ranks that still connect
     return function(**case["kwargs"])
 
 
