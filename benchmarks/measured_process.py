@@ -24,7 +24,7 @@ with open(sys.argv[1], "w") as file:
 
 @dataclass(frozen=True)
 class Measured:
-    """status: of its exit, negative for a signal. peak_bytes: of memory that was resident, of it and its children."""
+    """status: of its exit, negative for a signal. peak_bytes: of resident memory, of it or a child that had more."""
 
     status: int
     seconds: float

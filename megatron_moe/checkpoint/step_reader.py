@@ -15,8 +15,6 @@ from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import Index, Part, Place, UntrustedError
 from megatron_moe.config.errors import ConfigError
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class _Layout:
@@ -25,7 +23,7 @@ class _Layout:
     first_byte: int
     num_bytes: int
     dtype: torch.dtype
-    stride: Shape
+    stride: tuple[int, ...]
     storage_offset: int
     contiguous: bool
 
@@ -53,7 +51,7 @@ class StepReader:
         dtype: torch.dtype = getattr(torch, self.index.tensors[key].dtype)
         return dtype
 
-    def read(self, key: str, start: Shape | None = None, shape: Shape | None = None) -> Tensor:
+    def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A box of a tensor in memory of its own; by default all of it.
 
         Raises:

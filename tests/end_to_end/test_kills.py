@@ -1,6 +1,6 @@
 """Twenty kills at random times (R1 of docs/reliability.md): nothing of the run may depend on them.
 
-Ranks are forked from one warm process, so that twenty starts cost half a minute of CPU; `make soak` runs two hundred,
+Ranks are forked from one warm process, so that twenty starts cost a minute of CPU; `make soak` runs two hundred,
 in five layouts, and some under torchrun.
 """
 

@@ -23,7 +23,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.conversion import certificate, parity, transforms
 from megatron_moe.conversion.convert_cli import main
 from megatron_moe.conversion.hf_tensors import TensorReader
-from megatron_moe.conversion.native_step import DataFile
+from megatron_moe.conversion.native_step import DataFile, copy_file
 from megatron_moe.conversion.workspace import Workspace, hidden_folder
 from tests.unit.conversion import small_folders, tiny_models
 
@@ -387,3 +387,12 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, 
 
     monkeypatch.setattr(TensorReader, "read_hashed", changing)
     assert "changed since it was opened" in refused(capsys, words(hf, tmp_path / "native"))
+
+
+def test_a_small_file_that_is_not_what_the_manifest_knows_is_not_copied(tmp_path):
+    source = tmp_path / "tokenizer.json"
+    known = durable.write_bytes(source, b"{}")
+    assert copy_file(source, tmp_path / "copy", known) == known and (tmp_path / "copy").read_bytes() == b"{}"
+    source.write_bytes(b"[]")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: changed while it was read"):
+        copy_file(source, tmp_path / "another", known)
