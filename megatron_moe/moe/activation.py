@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.platform.autocast import unaffected_by_autocast
 from megatron_moe.precision.declared import mixes_dtypes
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs only; the sigmoid is computed again in the backward pass. All arithmetic in fp32 or wider."""
+    """Keeps its inputs only; the sigmoid is computed again in the backward pass. All arithmetic in fp32 or wider, also
+    under autocast, whose list has the dot product of the backward pass."""
 
     @staticmethod
+    @unaffected_by_autocast
     @mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
     def forward(ctx: Any, gate_up: Tensor, probs: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, probs)
@@ -31,6 +34,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return hidden.to(gate_up.dtype)
 
     @staticmethod
+    @unaffected_by_autocast
     @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, probs = ctx.saved_tensors

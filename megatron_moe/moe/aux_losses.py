@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
@@ -96,7 +98,7 @@ class AuxLosses:
             previous = self.totals.get(name)
             now = value.detach().double()
             self.totals[name] = now if previous is None else previous + now
-            probs = MoEAuxLossAutoScaler.apply(probs, value * coeff * weight)
+            probs = _Attached.apply(probs, value * coeff * weight)
         return decision._replace(probs=probs)
 
     def _weight(self, seen: RoutedMicroBatch) -> float | Tensor:
@@ -128,6 +130,25 @@ class AuxLosses:
         now = sum_over_ranks(mine, self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
         return balance_share(seen.scores, self._counted)
+
+
+class _Attached(torch.autograd.Function):
+    """Hands on the probs; in the backward pass the loss gets the scale that the engine's schedule has set, or 1.
+
+    The engine's function of this kind sets a scale itself where there is none. It would outlive the pass, and the next
+    schedule in the process cannot write its own into it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        return grad, torch.ones_like(loss) if scale is None else torch.ones_like(loss) * scale
 
 
 def _z_loss_share(seen: RoutedMicroBatch) -> Tensor:

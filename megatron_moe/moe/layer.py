@@ -18,6 +18,7 @@ from megatron_moe.moe.padded_dispatch import build_layer_dispatcher
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.autocast import is_autocast_on, without_autocast
 from megatron_moe.precision.gates import require_dtype
 
 
@@ -32,7 +33,8 @@ class MoESubmodules:
 class MoELayer(CopiesShareGroups, MegatronModule):
     """Mixture of experts in place of an MLP, for megatron-core's TransformerLayer.
 
-    The output has the dtype of the input, always.
+    The output has the dtype of the input, always. A surrounding torch.autocast changes nothing: the layer computes in
+    the dtype of its weights, to which under autocast an input of another dtype is cast.
 
     Args:
         config: the engine's TransformerConfig (plain, or ours with three more fields).
@@ -86,7 +88,15 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         return self.mixture(hidden, is_padding), None
 
     def mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """The layer in four verbs. hidden [S, B, H], is_padding [S x B]."""
+        """The layer for hidden [S, B, H] and is_padding [S x B]; run once more, in the backward pass, if recomputed."""
+        if not is_autocast_on(hidden.device.type):
+            return self._mixture(hidden, is_padding)
+        with without_autocast(hidden.device.type):
+            weight = next(self.experts.parameters())
+            return self._mixture(hidden.to(weight.dtype), is_padding).to(hidden.dtype)
+
+    def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
+        """The layer in four verbs."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.moe.aux_losses import GlobalBatch, build_aux_losses
 from megatron_moe.moe.capacity import build_limit
 from megatron_moe.moe.choice import build_choice
+from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, count_tokens
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, RoutingDecision, route
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.fp32_state import Fp32State
 
 
@@ -77,10 +78,12 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Router logits [T, E] in the router's dtype, from [T, H] in the model's."""
-        return _GateProduct.apply(hidden, self.weight, self.options.router_dtype)
+        return gate_product(hidden, self.weight, self.options.router_dtype)
 
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
         """Choose and weigh the experts of each token, count them, and attach the auxiliary losses.
+
+        A surrounding autocast changes nothing in it, forward or backward.
 
         Args:
             hidden: [T, H]; token t belongs to sequence t % B, as in the engine's [S, B] order.
@@ -94,6 +97,11 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             OverflowError: before a count could pass 2^24, from where fp32 rounds integers.
         """
         micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        with without_autocast(hidden.device.type):
+            return self._decide(hidden, micro_batch)
+
+    def _decide(self, hidden: Tensor, micro_batch: MicroBatch) -> RoutingDecision:
+        is_padding, num_sequences = micro_batch.is_padding, micro_batch.num_sequences
         hidden = self.perturb(hidden, self.training)
         logits = self.gate(hidden)
         decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
@@ -182,24 +190,3 @@ class Jitter:
 
 def _as_it_is(hidden: Tensor, training: bool) -> Tensor:
     return hidden
-
-
-class _GateProduct(torch.autograd.Function):
-    """hidden weight^T in a wider dtype. Keeps the operands as they came, which others keep too; left to itself,
-    autograd would keep a copy of all hidden states in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return F.linear(hidden.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight = ctx.saved_tensors
-        grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.mm(grad.t(), hidden.to(grad.dtype)).to(weight.dtype)
-        return grad_hidden, grad_weight, None

@@ -6,18 +6,18 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.precision.declared import mixes_dtypes
 
 
 @mixes_dtypes("rows in the model's dtype are weighed in fp32 without a copy of them in fp32")
 def _weighed(output: Tensor, gate: Tensor) -> Tensor:
-    """[S, B, H] in the model's dtype times [S, B, 1] fp32 -> fp32."""
+    """[S, B, H] in the model's dtype times [S, B, 1] fp32 or fp64 -> the dtype of the gate."""
     return output * gate
 
 
@@ -50,8 +50,9 @@ class SharedExperts(MLP):
         if bias is not None:
             output = output + bias
         if self.gate_weight is not None:
-            # The gate is one number per token; in fp32 it costs nothing.
-            gate = torch.sigmoid(F.linear(hidden.float(), self.gate_weight.float()))
+            # The gate is one number per token; in fp32 (or in the fp64 of the model) it costs nothing.
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            gate = torch.sigmoid(gate_product(hidden, self.gate_weight, wide))
             output = _weighed(output, gate).to(hidden.dtype)
         return output
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.platform.autocast import unaffected_by_autocast
+
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -31,11 +33,13 @@ def multiply_in_fp32(dtype: torch.dtype) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
+    @unaffected_by_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.matmul(x.float(), weight.float().t()).to(x.dtype)
 
     @staticmethod
+    @unaffected_by_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         wide = grad.float()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_loss_scale() -> Iterator[None]:
-    """Within, no step has set a scale. Outside it stays that of who trained last in this process, on its device."""
+    """Run the block as if no step had set a scale yet, and put back afterwards what was there before it."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale

@@ -126,6 +126,9 @@ class ConsoleSink(Sink):
         self._seen_a_step = True
 
     def evaluation(self, record: EvalRecord) -> None:
+        if not record.tokens:
+            self.message(f"{record.split} loss: none, no token of what was evaluated counts for it (all are masked)")
+            return
         perplexity = math.exp(min(record.loss, 700.0))
         self.message(
             f"{record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "

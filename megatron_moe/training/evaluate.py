@@ -11,7 +11,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_moe import platform
 from megatron_moe.data.batches import Batch
+from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.fp32_copies import fp32_weights
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import Model, forward_step, local_loss, sum_over_job
@@ -40,7 +42,8 @@ def evaluate(
         in_fp32: compute all in fp32, with the model's weights as they are: the loss of an fp32 model of their values.
     """
     begin = time.perf_counter()
-    with evaluation_mode(model), fp32_compute(model) if in_fp32 else contextlib.nullcontext():
+    compute = fp32_compute(model) if in_fp32 else contextlib.nullcontext()
+    with evaluation_mode(model), compute, without_autocast(platform.device().type):
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(batches) > 1 else batches[0],

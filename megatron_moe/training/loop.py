@@ -23,7 +23,7 @@ from megatron_moe.training.step import StepResult, connect, train_step
 from megatron_moe.training.timers import start_timing, told_times
 
 SKIPS_IN_A_ROW = 50
-"""A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty to come down."""
+"""A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty steps to come down."""
 
 
 def train(job: Job, stop: StopSignals) -> str:
@@ -80,10 +80,7 @@ def train(job: Job, stop: StopSignals) -> str:
             job.check_precision("training")
         skips = 0 if result.committed else skips + 1
         if skips == SKIPS_IN_A_ROW:
-            raise RunFault(
-                f"{skips} steps in a row up to iteration {job.progress.iteration} had a loss or gradients that were "
-                "not finite; none was applied. A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
-            )
+            raise RunFault(_nothing_learnt(job.progress.iteration, result))
         reason = exit_reason(job, stop, started)
         if run.training.eval_iters and _due(job, run.training.eval_interval):
             if reason is None:
@@ -98,6 +95,17 @@ def train(job: Job, stop: StopSignals) -> str:
     job.save()
     job.finish_save()
     return f"done: {job.progress.iteration} iterations"
+
+
+def _nothing_learnt(iteration: int, last: StepResult) -> str:
+    """Why a run ends after `SKIPS_IN_A_ROW` steps without an update, by the last of them."""
+    if last.empty:
+        what = "a global batch without one token that counts for the loss"
+        remedy = "Look at the loss masks of the data (--eod-mask-loss, or labels that are all masked)."
+    else:
+        what = "a loss or gradients that were not finite"
+        remedy = "A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
+    return f"{SKIPS_IN_A_ROW} steps in a row up to iteration {iteration}, the last with {what}; none was applied. {remedy}"
 
 
 def _traced(job: Job, second_step: bool) -> AbstractContextManager[None]:

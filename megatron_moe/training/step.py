@@ -22,6 +22,8 @@ from megatron_moe.data.batches import Batch, BatchIterator
 from megatron_moe.data.sample_hash import NOTHING, added, hex_of, words_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.platform.autocast import without_autocast
+from megatron_moe.platform.loss_scale import without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import tell_of_global_batch
 from megatron_moe.training.optimizer import (
@@ -43,12 +45,14 @@ class StepResult:
 
     loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
     before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
-    is False where a loss or a gradient was not finite: weights, moments, expert_bias and the learning-rate schedule are
-    then as they were. mtp_losses: of each depth of multi-token prediction, unweighted, in nats per target. data_hash:
-    of the samples of the step (`data/sample_hash.py`), none where the batches are not a run's own. expert_bias_hash: of
-    every layer's expert_bias after the step, none where there is none or the step was not committed. overflow: not
-    committed for what fp16 is expected to do now and then: a smaller loss scale follows. damaged: not committed because
-    a weight, moment or expert_bias was not finite before it, which no later step heals.
+    is False where a loss or a gradient was not finite, and where the step is `empty`: weights, moments, expert_bias and
+    the learning-rate schedule are then as they were. mtp_losses: of each depth of multi-token prediction, unweighted,
+    in nats per target. data_hash: of the samples of the step (`data/sample_hash.py`), none where the batches are not a
+    run's own. expert_bias_hash: of every layer's expert_bias after the step, none where there is none or the step was
+    not committed. overflow: not committed for what fp16 is expected to do now and then: a smaller loss scale follows.
+    damaged: not committed because a weight, moment or expert_bias was not finite before it, which no later step heals.
+    empty: not committed because no token of the global batch counts for the loss, which is NaN, a mean of nothing;
+    fp16's loss scale stays too.
     """
 
     committed: bool
@@ -64,6 +68,7 @@ class StepResult:
     expert_bias_hash: str | None = None
     overflow: bool = False
     damaged: bool = False
+    empty: bool = False
 
 
 class StepProbe(Protocol):
@@ -148,7 +153,9 @@ def train_step(
         *local_bias_words(updates[0], pg_collection),
         *local_further_losses(model, pg_collection),
     )
-    committed = bad_ranks == 0 and damaged_ranks == 0 and math.isfinite(loss_sum)
+    sound = bad_ranks == 0 and damaged_ranks == 0 and math.isfinite(loss_sum)
+    empty = sound and tokens == 0
+    committed = sound and not empty
     if committed:
         with timed(model, "optimizer"):
             clip_gradients(optimizer, grad_norm)
@@ -158,8 +165,9 @@ def train_step(
         snapshot.restore()
     overflow = False
     if (scale := shared_loss_scale(optimizer)) is not None:
-        overflow = not committed and damaged_ranks == 0 and math.isfinite(loss_sum) and scale.can_fall
-        scale.commit(found_inf=not committed)
+        overflow = bad_ranks > 0 and damaged_ranks == 0 and math.isfinite(loss_sum) and scale.can_fall
+        if not empty:
+            scale.commit(found_inf=not committed)
     next_scale = used_scale if scale is None else float(scale.scale.item())
     loss = loss_sum / tokens if tokens else math.nan
     mtp_losses = tuple(total / count if count else math.nan for total, count in zip(further[::2], further[1::2]))
@@ -177,6 +185,7 @@ def train_step(
         hex_of(bias_low, bias_high) if committed else None,
         overflow,
         damaged_ranks > 0,
+        empty,
     )
 
 
@@ -198,30 +207,33 @@ def run_micro_batches(
     Returns:
         See `local_loss`.
     """
-    batches = tell_of_global_batch(
-        model,
-        batches,
-        forward_step,
-        num_micro_batches=num_micro_batches,
-        micro_batch_size=micro_batch_size,
-        seq_length=seq_length,
-        pg_collection=pg_collection,
-    )
-    take_further_losses(model)  # of a pass that was no step
-    # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
-    # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its groups
-    # where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours as well.
-    for chunk in model:
-        get_model_config(chunk).finalize_model_grads_func = finalize
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(batches) if len(batches) > 1 else batches[0],
-        model=list(model),
-        num_microbatches=num_micro_batches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=False,
-    )
+    # The flags say in which dtype a run computes, an autocast around it does not; and the scale of the auxiliary losses
+    # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
+    with without_autocast(platform.device().type), without_loss_scale():
+        batches = tell_of_global_batch(
+            model,
+            batches,
+            forward_step,
+            num_micro_batches=num_micro_batches,
+            micro_batch_size=micro_batch_size,
+            seq_length=seq_length,
+            pg_collection=pg_collection,
+        )
+        take_further_losses(model)  # of a pass that was no step
+        # The one jump that a reader cannot see: the schedule below runs all micro-batches and then, before it returns,
+        # calls `finalize`, which reduces the gradients over ranks and moves the expert bias. The schedule finds its
+        # groups where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours.
+        for chunk in model:
+            get_model_config(chunk).finalize_model_grads_func = finalize
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(batches) if len(batches) > 1 else batches[0],
+            model=list(model),
+            num_microbatches=num_micro_batches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
+        )
 
 
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -131,8 +131,10 @@ def _subject(name: str, pg_collection: Any) -> torch.nn.Module:
     return module
 
 
-def walked(subjects: tuple[str, ...], paths: tuple[str, ...], disabled: str | None = None) -> dict[str, bool]:
-    """Subject and path -> whether the fp32 state kept its bits, with a protection switched off."""
+def walked(
+    subjects: tuple[str, ...], paths: tuple[str, ...], disabled: str | None = None, autocast: bool = False
+) -> dict[str, bool]:
+    """Subject and path -> whether the fp32 state kept its bits, with a protection switched off, or under autocast."""
     from megatron_moe.parallel import groups
 
     pg_collection = groups.initialize(_run())
@@ -145,7 +147,7 @@ def walked(subjects: tuple[str, ...], paths: tuple[str, ...], disabled: str | No
                     continue
                 module = _subject(subject, pg_collection)
                 before = _bits(module)
-                with without(disabled):
+                with without(disabled), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     seen[f"{subject}: {path}"] = _kept(PATHS[path](module), before)
     return seen
 
@@ -166,10 +168,60 @@ def without(protection: str | None) -> Iterator[None]:
         setattr(Fp32State, protection, method)
 
 
-def test_every_path_keeps_the_bits_of_router_layer_model_and_wrapped_models(gloo):
-    (seen,) = gloo.run(1, walked, subjects=SUBJECTS, paths=tuple(PATHS))
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "under autocast"])
+def test_every_path_keeps_the_bits_of_router_layer_model_and_wrapped_models(gloo, autocast):
+    (seen,) = gloo.run(1, walked, subjects=SUBJECTS, paths=tuple(PATHS), autocast=autocast)
     assert len(seen) == len(SUBJECTS) * len(PATHS) - 4
     assert [case for case, kept in seen.items() if not kept] == []
+
+
+def _pass(module: Any, autocast: bool) -> list[torch.Tensor]:
+    """Everything that a training pass through a router or a layer leaves behind."""
+    from megatron_moe.moe.state import routers
+
+    (router,) = routers([module])
+    router.reset_counts()
+    module.zero_grad()
+    dtype = router.weight.dtype
+    hidden = (
+        torch.randn(64, 2, router.weight.shape[1], generator=torch.Generator().manual_seed(5))
+        .to(dtype)
+        .requires_grad_()
+    )
+    # torch refuses a backward of fp16 gradients under autocast to bf16.
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    with torch.autocast("cpu", half, enabled=autocast):
+        outputs = [one for one in module(hidden) if one is not None]
+        outputs[0].double().sin().sum().backward()
+    return [*outputs, hidden.grad, *(p.grad for p in module.parameters()), *_bits(module)]
+
+
+def passes_after(paths: tuple[str, ...]) -> dict[str, bool]:
+    """Subject and path -> whether a pass after it, under autocast, is the pass without it to the bit."""
+    from megatron_moe.parallel import groups
+
+    pg_collection = groups.initialize(_run())
+    seen = {}
+    for subject in ("router", "MoELayer"):
+        for path in paths:
+            if (subject, path) == ("MoELayer", "double"):
+                continue  # torch's grouped product has no fp64
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = PATHS[path](_subject(subject, pg_collection)).requires_grad_()
+            for parameter in module.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+            results = [_pass(module, autocast) for autocast in (False, True)]
+            seen[f"{subject}: {path}"] = all(
+                a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True)
+            )
+    return seen
+
+
+def test_after_every_path_a_pass_under_autocast_is_the_pass_without_it(gloo):
+    (seen,) = gloo.run(1, passes_after, paths=tuple(path for path in PATHS if "engine" not in path))
+    assert len(seen) == 2 * (len(PATHS) - 1) - 1
+    assert [case for case, same in seen.items() if not same] == []
 
 
 def test_without_the_shield_of_apply_every_cast_is_seen_to_round(gloo):

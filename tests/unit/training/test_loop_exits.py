@@ -11,7 +11,7 @@ import pytest
 
 from megatron_moe.checkpoint.state import Progress
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.report.jsonl import read_evaluations
+from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import exit_reason
 
 
@@ -82,3 +82,44 @@ def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path)
         for name in ("whole", "parts")
     )
     assert whole == parts and [(iteration, split) for iteration, split, _ in whole] == [(2, "valid"), (4, "valid")]
+
+
+def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], str]:
+    """A run whose tokens are all masked from a micro-batch on: its messages, and the error that ends it."""
+    from megatron_moe.config.errors import RunFault
+    from megatron_moe.config.presets import PRESETS
+    from megatron_moe.config.schema import build
+    from megatron_moe.data.batches import BatchIterator
+    from megatron_moe.report.reporter import Reporter
+    from megatron_moe.training.run import pretrain
+
+    take, message, told, taken = BatchIterator.__next__, Reporter.message, [], []
+
+    def masked(iterator: Any) -> Any:
+        batch = take(iterator)
+        taken.append(batch)
+        if len(taken) > first:
+            batch["loss_mask"] *= 0
+        return batch
+
+    BatchIterator.__next__, Reporter.message = masked, lambda self, text: told.append(text)
+    try:
+        pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
+    except RunFault as fault:
+        return told, str(fault)
+    finally:
+        BatchIterator.__next__, Reporter.message = take, message
+    return told, ""
+
+
+def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_run(gloo, tmp_path):
+    small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_iters": 0, "on_nan": "stop"}
+    flags = {**small, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60, "log_interval": 1000}
+    files = {"metrics_file": str(tmp_path / "metrics.jsonl")}
+    ((told, error),) = gloo.run(1, run_without_a_token, flags={**flags, **files}, first=3)
+    said = [text.split(":")[0] for text in told if "no token of the global batch counts" in text]
+    assert said == [f"iteration {number}" for number in range(4, 54)]
+    assert "50 steps in a row up to iteration 53" in error and "not finite" not in error and "--eod-mask-loss" in error
+    steps = list(read_steps(tmp_path / "metrics.jsonl"))
+    assert [step.skipped for step in steps] == [False] * 3 + [True] * 50
+    assert len({step.learning_rate for step in steps[3:]}) == 1

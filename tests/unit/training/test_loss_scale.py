@@ -93,3 +93,55 @@ def test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it(gl
             assert found.dtype == torch.float32
             assert (wanted - bare).norm() > 2 * bare.norm(), "the losses in question do not rule the gradient"
             assert (found - wanted).norm() < 0.01 * wanted.norm(), scale
+
+
+def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
+    """The router's gradient of a layer's own backward pass, outside a run, before and after a step of a run."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megatron_moe.moe.state import routers
+    from tests.unit.training.test_step_transaction import Trainer
+
+    def outside() -> torch.Tensor:
+        probs = router.route(hidden).probs
+        (gradient,) = torch.autograd.grad((probs * 0.0).sum(), router.weight)
+        router.reset_counts()
+        return gradient.clone()
+
+    trainer = Trainer({**AUX, **flags})
+    router = next(iter(routers(trainer.model)))
+    hidden = torch.randn(32, router.weight.shape[1]).to(router.weight.dtype)
+    weight, bias = router.weight.detach().clone(), router.expert_bias.clone()
+    first = outside()
+    left = MoEAuxLossAutoScaler.main_loss_backward_scale
+    committed = [trainer.step().committed for _ in range(2)]
+    with torch.no_grad():
+        router.weight.copy_(weight)
+        router.expert_bias.copy_(bias)
+    return {"left": left, "committed": committed, "before": first, "after": outside()}
+
+
+@pytest.mark.parametrize("flags", [{}, {"fp16": True, "loss_scale": 256.0}], ids=["fp32", "fp16"])
+def test_a_backward_outside_a_run_leaves_no_scale_to_a_run_and_gets_none_from_it(gloo, flags):
+    (seen,) = gloo.run(1, gradients_around_a_step, flags=flags)
+    assert seen["left"] is None
+    assert seen["committed"] == [True, True]
+    assert seen["before"].abs().max() > 0
+    assert torch.equal(seen["before"], seen["after"])
+
+
+def steps_after_the_engines_own_backward() -> list[bool]:
+    """The engine's function leaves a scale without dimensions where no schedule has set one."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from tests.unit.training.test_step_transaction import Trainer
+
+    trainer = Trainer(AUX)
+    loss = torch.ones((), requires_grad=True)
+    MoEAuxLossAutoScaler.apply(torch.ones(3, requires_grad=True), loss).sum().backward()
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale.dim() == 0
+    return [trainer.step().committed]
+
+
+def test_a_scale_that_somebody_else_left_in_the_process_stops_no_step(gloo):
+    assert gloo.run(1, steps_after_the_engines_own_backward) == [[True]]

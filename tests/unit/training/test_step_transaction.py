@@ -186,3 +186,57 @@ def test_evaluation_weighs_every_token_alike_and_leaves_no_trace(gloo):
         assert rank["tokens"] == tokens
         assert rank["loss"] == pytest.approx(total / tokens, rel=1e-6)
         assert rank["unchanged"] and rank["training"]
+
+
+def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
+    """A step, one whose tokens are all masked, and one whose first micro-batch is: what they report and change."""
+    from megatron_moe.training.optimizer import shared_loss_scale
+
+    def state() -> dict[str, str]:
+        scale = shared_loss_scale(trainer.optimizer)
+        return {**trainer.state(), "loss scale": digest(None if scale is None else scale.state_dict())}
+
+    trainer = Trainer({"moe_aux_loss_coeff": (0.1,), "moe_router_load_balancing_type": ("seq_aux_loss",), **flags})
+    take, masked = type(trainer.batches[0]).__next__, set()
+
+    def taken(iterator: Any) -> Any:
+        batch, number = take(iterator), trainer.taken
+        trainer.taken += 1
+        if number in masked and batch["loss_mask"] is not None:
+            batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+        return batch
+
+    type(trainer.batches[0]).__next__ = taken
+    try:
+        seen = {}
+        for name, masked in (("none", set()), ("all", set(range(100))), ("the first", {0}), ("none again", set())):
+            trainer.taken = 0
+            before = state()
+            result = trainer.step()
+            after = state()
+            changed = sorted(kind for kind in before if before[kind] != after[kind])
+            seen[name] = (result.committed, result.empty, result.overflow, result.tokens > 0, changed)
+    finally:
+        type(trainer.batches[0]).__next__ = take
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, {}),
+        (1, {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 2}),
+        (1, {"bf16": True, "calculate_per_token_loss": True}),
+        (2, {**EP2, "use_distributed_optimizer": True, "bf16": True}),
+        (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
+        (2, {"context_parallel_size": 2, "cross_entropy_loss_fusion": True}),
+    ],
+    ids=["fp32", "fp16", "loss per token", "EP2", "PP2, MTP", "CP2"],
+)
+def test_a_batch_without_a_token_that_counts_changes_nothing(gloo, ranks, flags):
+    moved = ["bias", "main weights", "moments", "schedule", "steps", "weights"]
+    fp16 = ["loss scale"] if flags.get("fp16") else []
+    for seen in gloo.run(ranks, masked_steps, flags=flags):
+        assert seen.pop("all") == (False, True, False, False, [])
+        for result in seen.values():
+            assert result == (True, False, False, True, sorted(moved + fp16))

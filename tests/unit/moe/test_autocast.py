@@ -1,0 +1,169 @@
+"""A surrounding torch.autocast changes nothing in the gate, the routing, the activation or the MoE layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe import MoELayer, TopKRouter
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
+from megatron_moe.moe.activation import weighted_swiglu
+from megatron_moe.moe.gate_product import gate_product
+from megatron_moe.platform.autocast import without_autocast
+from tests.unit.moe.test_router import config
+
+HIDDEN = PRESETS["tiny"]["hidden_size"]
+HALVES = [torch.bfloat16, torch.float16]
+PLACES = ["forward", "backward", "both"]
+ROUTING = {
+    "sigmoid, bias": {},
+    "softmax": {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
+    "groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
+    "Sinkhorn": {
+        "moe_router_score_function": "softmax",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_load_balancing_type": "sinkhorn",
+    },
+    "jitter": {"moe_input_jitter_eps": 0.1},
+    "fp64": {"moe_router_dtype": "fp64"},
+    "losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2, 0.3],
+        "moe_z_loss_coeff": 0.1,
+    },
+    "capacity": {"moe_expert_capacity_factor": 0.7},
+}
+
+
+def at(place: str, here: str, dtype: torch.dtype) -> Any:
+    """Autocast to `dtype` where a pass is to run in it."""
+    return torch.autocast("cpu", dtype) if place in (here, "both") else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def the_same_numbers() -> Iterator[None]:
+    """Random numbers are those of every other such block."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        yield
+
+
+def routed(options: dict[str, Any], place: str, dtype: torch.dtype, params: torch.dtype) -> list[torch.Tensor]:
+    """Everything that comes out of a router's pass, forward and backward, autocast in `place`."""
+    with the_same_numbers():
+        router = TopKRouter(config(perform_initialization=True, **options)).to(params)
+        torch.nn.init.normal_(router.weight)
+        if router.expert_bias is not None:
+            router.expert_bias.normal_(std=0.1)
+        hidden = torch.randn(512, 16).to(params).requires_grad_()
+        with at(place, "forward", dtype):
+            decision = router.route(hidden, num_sequences=2)
+        with at(place, "backward", dtype):
+            decision.probs.sin().sum().backward()
+    losses = [] if router.aux_losses is None else list(router.aux_losses.totals.values())
+    return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
+
+
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ROUTING)
+def test_a_router_decides_weighs_and_learns_as_without_autocast(name: str, place: str, params: torch.dtype) -> None:
+    for dtype in HALVES:
+        plain, cast = (routed(ROUTING[name], where, dtype, params) for where in ("", place))
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def passed(function: Any, inputs: list[torch.Tensor], place: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    own = [one.clone().requires_grad_(one.is_floating_point()) for one in inputs]
+    with at(place, "forward", dtype):
+        out = function(*own)
+    with at(place, "backward", dtype):
+        (out.double() * torch.arange(out.numel()).view_as(out).double().cos()).sum().backward()
+    return [out.detach(), *(one.grad for one in own if one.is_floating_point())]
+
+
+FUNCTIONS = {
+    "activation": (weighted_swiglu, lambda r: [r(64, 32), r(64).abs()]),
+    "activation in bf16": (weighted_swiglu, lambda r: [r(64, 32).bfloat16(), r(64).abs()]),
+    "gate": (lambda x, w: gate_product(x, w, torch.float32), lambda r: [r(64, 32), r(8, 32)]),
+    "gate in bf16": (lambda x, w: gate_product(x, w, torch.float32), lambda r: [r(64, 32).bfloat16(), r(8, 32)]),
+    "fused loss": (linear_cross_entropy, lambda r: [r(64, 32), r(48, 32), torch.arange(64) % 48]),
+    "fused loss in bf16": (
+        linear_cross_entropy,
+        lambda r: [r(64, 32).bfloat16(), r(48, 32).bfloat16(), torch.arange(64) % 48],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: str) -> None:
+    function, make = FUNCTIONS[name]
+    generator = torch.Generator().manual_seed(3)
+    inputs = make(lambda *shape: torch.randn(*shape, generator=generator))
+    for dtype in HALVES:
+        plain, cast = (passed(function, inputs, where, dtype) for where in ("", place))
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def layer(params: torch.dtype = torch.float32, **changes: Any) -> MoELayer:
+    from megatron_moe.model.engine_config import transformer_config
+    from megatron_moe.parallel import groups
+
+    run = build({**PRESETS["tiny"], "moe_shared_expert_gate": True, "moe_aux_loss_coeff": (0.1,), **changes})
+    with the_same_numbers():
+        built = MoELayer(transformer_config(run), pg_collection=groups.initialize(run), layer_number=1)
+        for parameter in built.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return built.to(params)
+
+
+def layer_pass(
+    built: MoELayer, hidden: torch.Tensor, place: str = "", dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    own = hidden.clone().requires_grad_()
+    built.zero_grad()
+    with at(place, "forward", dtype):
+        output, _ = built(own)
+    assert output.dtype == own.dtype
+    with at(place, "backward", dtype):
+        (output.double() * torch.arange(output.numel()).view_as(output).double().cos()).sum().backward()
+    return [output.detach(), own.grad, *(parameter.grad for parameter in built.parameters())]
+
+
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+
+
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_layer_has_the_same_bits_under_autocast(
+    place: str, changes: dict[str, Any], params: torch.dtype, one_process: None
+) -> None:
+    built, hidden = layer(params, **changes), torch.randn(12, 2, HIDDEN).to(params)
+    for dtype in HALVES if params == torch.float32 else [params]:  # torch refuses bf16 gradients under fp16's autocast
+        plain, cast = layer_pass(built, hidden), layer_pass(built, hidden, place, dtype)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
+def test_under_autocast_a_layer_of_fp32_takes_the_bf16_that_another_module_made(one_process: None) -> None:
+    built, hidden = layer(), torch.randn(12, 2, HIDDEN).bfloat16()
+    wide, narrow = layer_pass(built, hidden.float()), layer_pass(built, hidden, "both")
+    assert narrow[0].dtype == narrow[1].dtype == torch.bfloat16
+    assert torch.equal(narrow[0], wide[0].bfloat16())
+    torch.testing.assert_close(narrow[1].float(), wide[1], rtol=0.02, atol=1e-3 * float(wide[1].abs().max()))
+
+
+def test_autocast_is_put_back_where_it_was() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_autocast("cpu"):
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+    with without_autocast("meta"):
+        pass
