@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_moe.parallel.copying import CopiesShareGroups
+
 
 class _Lookup(torch.autograd.Function):
     """weight[ids]; in the backward pass each row's gradients are added in fp32 (or wider) and rounded once."""
@@ -36,7 +38,7 @@ class _Lookup(torch.autograd.Function):
         return None, total.to(ctx.dtype)
 
 
-class ExactEmbedding(VocabParallelEmbedding):
+class ExactEmbedding(CopiesShareGroups, VocabParallelEmbedding):
     """The engine's embedding table [V/TP, H] with the exact lookup: same weights, same keys, same outputs."""
 
     @classmethod

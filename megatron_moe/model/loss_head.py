@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.declared import returns_wider
 
 
-class OutputLayer(ColumnParallelLinear):
+class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
     """The engine's output layer; the logit of a column that only pads the vocabulary is its dtype's least number, whose
     exponential is 0 beside any token's. Not -inf: who looks for numbers that are not finite is to find errors.
 

@@ -23,6 +23,7 @@ from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
 from megatron_moe.moe.recompute import forgetting, recomputes
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.half_products import linear
 
 # DeepSeek's code leaves the latent norms at the default of its RMSNorm, whatever the model's rms_norm_eps is.
@@ -40,7 +41,7 @@ class MLASubmodules:
     core_attention: type
 
 
-class LatentAttention(MegatronModule):
+class LatentAttention(CopiesShareGroups, MegatronModule):
     """Self-attention for megatron-core's TransformerLayer; parameters carry the engine's names.
 
     Parameters, n heads over TP ranks: linear_q_proj [n (dn + dr), H], or linear_q_down_proj [rq, H], q_layernorm [rq]

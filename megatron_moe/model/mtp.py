@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_moe.model.residual import residual_dtype
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.parallel.sequence_shift import shifted
 
 
@@ -46,7 +47,7 @@ class PredictionParts:
     """Process groups; what the engine hands to a layer is all it knows in one release and two groups in another."""
 
 
-class PredictionLayer(MegatronModule):
+class PredictionLayer(CopiesShareGroups, MegatronModule):
     """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock; its parameters have the names
     that Megatron-LM's checkpoints give them.
 

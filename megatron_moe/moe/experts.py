@@ -17,12 +17,13 @@ from megatron_moe.moe.grouped_gemm import grouped_linear
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.recompute import forgetting
+from megatron_moe.parallel.copying import CopiesShareGroups
 
 Normal = Callable[[str, tuple[int, ...], float], Tensor]
 """(name, shape, standard deviation) -> fp32 tensor that depends on nothing but these and the run's seed."""
 
 
-class LocalExperts(MegatronModule, ABC):
+class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
     """Which experts are here, and how wide: what every backend shares.
 
     Args:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.declared import mixes_dtypes
 
 
@@ -21,7 +22,7 @@ def _weighed(output: Tensor, gate: Tensor) -> Tensor:
     return output * gate
 
 
-class SharedExperts(MLP):
+class SharedExperts(CopiesShareGroups, MLP):
     """The engine's tensor-parallel MLP at the shared width, optionally gated (Qwen2-MoE).
 
     Args:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_autocast_on(device_type: str) -> bool:
@@ -31,7 +33,7 @@ def without_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def unaffected_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+def unaffected_by_autocast(function: _Function) -> _Function:
     """Decorate the forward or the backward of a `torch.autograd.Function`: it runs with autocast off.
 
     Both need it. A backward runs under the autocast of whoever calls `backward()`, not under that of its forward.
@@ -44,4 +46,4 @@ def unaffected_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
         with without_autocast(device_type):
             return function(ctx, *args)
 
-    return run
+    return run  # type: ignore[return-value]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.platform.autocast import is_autocast_on
 from megatron_moe.precision.contract import PrecisionError
 
 
@@ -65,11 +66,12 @@ class _Gate:
 
     def _told(self, module: torch.nn.Module, rows: Tensor, weight: Tensor) -> str:
         made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
+        autocast = " (torch.autocast is on: call the model without it)" if is_autocast_on(rows.device.type) else ""
         return (
             f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
             f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
             f"tools/audit_precision.py, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
-            "makes this module compute in fp32"
+            f"makes this module compute in fp32{autocast}"
         )
 
 

@@ -81,8 +81,8 @@ class FaultWatch:
                 self._spikes.see(result.loss, self._first_sample)
         elif result.empty:
             self._job.reporter.message(
-                f"iteration {self._job.progress.iteration}: no token of the global batch counts for the loss (every loss"
-                " mask is 0): nothing is learnt from it, weights, expert_bias and the learning rate stay as they were"
+                f"iteration {self._job.progress.iteration}: no token of the global batch counts for the loss (every "
+                "loss mask is 0): nothing is learnt from it, weights, expert_bias and learning rate stay as they were"
             )
         elif not result.overflow:
             self._answer(result)

@@ -105,7 +105,9 @@ def _nothing_learnt(iteration: int, last: StepResult) -> str:
     else:
         what = "a loss or gradients that were not finite"
         remedy = "A smaller --lr, --clip-grad or bf16 instead of fp16 may help."
-    return f"{SKIPS_IN_A_ROW} steps in a row up to iteration {iteration}, the last with {what}; none was applied. {remedy}"
+    return (
+        f"{SKIPS_IN_A_ROW} steps in a row up to iteration {iteration}, the last with {what}; none was applied. {remedy}"
+    )
 
 
 def _traced(job: Job, second_step: bool) -> AbstractContextManager[None]:

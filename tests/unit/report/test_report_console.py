@@ -189,3 +189,9 @@ def test_a_generated_text_cannot_move_the_cursor():
 )
 def test_durations_have_at_most_two_units(seconds, shown):
     assert duration(seconds) == shown
+
+
+def test_an_evaluation_of_masked_tokens_says_so_and_shows_no_number():
+    stream, sink = plain()
+    sink.evaluation(EvalRecord(iteration=4, split="valid", loss=float("nan"), tokens=0, seconds=1.0))
+    assert "no token" in text(stream) and "nan" not in text(stream)

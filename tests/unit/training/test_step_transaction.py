@@ -197,20 +197,20 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
         return {**trainer.state(), "loss scale": digest(None if scale is None else scale.state_dict())}
 
     trainer = Trainer({"moe_aux_loss_coeff": (0.1,), "moe_router_load_balancing_type": ("seq_aux_loss",), **flags})
-    take, masked = type(trainer.batches[0]).__next__, set()
+    take, taken, masked = type(trainer.batches[0]).__next__, [0], range(0)
 
-    def taken(iterator: Any) -> Any:
-        batch, number = take(iterator), trainer.taken
-        trainer.taken += 1
-        if number in masked and batch["loss_mask"] is not None:
+    def next_batch(iterator: Any) -> Any:
+        batch = take(iterator)
+        if taken[0] in masked and batch["loss_mask"] is not None:
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+        taken[0] += 1
         return batch
 
-    type(trainer.batches[0]).__next__ = taken
+    type(trainer.batches[0]).__next__ = next_batch
     try:
         seen = {}
-        for name, masked in (("none", set()), ("all", set(range(100))), ("the first", {0}), ("none again", set())):
-            trainer.taken = 0
+        for name, number in (("none", 0), ("all", 100), ("the first", 1), ("none again", 0)):
+            taken[0], masked = 0, range(number)
             before = state()
             result = trainer.step()
             after = state()

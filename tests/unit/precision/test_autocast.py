@@ -1,4 +1,4 @@
-"""A surrounding torch.autocast changes nothing in the gate, the routing, the activation or the MoE layer."""
+"""A surrounding torch.autocast changes nothing in the gate, the routing, the activation, the MoE layer or a run."""
 
 from __future__ import annotations
 
@@ -167,3 +167,57 @@ def test_autocast_is_put_back_where_it_was() -> None:
         assert torch.is_autocast_enabled("cpu")
     with without_autocast("meta"):
         pass
+
+
+def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None) -> list[Any]:
+    """What two steps and an evaluation come to, all under autocast to `dtype`."""
+    from megatron_moe.training.evaluate import evaluate
+    from tests.unit.training.test_step_transaction import Trainer
+
+    trainer = Trainer(flags)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        results = [trainer.step() for _ in range(2)]
+        run = trainer.run.training
+        record = evaluate(
+            trainer.model,
+            trainer.batches,
+            split="valid",
+            iteration=2,
+            num_micro_batches=2,
+            micro_batch_size=run.micro_batch_size,
+            seq_length=trainer.run.model.seq_length,
+            pg_collection=trainer.groups,
+        )
+    seen = [[r.committed, r.loss, r.grad_norm, r.expert_bias_hash] for r in results]
+    return [seen, record.loss, trainer.state()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"moe_shared_expert_gate": True, "mtp_num_layers": 1},
+        {"bf16": True},
+        {
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.1,),
+        },
+    ],
+    ids=["fp32", "bf16", "counted ahead"],
+)
+def test_a_run_steps_and_evaluates_as_without_autocast(gloo: Any, flags: dict[str, Any]) -> None:
+    plain, cast = (
+        gloo.run(1, two_steps_and_an_evaluation, flags=flags, dtype=dtype) for dtype in (None, torch.bfloat16)
+    )
+    assert plain == cast and plain[0][0][0][0]
+
+
+def test_the_shared_experts_gate_is_as_wide_as_an_fp64_model(one_process: None) -> None:
+    shared = layer().shared_experts.double()
+    hidden = torch.randn(6, 2, HIDDEN, dtype=torch.float64)
+    gated = shared(hidden)
+    weight, shared.gate_weight = shared.gate_weight, None
+    wanted = shared(hidden) * torch.sigmoid(hidden @ weight.T)
+    assert gated.dtype == torch.float64
+    torch.testing.assert_close(gated, wanted, rtol=1e-14, atol=1e-14)
