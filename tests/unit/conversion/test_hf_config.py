@@ -108,6 +108,13 @@ def test_every_preset_can_be_written_and_is_read_again(name):
         ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
         ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
         ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
+        # of K = 2 in 2 groups megatron-core adds up one expert each
+        ({"moe_router_group_score": "megatron"}, "deepseek-v3", "--moe-router-group-score: its best expert in the run"),
+        (
+            {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 1},
+            "deepseek-v3",
+            "--moe-router-group-score: the sum of its best 4 in the run, the sum of its best two in config.json",
+        ),
         ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
         (
             {"moe_router_load_balancing_type": ("sinkhorn",)},
