@@ -10,11 +10,12 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
+from megatron_moe.doctor.measure import _SmallestMargin
 from megatron_moe.model.engine_config import ModelConfig
 from megatron_moe.moe.choice import ByScore
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, choose_experts, ranked_values, route
-from megatron_moe.moe.routing_probe import choice_margins
+from megatron_moe.moe.routing import MicroBatch, route
+from megatron_moe.moe.routing_probe import RoutingProbe
 from tests.reference import reference_moe as reference
 from tests.unit.moe.test_router import config, tokens
 
@@ -146,15 +147,20 @@ def test_a_group_of_which_nothing_would_be_added_up_is_refused() -> None:
     TopKRouter(stock)
 
 
-def test_margins_are_of_what_the_choice_goes_by() -> None:
-    options = SimpleNamespace(
-        num_experts=4, topk=2, num_groups=2, group_topk=1, score_function="softmax", pre_softmax=False
-    )
-    logits = torch.tensor([[3.0, -9.0, 2.0, 1.5]])  # best scores on the left; the larger sum of logits on the right
-    scores = torch.softmax(logits, -1)
-    for rule, chosen in (("top2", [0, 1]), ("megatron", [2, 3])):
-        options.group_score = rule
-        ranked = ranked_values(logits, scores, options)
-        assert sorted(choose_experts(ranked, None, options)[0].tolist()) == chosen
-    options.topk = 1
-    assert choice_margins(ranked, None, options).tolist() == [12.0]
+def test_what_watches_a_router_goes_by_the_values_that_it_ranks() -> None:
+    r = TopKRouter(config(num_moe_experts=16, moe_router_topk=2, **GROUPS, **SOFTMAX))
+    hidden = 8 * tokens(64)
+    logits = r.gate(hidden).detach()
+    sums = logits.view(64, 4, 4).topk(2).values.sum(-1)
+    inside = logits.view(64, 4, 4)[torch.arange(64), sums.argmax(-1)].sort(descending=True).values
+    margins = (inside[:, 1] - inside[:, 2]).double()
+
+    r.probe = RoutingProbe(num_tokens=64, num_micro_batches=1)
+    r.route(hidden)
+    assert r.probe.sums is not None
+    assert r.probe.sums.tolist() == pytest.approx([64, 0, margins.sum().item()])
+
+    r.probe = _SmallestMargin()  # the doctor's
+    r.route(hidden)
+    best, second = sums.topk(2).values.unbind(-1)
+    assert r.probe.smallest == pytest.approx(min(margins.min().item(), (best - second).min().item()))
