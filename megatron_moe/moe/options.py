@@ -65,8 +65,8 @@ class MoEOptions:
         own, Megatron-LM's: the sigmoid for K = 1, else the softmax over all experts, not normalised.
 
         Raises:
-            ValueError: megatron-core's group score with fewer experts per token than groups, for which it would add up
-                no expert and choose any groups.
+            ValueError: a score function that is not computed here (megatron-core 0.19.2 has a third one), or
+                megatron-core's group score with fewer experts per token than groups, of which it would choose any.
         """
         topk = config.moe_router_topk
         sigmoid = config.moe_router_score_function == "sigmoid"
@@ -76,7 +76,7 @@ class MoEOptions:
         kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
-        score_function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
+        score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
         if "sinkhorn" in kinds:
             score_function, pre_softmax = "sigmoid" if topk == 1 else "softmax", topk > 1
             norm_topk_prob = False
@@ -114,6 +114,13 @@ class MoEOptions:
             recompute_activation=recomputes(config, "moe_act"),
             recompute_shared_experts=recomputes(config, "shared_experts"),
         )
+
+
+def _score_function(config: Any) -> str:
+    name = config.moe_router_score_function
+    if name not in ("softmax", "sigmoid"):
+        raise ValueError(f"moe_router_score_function {name}: our router has softmax and sigmoid")
+    return name
 
 
 def _group_score(config: Any) -> str:

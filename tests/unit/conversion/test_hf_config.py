@@ -131,6 +131,17 @@ def test_a_model_that_a_format_cannot_say_is_not_written(changes, family, flag):
         hf_config.config_of(run, FAMILIES[family], "bfloat16")
 
 
+def test_megatrons_score_of_groups_is_written_where_it_is_the_gates():
+    sizes = {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 2}
+    v3 = replace(build({"vocab_size": 1000, **PRESETS["tiny"]}), **sizes)
+    assert read(hf_config.config_of(v3, FAMILIES["deepseek-v3"], "bfloat16")).flat["moe_router_group_score"] == "top2"
+    v2 = replace(build({"vocab_size": 1000, **PRESETS["deepseek-v2"]}), moe_router_group_score="megatron")
+    with pytest.raises(ConfigError, match="--moe-router-group-score: the sum of its best two in the run, its best exp"):
+        hf_config.config_of(v2, FAMILIES["deepseek-v2"], "bfloat16")
+    v2 = replace(v2, moe_router_group_topk=v2.moe.moe_router_topk)
+    assert read(hf_config.config_of(v2, FAMILIES["deepseek-v2"], "bfloat16")).flat["moe_router_group_score"] == "max"
+
+
 # ---- yarn
 
 YARN = {

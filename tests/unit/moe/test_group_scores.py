@@ -147,6 +147,13 @@ def test_a_group_of_which_nothing_would_be_added_up_is_refused() -> None:
     TopKRouter(stock)
 
 
+def test_a_score_function_that_is_not_ours_is_refused() -> None:
+    stock = config()
+    stock.moe_router_score_function = "sqrtsoftplus"  # 0.19.2 knows it, and 0.16.1 does not
+    with pytest.raises(ValueError, match="moe_router_score_function sqrtsoftplus: .*sigmoid"):
+        TopKRouter(stock)
+
+
 def test_what_watches_a_router_goes_by_the_values_that_it_ranks() -> None:
     r = TopKRouter(config(num_moe_experts=16, moe_router_topk=2, **GROUPS, **SOFTMAX))
     hidden = 8 * tokens(64)
