@@ -136,6 +136,21 @@ def moe_ffn_hidden_size(run: Run) -> int:
     return ffn_hidden_size(run) if given is None else given
 
 
+def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> str | None:
+    """Why torch's grouped product cannot take experts of this size, and what works; None where it can.
+
+    Args:
+        dtype_name: of the weights, as `params_dtype_name` spells it. width: of one expert on one rank, F / ETP.
+    """
+    multiple = {"float32": 4, "bfloat16": 8, "float16": 8}.get(dtype_name, 1)  # rows of whole 16 bytes
+    if hidden_size % multiple == 0 and width % multiple == 0:
+        return None
+    return (
+        f"in {dtype_name}, hidden size and the expert's width on a rank ({width}) have to be multiples of {multiple}; "
+        "change them or use --moe-expert-backend loop"
+    )
+
+
 def head_size(run: Run) -> int:
     """Width of one head of grouped-query attention."""
     given = run.model.kv_channels

@@ -102,8 +102,9 @@ class MoEConfig:
     moe_router_group_topk: int | None = _flag(None, "group-limited routing: groups a token may use")
     moe_router_group_score: str = _flag(
         "top2",
-        "a group's score: its best expert (DeepSeek-V2) or the sum of its best two (DeepSeek-V3)",
-        choices=("max", "top2"),
+        "a group's score: max, its best expert (DeepSeek-V2); top2, the sum of its best two (DeepSeek-V3); megatron, "
+        "the sum of its best topk // group-topk, of logits where the softmax comes after the choice (megatron-core)",
+        choices=("max", "top2", "megatron"),
     )
     moe_router_topk_scaling_factor: float | None = _flag(None, "multiply the K weights by this")
     moe_router_enable_expert_bias: bool = _flag(

@@ -194,7 +194,8 @@ def differences(run: Run, flat: dict[str, Any]) -> list[str]:
     """Settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
 
     What means the same is the same: a head's width that follows from others, a scaling factor of 1, a norm over the
-    chosen after a softmax over all experts and a softmax over the chosen.
+    chosen after a softmax over all experts and a softmax over the chosen, megatron-core's score of a group where it
+    adds up one expert, or two scores.
     """
     mine, other = _meaning(run), _meaning(build(flat))
     return [
@@ -222,7 +223,21 @@ def _meaning(run: Run) -> dict[str, Any]:
         "moe_router_norm_topk_prob": normed,
         "moe_router_topk_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "moe_router_pre_softmax": moe.moe_router_score_function == "softmax" and not normed,
+        "moe_router_group_score": _group_score(run),
         # a loss that balances leaves the model as it is; sinkhorn chooses and weighs the experts otherwise
         "moe_router_load_balancing_type": "sinkhorn" if "sinkhorn" in moe.moe_router_load_balancing_type else "a loss",
     }
     return meaning
+
+
+def _group_score(run: Run) -> str:
+    """What the score of a group of experts is with the sizes of this run, in the words of the flag's help."""
+    moe = run.moe
+    summed = {"max": 1, "top2": 2}.get(moe.moe_router_group_score)
+    logits = False
+    if summed is None:
+        summed = moe.moe_router_topk // (moe.moe_router_group_topk or 1)
+        logits = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    if summed == 1:
+        return "its best expert"  # by its logit or its score
+    return f"the sum of its best {'two' if summed == 2 else summed}" + (" logits" if logits else "")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.routing import MicroBatch
+from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
 
 TIE = 1e-4
 """Scores of experts that differ by less may come in either order."""
@@ -45,7 +45,8 @@ def following(
             if wanted.shape != ours.shape or int(wanted.max()) >= scores.shape[-1]:
                 return ours  # told by the shapes
             differs = (wanted.sort(dim=-1).values != ours.sort(dim=-1).values).any(-1)
-            margin = choice_margin(scores.detach(), expert_bias, router.options, wanted)
+            ranked = ranked_values(logits, scores, router.options).detach()
+            margin = choice_margin(ranked, expert_bias, router.options, wanted)
             found.extend(margin[differs].tolist())
             return torch.where((differs & (margin <= TIE)).unsqueeze(-1), wanted, ours)
 
@@ -66,14 +67,14 @@ def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: Any, want
     """By how much scores would have to change for this choice to be the best one: [T], 0 where it is.
 
     Args:
-        scores: [T, E]. wanted: [T, K].
+        scores: [T, E], what the router ranks by before its bias. wanted: [T, K].
     """
     scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)
     pool, margin = torch.ones_like(inside), scores.new_zeros(scores.shape[0])
     if options.num_groups is not None and options.group_topk is not None:
         grouped = scores.unflatten(-1, (options.num_groups, -1))
-        best = grouped.amax(-1) if options.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        best = group_scores(scores, options)
         used = inside.unflatten(-1, (options.num_groups, -1)).any(-1)
         last = best.topk(options.group_topk, dim=-1).values[:, -1:]
         margin = (last - best).masked_fill(~used, 0.0).amax(-1).clamp(min=0.0)

@@ -23,7 +23,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.doctor.names import Cut, parameter_places, router_names
 from megatron_moe.model.build import build_model
-from megatron_moe.moe.routing import choice_scores
+from megatron_moe.moe.routing import choice_scores, group_scores, ranked_values
 from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
@@ -184,19 +184,19 @@ class _SmallestMargin(RoutingProbe):
     @torch.no_grad()
     def see(self, router: Any, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, is_padding: Any) -> None:
         """The least distance between the last expert chosen and the first not chosen, and between groups likewise."""
-        margins = [choice_margins(scores, router.expert_bias, router.options), _group_margins(scores, router)]
+        ranked = ranked_values(logits, scores, router.options)
+        margins = [choice_margins(ranked, router.expert_bias, router.options), _group_margins(ranked, router)]
         self.smallest = min([self.smallest, *(float(m.min()) for m in margins if m.numel())])
 
 
-def _group_margins(scores: Tensor, router: Any) -> Tensor:
+def _group_margins(ranked: Tensor, router: Any) -> Tensor:
     """Worst group chosen minus best group left out, per token; empty without groups or where all are chosen."""
     options = router.options
     if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
-        return scores.new_zeros(0)
-    ungrouped = scores if router.expert_bias is None else scores + router.expert_bias.to(scores.dtype)
-    grouped = ungrouped.unflatten(-1, (options.num_groups, -1))
-    best = grouped.amax(-1) if options.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    chosen = torch.isfinite(choice_scores(scores, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
+        return ranked.new_zeros(0)
+    ungrouped = ranked if router.expert_bias is None else ranked + router.expert_bias.to(ranked.dtype)
+    best = group_scores(ungrouped, options)
+    chosen = torch.isfinite(choice_scores(ranked, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
     inside = chosen.any(-1)
     worst_inside = best.masked_fill(~inside, torch.inf).amin(-1)
     return worst_inside - best.masked_fill(inside, -torch.inf).amax(-1)

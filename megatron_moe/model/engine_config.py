@@ -26,7 +26,8 @@ class ModelConfig(TransformerConfig):
     """The engine's configuration with what this project adds to it."""
 
     moe_router_group_score: str = "top2"
-    """A group's score: "max", its best expert, or "top2", the sum of its best two."""
+    """A group's score: "max", its best expert, "top2", the sum of its best two, or "megatron", which is megatron-core's
+    own, and what a configuration without this field means."""
     moe_router_norm_topk_prob: bool = True
     """Whether a token's weights sum to one."""
     moe_expert_backend: str = "grouped_mm"

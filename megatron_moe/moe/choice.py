@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import Choice, MicroBatch, choose_experts
+from megatron_moe.moe.routing import Choice, MicroBatch, choose_experts, ranked_values
 from megatron_moe.moe.sinkhorn import balanced_scores
 
 
@@ -37,7 +37,7 @@ class ByScore:
         self.options = options
 
     def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        return choose_experts(scores, expert_bias, self.options)
+        return choose_experts(ranked_values(logits, scores, self.options), expert_bias, self.options)
 
 
 class BySinkhorn:

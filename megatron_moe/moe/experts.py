@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.moe.activation import weighted_swiglu
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import grouped_linear
@@ -83,6 +84,10 @@ class GroupedExperts(LocalExperts):
     Args:
         config: the engine's TransformerConfig.
         groups: the layer's process groups; the engine's default ones if None.
+
+    Raises:
+        ValueError: the grouped product cannot take these widths in the dtype of the weights, when they are built or
+            when they are cast (by `Float16Module`, `.to(dtype)`).
     """
 
     def __init__(self, config: Any, groups: MoEGroups | None = None) -> None:
@@ -90,6 +95,7 @@ class GroupedExperts(LocalExperts):
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
         self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
+        self._require_whole_rows()
         if config.perform_initialization:
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
@@ -104,6 +110,20 @@ class GroupedExperts(LocalExperts):
             return self.grouped_linear(hidden, self.weight2, offsets)
 
         return self.activate_into(weighted_swiglu, down, gate_up, probs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._require_whole_rows()  # fp32 weights may be wide enough, and too narrow in half precision
+        return self
+
+    def _require_whole_rows(self) -> None:
+        options, dtype = self.options, str(self.weight1.dtype).removeprefix("torch.")
+        refusal = grouped_product_refusal(dtype, options.hidden_size, self.local_ffn_size)
+        if options.backend == "grouped_mm" and refusal is not None:
+            raise ValueError(
+                f"--moe-expert-backend grouped_mm, --hidden-size {options.hidden_size}, --moe-ffn-hidden-size "
+                f"{options.ffn_hidden_size}, --expert-tensor-parallel-size {self.groups.etp_size}: {refusal}"
+            )
 
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:
         """See `LocalExperts.local_weights`."""

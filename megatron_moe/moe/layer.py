@@ -67,6 +67,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             )
         self.recompute = options.recompute
         self.recompute_shared_experts = options.recompute_shared_experts
+        self.layer_number = layer_number
         if layer_number is not None:
             self.set_layer_number(layer_number)
 

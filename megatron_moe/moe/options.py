@@ -58,11 +58,15 @@ class MoEOptions:
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
-        A plain TransformerConfig works: it lacks the fields that this project adds (group score, probability
-        normalisation, expert backend, centred bias, counts of the global loss), which then take the defaults of
-        `config/schema.py`. The gate is computed in fp32 unless the configuration asks for fp64; there is no way to ask
-        for less. Sinkhorn brings weights of its own, Megatron-LM's: the sigmoid for K = 1, else the softmax over all
-        experts, not normalised.
+        A plain TransformerConfig works: it lacks the fields that this project adds (probability normalisation, expert
+        backend, centred bias, counts of the global loss), which then take the defaults of `config/schema.py`. Without
+        the group score, groups are scored as megatron-core scores them, and not by that default. The gate is computed
+        in fp32 unless the configuration asks for fp64; there is no way to ask for less. Sinkhorn brings weights of its
+        own, Megatron-LM's: the sigmoid for K = 1, else the softmax over all experts, not normalised.
+
+        Raises:
+            ValueError: a score function that is not computed here (megatron-core 0.19.2 has a third one), or
+                megatron-core's group score with fewer experts per token than groups, of which it would choose any.
         """
         topk = config.moe_router_topk
         sigmoid = config.moe_router_score_function == "sigmoid"
@@ -72,7 +76,7 @@ class MoEOptions:
         kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
-        score_function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
+        score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
         if "sinkhorn" in kinds:
             score_function, pre_softmax = "sigmoid" if topk == 1 else "softmax", topk > 1
             norm_topk_prob = False
@@ -88,7 +92,7 @@ class MoEOptions:
             norm_topk_prob=norm_topk_prob,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
-            group_score=getattr(config, "moe_router_group_score", "top2"),
+            group_score=_group_score(config),
             scaling_factor=config.moe_router_topk_scaling_factor,
             enable_expert_bias=config.moe_router_enable_expert_bias,
             bias_update_rate=config.moe_router_bias_update_rate,
@@ -110,3 +114,23 @@ class MoEOptions:
             recompute_activation=recomputes(config, "moe_act"),
             recompute_shared_experts=recomputes(config, "shared_experts"),
         )
+
+
+def _score_function(config: Any) -> str:
+    name = config.moe_router_score_function
+    if name not in ("softmax", "sigmoid"):
+        raise ValueError(f"moe_router_score_function {name}: our router has softmax and sigmoid")
+    return name
+
+
+def _group_score(config: Any) -> str:
+    """The rule that scores groups of experts: megatron-core's own where the configuration is a plain one of its."""
+    rule = getattr(config, "moe_router_group_score", "megatron")
+    topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
+    if rule == "megatron" and group_topk is not None and topk < group_topk:
+        raise ValueError(
+            f"moe_router_topk {topk}, moe_router_group_topk {group_topk}: megatron-core's score of a group adds up its "
+            f"best topk // group_topk = 0 experts and is 0 for all groups; a moe_router_group_topk of {topk} or less "
+            'works, or moe_router_group_score "max" or "top2"'
+        )
+    return rule

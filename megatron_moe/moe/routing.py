@@ -52,35 +52,48 @@ def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
     return torch.softmax(logits, dim=-1) if options.score_function == "softmax" else torch.sigmoid(logits)
 
 
-def restrict_to_best_groups(scores: Tensor, num_groups: int, group_topk: int, group_score: str) -> Tensor:
-    """Scores [T, E] with -inf for every expert outside the token's `group_topk` best groups.
-
-    Experts are split into `num_groups` groups of neighbours. A group's score is its best expert (`max`: DeepSeek-V2,
-    arXiv 2405.04434) or the sum of its best two (`top2`: DeepSeek-V3).
+def ranked_values(logits: Tensor, scores: Tensor, options: MoEOptions) -> Tensor:
+    """What experts and their groups are ranked by before a bias, [T, E]: the scores, or the logits with groups as
+    megatron-core chooses them and a softmax after the choice. A softmax keeps the order of experts, and not that of
+    sums over groups.
     """
-    grouped = scores.unflatten(-1, (num_groups, -1))
-    if group_score == "max":
-        group_scores = grouped.amax(dim=-1)
-    else:
-        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
-    best = group_scores.topk(group_topk, dim=-1).indices
-    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+    grouped_as_megatron = options.num_groups is not None and options.group_score == "megatron"
+    softmax_after_choice = options.score_function == "softmax" and not options.pre_softmax
+    return logits if grouped_as_megatron and softmax_after_choice else scores
+
+
+def group_scores(choice: Tensor, options: MoEOptions) -> Tensor:
+    """A token's score of each group of neighbouring experts, [T, groups], from `ranked_values` plus bias, [T, E].
+
+    It is the group's best expert (`max`: DeepSeek-V2, arXiv 2405.04434), the sum of its best two (`top2`: DeepSeek-V3),
+    or the sum of its best K // `group_topk` (`megatron`: megatron-core's group_limited_topk).
+    """
+    assert options.num_groups is not None and options.group_topk is not None
+    grouped = choice.unflatten(-1, (options.num_groups, -1))
+    if options.group_score == "max":
+        return grouped.amax(dim=-1)
+    summed = 2 if options.group_score == "top2" else options.topk // options.group_topk
+    return grouped.topk(summed, dim=-1).values.sum(dim=-1)
+
+
+def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
+    """What the choice goes by, [T, E]: `ranked_values` plus bias, -inf outside the groups a token may use; without
+    gradient."""
+    choice = ranked.detach()
+    if expert_bias is not None:
+        choice = choice + expert_bias.to(choice.dtype)
+    if options.num_groups is None or options.group_topk is None:
+        return choice
+    of_groups = group_scores(choice, options)
+    best = of_groups.topk(options.group_topk, dim=-1).indices
+    outside = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+    grouped = choice.unflatten(-1, (options.num_groups, -1))
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def choice_scores(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
-    """What the choice goes by, [T, E]: score plus bias, -inf outside a token's groups; without gradient."""
-    choice = scores.detach()
-    if expert_bias is not None:
-        choice = choice + expert_bias.to(choice.dtype)
-    if options.num_groups is not None and options.group_topk is not None:
-        choice = restrict_to_best_groups(choice, options.num_groups, options.group_topk, options.group_score)
-    return choice
-
-
-def choose_experts(scores: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
-    """The K experts of each token, [T, K] int64, by score plus bias; no gradient passes through a choice."""
-    return choice_scores(scores, expert_bias, options).topk(options.topk, dim=-1).indices
+def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
+    """The K experts of each token, [T, K] int64, by `ranked_values` plus bias; no gradient passes through a choice."""
+    return choice_scores(ranked, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
 def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions) -> Tensor:

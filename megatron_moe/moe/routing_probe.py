@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.moe.routing import RoutingDecision, choice_scores, scores_from_logits
+from megatron_moe.moe.routing import RoutingDecision, choice_scores, choose_experts, ranked_values, scores_from_logits
 
 _STEPS_PER_OCTAVE, _LOWEST, _HIGHEST = 8, -40, 8
 MARGIN_BINS = (_HIGHEST - _LOWEST) * _STEPS_PER_OCTAVE
@@ -57,6 +57,7 @@ class RoutingProbe:
         # Where the choice is not by score there is no margin, and no other choice in fp64.
         share = self._share() if router.options.chooses_by_score else 0
         sample = evenly(number, share, logits.device)
+        ranked = ranked_values(logits, scores, router.options)
         if valid is not None:
             sample, logits = valid[sample], logits[valid]
         if self.sums is None or self.margin_histogram is None or self.max_logit is None:
@@ -67,7 +68,7 @@ class RoutingProbe:
             largest = logits.abs().amax().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
             self.max_logit = torch.maximum(self.max_logit, largest)
         flips = flipped(router, hidden[sample], decision.expert_ids[sample])
-        margins = choice_margins(scores[sample], router.expert_bias, router.options)
+        margins = choice_margins(ranked[sample], router.expert_bias, router.options)
         self.sums += torch.stack([flips.new_tensor(flips.shape[0]), flips.sum(), margins.sum()])
         bins = ((margins.log2() - _LOWEST) * _STEPS_PER_OCTAVE).clamp(0, MARGIN_BINS - 1).long()
         self.margin_histogram += torch.bincount(bins, minlength=MARGIN_BINS)
@@ -88,16 +89,17 @@ def evenly(number: int, wanted: int, device: torch.device) -> Tensor:
 def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
     """[T] fp64, 1 where fp64 chooses another set of experts than `expert_ids` [T, K], from the same [T, H]."""
     bias = None if router.expert_bias is None else router.expert_bias.double()
-    shadow_scores = scores_from_logits(F.linear(hidden.double(), router.weight.double()), router.options)
-    shadow = choice_scores(shadow_scores, bias, router.options).topk(router.options.topk, dim=-1).indices
+    logits = F.linear(hidden.double(), router.weight.double())
+    ranked = ranked_values(logits, scores_from_logits(logits, router.options), router.options)
+    shadow = choose_experts(ranked, bias, router.options)
     return (shadow.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1).double()
 
 
-def choice_margins(scores: Tensor, expert_bias: Tensor | None, options: Any) -> Tensor:
+def choice_margins(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Tensor:
     """K-th minus (K+1)-th choice score, fp64, of those of the T tokens that had an alternative; 0 is a tie."""
     if options.topk == options.num_experts:
-        return torch.zeros(0, dtype=torch.float64, device=scores.device)
-    best = choice_scores(scores, expert_bias, options).double().topk(options.topk + 1, dim=-1).values
+        return torch.zeros(0, dtype=torch.float64, device=ranked.device)
+    best = choice_scores(ranked, expert_bias, options).double().topk(options.topk + 1, dim=-1).values
     margins = best[:, -2] - best[:, -1]
     return margins[margins.isfinite()]
 

@@ -13,7 +13,8 @@ def bias_router(
     pg_collection: Any, num_experts: int, topk: int, layout: dict[str, Any], hidden_size: int = 8, **options: Any
 ) -> TopKRouter:
     """A router with sigmoid scores and a bias; `options` are the engine configuration's, or attributes we add to it."""
-    ours = {name: options.pop(name) for name in ("moe_router_bias_center",) if name in options}
+    added = ("moe_router_bias_center", "moe_router_group_score")
+    ours = {name: options.pop(name) for name in added if name in options}
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden_size,

@@ -39,7 +39,7 @@ def random_case(seed: int) -> dict[str, Any]:
             scaling_factor=pick(None, 2.5),
             num_groups=4 if grouped else None,
             group_topk=2 if grouped else None,
-            group_score=pick("max", "top2"),
+            group_score=pick("max", "top2", "megatron"),
         ),
         bias=score == "sigmoid" and pick(True, False),
         shared=pick(True, False),

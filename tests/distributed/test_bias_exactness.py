@@ -29,7 +29,7 @@ CASES = {
     # number of experts, K, tokens a step, options
     0: (8, 1, 256, {}),
     1: (16, 4, 192, {"moe_router_bias_center": True}),
-    2: (12, 3, 320, {"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    2: (12, 3, 320, {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score": "top2"}),
     3: (24, 2, 384, {}),
 }
 SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -29,13 +29,14 @@ class Routing:
 
 
 def allowed_experts(choice: Tensor, routing: Routing) -> list[int]:
-    """Experts of the best groups, for one token's scores-plus-bias [E]."""
+    """Experts of the best groups, for what one token's experts are compared by [E]."""
     experts = list(range(len(choice)))
     if routing.num_groups is None:
         return experts
     size = len(choice) // routing.num_groups
     groups = [experts[g * size : (g + 1) * size] for g in range(routing.num_groups)]
-    count = 1 if routing.group_score == "max" else 2
+    # megatron-core: as many of a group as the token's K experts are per group that it may use
+    count = {"max": 1, "top2": 2, "megatron": math.floor(routing.topk / (routing.group_topk or 1))}[routing.group_score]
     worth = [sum(sorted((choice[e].item() for e in group), reverse=True)[:count]) for group in groups]
     best = sorted(range(len(groups)), key=lambda g: -worth[g])[: routing.group_topk]
     return [e for g in best for e in groups[g]]
@@ -45,6 +46,8 @@ def route_one(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[li
     """The chosen experts of one token and the weight of each, from its logits [E]."""
     scores = torch.softmax(logits, 0) if routing.score_function == "softmax" else torch.sigmoid(logits)
     choice = scores.detach() if bias is None else scores.detach() + bias
+    if routing.group_score == "megatron" and routing.score_function == "softmax" and not routing.pre_softmax:
+        choice = logits.detach()  # megatron-core takes this softmax last, over the chosen ones
     allowed = allowed_experts(choice, routing)
     chosen = sorted(allowed, key=lambda e: -choice[e].item())[: routing.topk]
     return chosen, weigh(logits, chosen, routing)

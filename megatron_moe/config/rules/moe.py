@@ -55,18 +55,12 @@ def grouped_products_are_aligned(run: Run, world_size: int) -> None:
     """torch's grouped product takes rows of whole 16 bytes."""
     if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
         return
-    multiple = 4 if derived.params_dtype_name(run) == "float32" else 8
     full, ranks = derived.moe_ffn_hidden_size(run), derived.expert_tensor_parallel_size(run)
-    width = full // ranks
     if full % ranks:
         return  # has a rule of its own
-    if run.model.hidden_size % multiple or width % multiple:
-        raise refuse(
-            run,
-            ("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"),
-            f"with this dtype, hidden size and the expert's width on a rank ({width}) have to be multiples of "
-            f"{multiple}; change them or use --moe-expert-backend loop",
-        )
+    refusal = derived.grouped_product_refusal(derived.params_dtype_name(run), run.model.hidden_size, full // ranks)
+    if refusal is not None:
+        raise refuse(run, ("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"), refusal)
 
 
 def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:

@@ -108,6 +108,13 @@ def test_every_preset_can_be_written_and_is_read_again(name):
         ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
         ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
         ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
+        # of K = 2 in 2 groups megatron-core adds up one expert each
+        ({"moe_router_group_score": "megatron"}, "deepseek-v3", "--moe-router-group-score: its best expert in the run"),
+        (
+            {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 1},
+            "deepseek-v3",
+            "--moe-router-group-score: the sum of its best 4 in the run, the sum of its best two in config.json",
+        ),
         ({"add_bias_linear": True}, "deepseek-v3", "--add-bias-linear"),
         (
             {"moe_router_load_balancing_type": ("sinkhorn",)},
@@ -122,6 +129,17 @@ def test_a_model_that_a_format_cannot_say_is_not_written(changes, family, flag):
     run = replace(build({"vocab_size": 1000, **PRESETS["tiny"]}), **changes)
     with pytest.raises(ConfigError, match=flag):
         hf_config.config_of(run, FAMILIES[family], "bfloat16")
+
+
+def test_megatrons_score_of_groups_is_written_where_it_is_the_gates():
+    sizes = {"moe_router_group_score": "megatron", "num_experts": 16, "moe_router_topk": 4, "moe_router_group_topk": 2}
+    v3 = replace(build({"vocab_size": 1000, **PRESETS["tiny"]}), **sizes)
+    assert read(hf_config.config_of(v3, FAMILIES["deepseek-v3"], "bfloat16")).flat["moe_router_group_score"] == "top2"
+    v2 = replace(build({"vocab_size": 1000, **PRESETS["deepseek-v2"]}), moe_router_group_score="megatron")
+    with pytest.raises(ConfigError, match="--moe-router-group-score: the sum of its best two in the run, its best exp"):
+        hf_config.config_of(v2, FAMILIES["deepseek-v2"], "bfloat16")
+    v2 = replace(v2, moe_router_group_topk=v2.moe.moe_router_topk)
+    assert read(hf_config.config_of(v2, FAMILIES["deepseek-v2"], "bfloat16")).flat["moe_router_group_score"] == "max"
 
 
 # ---- yarn

@@ -65,7 +65,9 @@ def test_a_choice_within_groups_is_measured_by_groups_and_within_them() -> None:
 
 def test_the_margin_of_our_own_choice_is_zero_whatever_the_groups() -> None:
     generator = torch.Generator().manual_seed(0)
-    for groups, topk, score in ((4, 2, "top2"), (4, 3, "max"), (4, 4, "max"), (2, 1, "top2"), (None, None, "max")):
+    for groups, topk, score in (
+        (4, 2, "top2"), (4, 3, "max"), (4, 4, "max"), (2, 1, "top2"), (2, 1, "megatron"), (None, None, "max")
+    ):  # fmt: skip
         options: Any = SimpleNamespace(num_groups=groups, group_topk=topk, group_score=score, topk=4)
         scores, bias = torch.rand(200, 16, generator=generator), torch.rand(16, generator=generator)
         chosen = choose_experts(scores, bias, options)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_moe import Float16Module
 from megatron_moe.moe.activation import weighted_swiglu
 from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher
+from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import grouped_linear
 from megatron_moe.moe.groups import moe_groups
+from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
 from megatron_moe.moe.routing import RoutingDecision
+from tests.unit.moe.test_router import config
 
 
 def tables(tokens: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,3 +124,48 @@ def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
 def test_dispatchers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="--moe-token-dispatcher-type flex"):
         build_dispatcher("flex", 4, moe_groups())
+
+
+# ---- widths that the grouped product cannot take
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def layer(hidden: int, width: int, backend: str = "grouped_mm", **changes: Any) -> MoELayer:
+    settings = config(hidden_size=hidden, moe_ffn_hidden_size=width, gated_linear_unit=True, **changes)
+    settings.moe_expert_backend = backend
+    return MoELayer(settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_widths_that_the_kernel_cannot_take_are_refused_when_the_layer_is_built(dtype: torch.dtype) -> None:
+    multiple = 4 if dtype == torch.float32 else 8
+    for hidden, width in ((multiple + 2, multiple), (multiple, multiple - 2), (multiple, multiple // 2)):
+        with pytest.raises(ValueError) as caught:
+            layer(hidden, width, params_dtype=dtype)
+        for text in (f"--hidden-size {hidden}", f"--moe-ffn-hidden-size {width}", f"multiples of {multiple}", "loop"):
+            assert text in str(caught.value)
+    for hidden, width, backend in ((multiple, multiple, "grouped_mm"), (18, 6, "loop")):
+        built = layer(hidden, width, backend, params_dtype=dtype)
+        rows = torch.randn(5, 1, hidden).to(dtype)
+        assert built(rows)[0].shape == rows.shape
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_weights_cast_to_half_precision_are_refused_by_the_cast(half: str) -> None:
+    """Four numbers of fp32 are 16 bytes, and four of half precision are not."""
+    for cast in (
+        lambda module: Float16Module(config(**{half: True}), module),
+        lambda module: module.to(HALVES[half]),
+    ):
+        with pytest.raises(ValueError, match="--moe-ffn-hidden-size 12.* multiples of 8"):
+            cast(layer(16, 12))
+        cast(layer(16, 8))
+        cast(layer(16, 12, "loop"))
+
+
+def test_the_width_that_counts_is_a_ranks_part_of_an_expert() -> None:
+    settings, split = config(moe_ffn_hidden_size=8), replace(moe_groups(), etp_size=4)
+    GroupedExperts(settings, replace(split, etp_size=2))
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 4: .*width on a rank .2."):
+        GroupedExperts(settings, split)
