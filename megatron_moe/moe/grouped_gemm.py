@@ -55,7 +55,12 @@ def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tens
     """torch's grouped product (`torch.nn.functional.grouped_mm`). Same arguments as `grouped_linear`.
 
     The kernel wants rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
+
+    Raises:
+        ValueError: for fp64, which the kernel does not have.
     """
+    if rows.dtype == torch.float64:
+        raise ValueError("--moe-expert-backend grouped_mm: torch's grouped product has no fp64; loop has")
     return _GroupedMM.apply(rows, weights, offsets)
 
 

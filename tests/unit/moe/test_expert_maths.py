@@ -104,6 +104,13 @@ def test_no_tokens_at_all_work(backend: str) -> None:
     assert out.shape == (0, 24) and (weights.grad == 0).all()
 
 
+def test_an_fp64_product_names_the_backend_that_has_one() -> None:
+    rows, weights, offsets = torch.randn(4, 8).double(), torch.randn(1, 8, 8).double(), torch.tensor([4]).int()
+    with pytest.raises(ValueError, match="--moe-expert-backend"):
+        grouped_linear("grouped_mm")(rows, weights, offsets)
+    assert grouped_linear("loop")(rows, weights, offsets).dtype == torch.float64
+
+
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="--moe-expert-backend cutlass"):
         grouped_linear("cutlass")
