@@ -121,6 +121,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
             "flags": _changed(own),
             "layout_in_use": choice.reduced_from,
             "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
+            "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
             "models": {layout.model: MODELS[layout.model] for layout in layouts if layout.model},
             "steps": steps,
             "versions": versions(),
@@ -172,7 +173,8 @@ def _oracle(pool: Ranks, layout: Layout, steps: int, tell: Tell) -> tuple[Whole,
     losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
     what = [layout.model, "" if layout.masked else "a loss on every token"]
     if half:
-        what.append(f"{derived.params_dtype_name(run)}, {dtype} weights")
+        own = derived.params_dtype_name(run)
+        what.append(f"in {own}" if own == dtype else f"in {own} from weights in {dtype}")
     about = "".join(f", {words}" for words in what if words)
     tell(f"the oracle, one process{about}: losses {losses}{closest}")
     if margin < clear:
@@ -191,6 +193,7 @@ def _about_oracle(layout: Layout, oracle: Whole, request: Request) -> dict[str, 
         "data_seed": request.data_seed,
         "losses": [step["loss"] for step in oracle.steps],
         "gradient_norms": [known(step["grad_norm"]) for step in oracle.steps],
+        "loss_scales": [step["loss_scale"] for step in oracle.steps],
         "steps_applied": [step["committed"] for step in oracle.steps],
         "smallest_margin": known(oracle.smallest_margin),
     }
@@ -204,7 +207,7 @@ def _examine(pool: Ranks, oracle: Whole, request: Request, layout: Layout) -> Fi
     except RankFailure as failure:
         return Finding(layout, time.monotonic() - began, error=str(failure))
     comparison = compare(whole, oracle, tolerances_of(layout.run))
-    fits = smells(whole, oracle, comparison, one_process=layout.ranks == 1)
+    fits = smells(whole, oracle, comparison, one_process=not layout.masked)
     return Finding(layout, time.monotonic() - began, comparison, fits)
 
 

@@ -45,6 +45,8 @@ _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 _FUSED = {"cross_entropy_loss_fusion": True}
 _LOOP = {"moe_expert_backend": "loop"}
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_PADDED = {"moe_pad_expert_input_to_capacity": True}
+_UNEVEN = {"decoder_first_pipeline_num_layers": 1}
 _VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
 _ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm")}
@@ -65,12 +67,12 @@ VISIT: list[tuple[str, str, dict[str, Any]]] = [
     ("tp2-pp2", "capacity", _PLAIN),
     ("tp2-pp2-ep2-etp1", "mtp", _PLAIN),
     ("tp2-cp2", "demo", _PLAIN),
-    ("tp2-cp2-ep2-etp2", "capacity", _PLAIN),
+    ("tp2-cp2-ep2-etp2", "capacity", _PADDED),
     ("tp2-cp2-ep2-etp1", "sinkhorn", _PLAIN),
     ("tp2-dp2", "demo", _ALL_AGAIN),
     ("tp2-dp2-ep2-etp2", "demo", _PLAIN),
     ("tp2-dp2-ep2-etp1", "mtp", _PLAIN),
-    ("pp2-cp2", "sinkhorn", _PLAIN),
+    ("pp2-cp2", "sinkhorn", _UNEVEN),
     ("pp2-cp2-ep2", "demo", _PARTS_AGAIN),
     ("pp2-dp2", "demo", _VIRTUAL),
     ("pp2-dp2-ep2", "capacity", _PLAIN),

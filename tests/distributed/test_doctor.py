@@ -43,7 +43,7 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
     assert report["layouts"][0]["largest_errors"]["loss of multi-token prediction"] < 1e-5
     assert report["layouts"][0]["largest_errors"]["gradient"] < 1e-4
     assert report["shrunk"]["hidden_size"] == [64, 32]
-    assert report["oracle"]["smallest_margin"] > 0
+    assert report["oracles"][0]["smallest_margin"] > 0
 
 
 @pytest.mark.parametrize(

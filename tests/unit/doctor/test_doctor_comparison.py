@@ -48,12 +48,14 @@ def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
         "expert_bias": torch.tensor([0.001, -0.001]),
         "aux_losses": {"aux_loss": 1.25},
         "margin": 0.01,
+        "router_error": 1e-7,
     }
     step = {
         "loss": 5.0,
         "tokens": 4,
         "grad_norm": 2.0,
         "committed": True,
+        "loss_scale": None,
         "mtp_losses": [],
         "layers": {"decoder.layers.0": layer},
     }
