@@ -98,7 +98,7 @@ def model(name: str) -> tuple[Run, Run]:
 def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
     """The layouts of the visit, those of at most `max_ranks` ranks; `wanted` as `layouts.choose` has it."""
     own, _ = model("demo")
-    known = {layout.name: layout for layout in combinations_of(own, EVERY_KIND, max_ranks)}
+    known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
     layouts = []
     for name, of, way in VISIT:
         _, copy = model(of)

@@ -70,7 +70,7 @@ class Report:
 
 def line(number: int, total: int, finding: Finding) -> str:
     """One layout's line in the log."""
-    head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<21} {finding.layout.ranks} ranks "
+    head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<25} {finding.layout.ranks} ranks "
     tail = f" ({finding.seconds:.1f} s)"
     if finding.comparison is None:
         return f"{head} FAILED{tail}"

@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Plant(NamedTuple):
-    """`right` in `file` becomes `wrong`. Then `flags` have to end in one layout, of those that they name the first, with
-    a difference of each quantity in `named` and of none in `spared`; the others agree, and the report has to contain
-    each of `says`."""
+    """`right` in `file` becomes `wrong`. Then the first layout that `flags` name has to have a difference of each
+    quantity in `named` and of none in `spared`, all others agree, and the report contains each of `says`."""
 
     file: str
     right: str

@@ -15,7 +15,7 @@ from megatron_moe.doctor.layouts import EVERY_KIND, Layout, alone, choose, commo
 from megatron_moe.doctor.shrink import AUX_LOSS_COEFF, HEADS, LAYERS, PADDED_VOCABULARY, Z_LOSS_COEFF, changes, small
 
 # What a run keeps in its copy, whatever its size.
-FEATURES = (
+KEPT = (
     "multi_latent_attention",
     "group_query_attention",
     "qk_layernorm",
@@ -52,7 +52,7 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     copy = small(run)
     rules.check(copy, 1)
     before, after = flatten(run), flatten(copy)
-    assert {name: after[name] for name in FEATURES} == {name: before[name] for name in FEATURES}
+    assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
     assert derived.parameter_count(copy, PADDED_VOCABULARY) < 300_000
     for name in (
         "q_lora_rank",
@@ -207,7 +207,9 @@ def test_a_dense_model_has_no_feature_of_experts():
 
 def test_what_is_allowed_in_half_precision_follows_from_the_format_and_sees_a_factor_of_two():
     run = model("fp16")[1]
-    half = {dtype: tolerances_of(replace(run, fp16=False, bf16=False, **{dtype: True})) for dtype in ("fp16", "bf16")}
+    half = {
+        dtype: tolerances_of(replace(run, fp16=dtype == "fp16", bf16=dtype == "bf16")) for dtype in ("fp16", "bf16")
+    }
     assert half["bf16"].gradient == 8 * half["fp16"].gradient == 2 * 2.0**-8 * (2 * 2 * 36 / 3) ** 0.5
     assert (half["bf16"].scalar, half["fp16"].scalar) == (2.0**-8, 2.0**-11)
     for allowed in half.values():
