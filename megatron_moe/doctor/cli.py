@@ -112,7 +112,9 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     began, layouts = time.monotonic(), choice.layouts
     ranks = max(layout.ranks for layout in layouts)
     size = "num_layers hidden_size num_experts seq_length global_batch_size".split()
-    tell(f"a small copy in fp32: {', '.join(f'{name} {flatten(copy)[name]}' for name in size)}")
+    sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in size)
+    models = [name for name in dict.fromkeys(layout.model for layout in layouts) if name]
+    tell(f"small copies of models: {', '.join(models)}; demo: {sizes}" if models else f"a small copy in fp32: {sizes}")
     if choice.reduced_from:
         tell(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
     tell(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
@@ -122,7 +124,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
             "layout_in_use": choice.reduced_from,
             "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
             "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
-            "models": {layout.model: MODELS[layout.model] for layout in layouts if layout.model},
+            "models": {name: MODELS[name] for name in models},
             "steps": steps,
             "versions": versions(),
             "oracles": [],

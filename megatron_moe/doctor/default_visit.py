@@ -81,6 +81,7 @@ VISIT: list[tuple[str, str, dict[str, Any]]] = [
     ("cp2-dp2-ep2-no-distributed-optimizer", "demo", _PLAIN),
     ("tp2-dp2-ep2-etp1", "bf16", _PLAIN),
     ("pp2-cp2-ep2", "bf16", _PLAIN),
+    ("dp2-ep2", "fp16", _PLAIN),
     ("tp2-pp2", "fp16", _PLAIN),
     ("cp2-dp2-ep2", "fp16", _PLAIN),
 ]

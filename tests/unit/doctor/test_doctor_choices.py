@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_moe.config import derived, rules
@@ -184,6 +186,12 @@ def test_the_default_visit_has_every_feature_and_refuses_nothing():
     covered = frozenset[str]().union(*(layout.features for layout in visit.layouts))
     assert covered == set(FEATURES), "put what is missing into MODELS or VISIT of doctor/default_visit.py"
     assert len({layout.name for layout in visit.layouts}) == len(visit.layouts)
+
+
+def test_the_page_lists_the_features():
+    page = Path(__file__).resolve().parents[3] / "docs" / "parallelism.md"
+    wanted = f"Between them they have: {', '.join(FEATURES)}."
+    assert wanted in " ".join(page.read_text(encoding="utf-8").split()), f"replace the page's list by:\n{wanted}"
 
 
 @pytest.mark.parametrize("name", MODELS)
