@@ -31,9 +31,9 @@ MODELS = {
     " --moe-aux-loss-coeff 0.05 0.05 --moe-layer-freq [0,1] --no-untie-embeddings-and-output-weights",
     "sinkhorn": "--preset tiny-gqa --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-layer-freq 2",
     "bf16": "--preset demo --moe-shared-expert-gate --bf16",
-    # Scaled so that the first step overflows and the next does not, after which the scale grows. The loss is per token
-    # because the engine otherwise divides it by a rank's micro-batches first and averages over ranks last: under data
-    # and context parallelism gradients would overflow at a scale where those of one process do not.
+    # Scaled so that the first step overflows and one of the next two does not. The loss is per token because the engine
+    # otherwise divides it by a rank's micro-batches first and averages over ranks last: under data and context
+    # parallelism gradients would overflow at a scale where those of one process do not.
     "fp16": "--preset tiny-gqa --calculate-per-token-loss --fp16 --initial-loss-scale 16384 --hysteresis 1"
     " --loss-scale-window 2",
 }

