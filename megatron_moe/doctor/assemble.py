@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_moe.doctor.names import Cut, full_shape, parts
 
+_SAID = {"grad_norm": "gradient norm", "loss_scale": "loss scale"}
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 
 
@@ -115,15 +116,16 @@ def _joined_step(whole: Whole, number: int, steps: Sequence[dict[str, Any]], pla
     joined = {**steps[0], "layers": {}}
     teller: dict[str, int] = {}
     for rank, step in enumerate(steps):
-        for key in ("loss", "tokens", "grad_norm", "committed", "mtp_losses"):
+        for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
             if step[key] != joined[key] and step[key] == step[key]:
-                _unequal(whole, key.replace("grad_norm", "gradient norm"), "", number, (0, rank), places)
+                _unequal(whole, _SAID.get(key, key), "", number, (0, rank), places)
         for name, layer in step["layers"].items():
             if name not in joined["layers"]:
                 joined["layers"][name], teller[name] = dict(layer), rank
                 continue
             known, ranks = joined["layers"][name], (teller[name], rank)
             known["margin"] = min(known["margin"], layer["margin"])
+            known["router_error"] = max(known["router_error"], layer["router_error"])
             for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
                 if not torch.equal(known[key], layer[key]):
                     _unequal(whole, quantity, name, number, ranks, places)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.config.schema import Run, flatten
 from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.doctor.assemble import Whole, assemble
-from megatron_moe.doctor.compare import FP32, compare
+from megatron_moe.doctor.compare import compare, rounding_error, tolerances_of
+from megatron_moe.doctor.default_visit import MODELS, default_choice, model
 from megatron_moe.doctor.launch import RankFailure, Ranks
 from megatron_moe.doctor.layouts import Choice, Layout, alone, choose
 from megatron_moe.doctor.measure import Request
@@ -28,10 +29,9 @@ from megatron_moe.report.summary import versions
 from megatron_moe.training.audit import audited_run
 
 SAME, DIFFERENT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-DEFAULT = ["--preset", "demo"]
-# Scores of two layouts differ by some 1e-7; a choice that is decided by less than this says nothing about a layout.
+# In fp32 scores of two layouts differ by some 1e-7; a choice that is decided by less than this says nothing.
 CLEAR_MARGIN = 1e-5
-_SEEDS = 6
+_SEEDS, _CANDIDATES = 6, 1024
 _LARGEST_WORLD = 1 << 20
 
 Tell = Callable[[str], None]
@@ -45,8 +45,9 @@ def parser() -> argparse.ArgumentParser:
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
-        "as --preset NAME or --config FILE, are those of pretrain_moe.py (default: --preset demo). Flags of a layout "
-        "say which kinds of parallelism are in use; without any, all are tried.",
+        "as --preset NAME or --config FILE, are those of pretrain_moe.py: without any, models that have every feature "
+        "between them are tried, in fp32, bf16 and fp16. Flags of a layout say which kinds of parallelism are in use; "
+        "without any, all are tried.",
         allow_abbrev=False,
     )
     p.add_argument("--json", metavar="FILE", help="write the report as JSON")
@@ -72,10 +73,14 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
         if words.json is not None and not Path(words.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
-        own = cli.parse(rest or DEFAULT, filled_in)
-        _check_own(own)
-        copy = small(own)
-        choice = choose(own, copy, words.ranks, words.layouts)
+        if rest:
+            own = cli.parse(rest, filled_in)
+            _check_own(own)
+            copy = small(own)
+            choice = choose(own, copy, words.ranks, words.layouts)
+        else:
+            own, copy = model("demo")
+            choice = default_choice(words.ranks, words.layouts)
         if words.list:
             print("\n".join(layout.name for layout in choice.layouts))
             return SAME
@@ -106,34 +111,34 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     """
     began, layouts = time.monotonic(), choice.layouts
     ranks = max(layout.ranks for layout in layouts)
-    shrunk = changes(own, copy)
     size = "num_layers hidden_size num_experts seq_length global_batch_size".split()
-    tell(f"a small copy in fp32: {', '.join(f'{name} {flatten(copy)[name]}' for name in size)}")
+    sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in size)
+    models = [name for name in dict.fromkeys(layout.model for layout in layouts) if name]
+    tell(f"small copies of models: {', '.join(models)}; demo: {sizes}" if models else f"a small copy in fp32: {sizes}")
     if choice.reduced_from:
         tell(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
     tell(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
-    with Ranks(ranks, seconds) as pool:
-        oracle, request = _oracle(pool, alone(copy), steps, tell)
-        about = {
+    report = Report(
+        {
             "flags": _changed(own),
             "layout_in_use": choice.reduced_from,
-            "shrunk": {name: list(pair) for name, pair in shrunk.items()},
+            "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
+            "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
+            "models": {name: MODELS[name] for name in models},
             "steps": steps,
-            "data_seed": request.data_seed,
-            "tolerances": dataclasses.asdict(FP32),
             "versions": versions(),
-            "oracle": {
-                "losses": [step["loss"] for step in oracle.steps],
-                "gradient_norms": [step["grad_norm"] for step in oracle.steps],
-                "smallest_margin": None if math.isinf(oracle.smallest_margin) else oracle.smallest_margin,
-            },
-        }
-        report = Report(about, refused=choice.refused)
-        oracles = {True: (oracle, request)}
+            "oracles": [],
+        },
+        refused=choice.refused,
+    )
+    with Ranks(ranks, seconds) as pool:
+        oracles: dict[tuple[Run, bool, str], tuple[Whole, Request]] = {}
         for number, layout in enumerate(layouts, start=1):
-            if layout.masked not in oracles:
-                oracles[False] = _oracle(pool, alone(copy), steps, tell, masked=False)
-            finding = _examine(pool, *oracles[layout.masked], copy, layout)
+            key = layout.copy, layout.masked, derived.params_dtype_name(layout.run)
+            if key not in oracles:
+                oracles[key] = _oracle(pool, layout, steps, tell)
+                report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
+            finding = _examine(pool, *oracles[key], layout)
             report.findings.append(finding)
             tell(line(number, len(layouts), finding))
     for layout, rule in choice.refused:
@@ -142,37 +147,69 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     return report
 
 
-def _oracle(pool: Ranks, run: Run, steps: int, tell: Tell, masked: bool = True) -> tuple[Whole, Request]:
-    """One process's result, on the first samples whose every choice of experts is a clear one."""
+def _oracle(pool: Ranks, layout: Layout, steps: int, tell: Tell) -> tuple[Whole, Request]:
+    """One process's result, on the first samples whose every choice of experts is a clear one.
+
+    Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
+    what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
+    """
+    run, dtype = alone(layout.copy), derived.params_dtype_name(layout.run)
     rules.check(run, 1)
+    half = dtype != "float32"
+    clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
     best: tuple[Whole, Request] | None = None
     for seed in range(_SEEDS):
-        request = Request(run, PADDED_VOCABULARY, steps, tuple(range(1, steps + 1)), seed, masked)
-        whole = assemble(pool.measure(request, 1))
+        gradients_at = tuple(range(1, steps + 1))
+        request = Request(
+            run, PADDED_VOCABULARY, steps, gradients_at, seed, layout.masked, dtype, _CANDIDATES if half else 0
+        )
+        (record,) = pool.measure(request, 1)
+        whole = assemble([record])
         if best is None or whole.smallest_margin > best[0].smallest_margin:
-            best = whole, request
-        if whole.smallest_margin >= CLEAR_MARGIN:
+            best = whole, dataclasses.replace(request, candidates=0, picked=tuple(record["picked"]))
+        if whole.smallest_margin >= clear:
             break
     assert best is not None
     margin = best[0].smallest_margin
     closest = "" if math.isinf(margin) else f"; the closest choice of an expert is decided by {margin:.1e}"
     losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
-    tell(f"the oracle, one process{'' if masked else ', a loss on every token'}: losses {losses}{closest}")
-    if margin < CLEAR_MARGIN:
-        tell(f"that is less than {CLEAR_MARGIN:g}: counts may differ by a choice without any fault of a layout")
+    what = [layout.model, "" if layout.masked else "a loss on every token"]
+    if half:
+        own = derived.params_dtype_name(run)
+        what.append(f"in {own}" if own == dtype else f"in {own} from weights in {dtype}")
+    about = "".join(f", {words}" for words in what if words)
+    tell(f"the oracle, one process{about}: losses {losses}{closest}")
+    if margin < clear:
+        tell(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
     return best
 
 
-def _examine(pool: Ranks, oracle: Whole, request: Request, copy: Run, layout: Layout) -> Finding:
+def _about_oracle(layout: Layout, oracle: Whole, request: Request) -> dict[str, object]:
+    def known(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "model": layout.model,
+        "dtype": derived.params_dtype_name(request.run),
+        "masked": request.masked,
+        "data_seed": request.data_seed,
+        "losses": [step["loss"] for step in oracle.steps],
+        "gradient_norms": [known(step["grad_norm"]) for step in oracle.steps],
+        "loss_scales": [step["loss_scale"] for step in oracle.steps],
+        "steps_applied": [step["committed"] for step in oracle.steps],
+        "smallest_margin": known(oracle.smallest_margin),
+    }
+
+
+def _examine(pool: Ranks, oracle: Whole, request: Request, layout: Layout) -> Finding:
     began = time.monotonic()
-    run = replace(copy, **layout.flags)
-    asked = dataclasses.replace(request, run=run)
+    asked = dataclasses.replace(request, run=layout.run)
     try:
         whole = assemble(pool.measure(asked, layout.ranks))
     except RankFailure as failure:
         return Finding(layout, time.monotonic() - began, error=str(failure))
-    comparison = compare(whole, oracle)
-    fits = smells(whole, oracle, comparison, one_process=layout.ranks == 1)
+    comparison = compare(whole, oracle, tolerances_of(layout.run))
+    fits = smells(whole, oracle, comparison, one_process=not layout.masked)
     return Finding(layout, time.monotonic() - began, comparison, fits)
 
 

@@ -3,6 +3,10 @@
 In fp32 two layouts add the same products in another order. That moves a loss or a norm by some 1e-7 of itself and a
 gradient by some 1e-6 of its norm; the tolerances stand a decade or more above that, and far below what a missing
 reduction, a wrong scale or a lost token does. Counts, expert_bias and initial weights are compared bit for bit.
+
+In half precision every result is rounded, and two layouts round different sums; how far that carries follows from the
+format and from how many roundings lie on the way (`tolerances_of`). Loss scale, applied steps, counts and expert_bias
+are the same numbers in any format.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
 from megatron_moe.doctor.assemble import Whole, step_of
 
 
@@ -27,6 +33,7 @@ class Tolerances:
         update: norm of the error of what the steps added to a weight, over the norm of what they added, or over one
             rounding of the weight where they added less. Adam divides by the gradient's own size, so entries that are
             almost zero may step either way.
+        router: of what a router computes in fp32 from its hidden states and weight, whatever their dtype.
         flips: choices of experts that may fall otherwise in a layer and step; beyond none, expert_bias may differ by
             one update per expert concerned.
     """
@@ -34,11 +41,42 @@ class Tolerances:
     scalar: float = 1e-5
     gradient: float = 1e-4
     update: float = 2e-2
+    router: float = 1e-5
     floor: float = 1e-3
     flips: int = 0
 
 
 FP32 = Tolerances()
+_ROUNDINGS_PER_LAYER = 36
+"""Some so many lie on a gradient's way through a layer, forward and backward."""
+
+
+def unit_roundoff(run: Run) -> float:
+    """The largest relative error of one rounding to the run's dtype: 2^-8 in bf16, 2^-11 in fp16, 2^-24 in fp32."""
+    return torch.finfo(getattr(torch, derived.params_dtype_name(run))).eps / 2
+
+
+def rounding_error(run: Run) -> float:
+    """How far gradients of two runs in the run's dtype may be apart, relative to their norm, by rounding alone.
+
+    A rounding is off by at most u of the number, by u / sqrt(3) in the mean square. Those on the way through all layers
+    are independent, and so are those of the two runs: u sqrt(2 x 36 L / 3), for L layers.
+    """
+    layers = run.model.num_layers + (run.model.mtp_num_layers or 0)
+    return unit_roundoff(run) * (2 * _ROUNDINGS_PER_LAYER * layers / 3) ** 0.5
+
+
+def tolerances_of(run: Run) -> Tolerances:
+    """What is allowed of a run: in fp32 as measured, in half precision twice the error that its roundings add up to.
+
+    Adam's first steps have the size of the learning rate and the gradient's sign. An error of e times the gradient's
+    root mean square turns the sign of about 0.4 e of the elements, each of which is then 2 off: 1.3 sqrt(e) in norm.
+    Allowed are 2 sqrt(e).
+    """
+    if derived.params_dtype_name(run) == "float32":
+        return FP32
+    gradient = 2 * rounding_error(run)
+    return Tolerances(scalar=unit_roundoff(run), gradient=gradient, update=2 * gradient**0.5)
 
 
 @dataclass(frozen=True)
@@ -97,7 +135,8 @@ def compare(got: Whole, wanted: Whole, tolerances: Tolerances = FP32) -> Compari
 
 
 def _relative(got: float, wanted: float) -> float:
-    return abs(got - wanted) / max(abs(wanted), 1e-30) if got != wanted else 0.0
+    same = got == wanted or (got != got and wanted != wanted)
+    return 0.0 if same else abs(got - wanted) / max(abs(wanted), 1e-30)
 
 
 def _scalars(got: Whole, wanted: Whole, scalar: float) -> Iterator[Difference]:
@@ -110,7 +149,10 @@ def _scalars(got: Whole, wanted: Whole, scalar: float) -> Iterator[Difference]:
             yield Difference(
                 "loss of multi-token prediction", f"depth {depth}", number, _relative(a, b), scalar, detail
             )
-        for key, quantity in (("tokens", "tokens of the batch"), ("committed", "step applied")):
+        exact = {"tokens": "tokens of the batch", "committed": "step applied", "loss_scale": "loss scale"}
+        for key, quantity in exact.items():
+            if mine[key] is None or theirs[key] is None:
+                continue  # one of the two needs no loss scale
             detail = f"{mine[key]}, the oracle's {theirs[key]}"
             yield Difference(quantity, "", number, float(abs(mine[key] - theirs[key])), 0.0, detail)
 
@@ -134,6 +176,8 @@ def _layers(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Diffe
                 error = 0.0 if same or tolerances.flips else float(moved.max())
                 detail = f"{int((moved > 0).sum())} of {moved.numel()} experts differ, by at most {error:.3g}"
                 yield Difference("expert_bias", name, number, error, 0.0, detail)
+            detail = "its logits and weights against fp64, from the same hidden states"
+            yield Difference("router", name, number, layer["router_error"], tolerances.router, detail)
             for loss in sorted({*layer["aux_losses"], *oracle["aux_losses"]}):
                 a, b = (side["aux_losses"].get(loss, float("nan")) for side in (layer, oracle))
                 detail = f"{a:.9g}, the oracle's {b:.9g}"
@@ -143,6 +187,8 @@ def _layers(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Diffe
 def _tensors(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Difference]:
     start, oracle_start = got.tensors["initial weight"], wanted.tensors["initial weight"]
     for quantity, theirs in wanted.tensors.items():
+        if quantity not in got.tensors:
+            continue  # an overflow, which the oracle did not have: the step was not applied
         mine, step = got.tensors[quantity], step_of(quantity)
         total = float(torch.stack([t.double().norm() for t in theirs.values()]).norm())
         for name in sorted({*mine, *theirs}):
@@ -151,11 +197,11 @@ def _tensors(got: Whole, wanted: Whole, tolerances: Tolerances) -> Iterator[Diff
                 continue
             a, b = mine[name].double(), theirs[name].double()
             if quantity == "initial weight":
-                error = 0.0 if torch.equal(mine[name], theirs[name]) else float((a - b).abs().max())
+                error = 0.0 if torch.equal(a, b) else float((a - b).abs().max())
                 yield Difference(quantity, name, step, error, 0.0, "largest difference of an element")
                 continue
             floor, allowed = tolerances.floor * total, tolerances.gradient
-            if quantity.startswith("weight"):
+            if "weight after" in quantity:
                 # One rounding of every element, in the dtype that holds it: less than that no step can be told from.
                 floor = float(torch.finfo(theirs[name].dtype).eps * b.norm())
                 a, b, allowed = a - start[name].double(), b - oracle_start[name].double(), tolerances.update

@@ -130,11 +130,7 @@ class Ranks:
                     "seconds": self._seconds,
                     "result": str(result),
                     "flags": flatten(request.run),
-                    "padded_vocab_size": request.padded_vocab_size,
-                    "steps": request.steps,
-                    "gradients_at": request.gradients_at,
-                    "data_seed": request.data_seed,
-                    "masked": request.masked,
+                    "request": {name: value for name, value in vars(request).items() if name != "run"},
                 }
                 try:
                     process.give(task)

@@ -7,8 +7,9 @@ held against itself, and a scale that is wrong everywhere would agree everywhere
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import ParallelConfig, Run, replace
+from megatron_moe.doctor.features import features
 
 DENSE = ("TP", "PP", "CP", "DP")
+EVERY_KIND = {*DENSE, "EP"}
 _SIZES = {
     "TP": "tensor_model_parallel_size",
     "PP": "pipeline_model_parallel_size",
@@ -30,7 +33,8 @@ _SIZES = {
 class Layout:
     """A name, the number of ranks, what it sets in a run, and the kinds of parallelism in it.
 
-    masked: whether it is compared on samples with tokens that have no loss.
+    masked: whether it is compared on samples with tokens that have no loss. model: the model's name, where there are
+    several; copy: its small copy, which the oracle trains.
     """
 
     name: str
@@ -38,6 +42,18 @@ class Layout:
     flags: dict[str, Any]
     kinds: frozenset[str]
     masked: bool = True
+    model: str = ""
+    copy: Run = field(default_factory=Run)
+
+    @property
+    def run(self) -> Run:
+        """What the layout's ranks train."""
+        return replace(self.copy, **self.flags)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What of a model and of its ways to train is in it."""
+        return features(self.run)
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ def alone(run: Run) -> Run:
     """The oracle's run, of a small copy: on one rank, each step as plain as it can be."""
     return replace(
         run,
+        cross_entropy_loss_fusion=False,
+        cross_entropy_chunk_tokens=None,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
@@ -74,29 +92,45 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
         ConfigError: for a wanted name that none of the layouts has, and where every layout is refused.
     """
     used = {kind for kind, name in _SIZES.items() if getattr(own.parallel, name) > 1}
-    kinds = used | {"DP"} if used else {*DENSE, "EP"}
+    kinds = used | {"DP"} if used else set(EVERY_KIND)
     if copy.moe.num_experts is None:
         kinds.discard("EP")
-    layouts = [*_other_batches(copy), *_all(own, kinds, max_ranks)]
-    if wanted:
-        for pattern in wanted:
-            if not any(fnmatchcase(layout.name, pattern) for layout in layouts):
-                raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
-        layouts = [layout for layout in layouts if any(fnmatchcase(layout.name, pattern) for pattern in wanted)]
+    layouts = [*other_batches(copy), *combinations_of(own, kinds, max_ranks)]
+    shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
+    return checked(selected([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown))
+
+
+def selected(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
+    """Those whose names match one of the patterns; all without any.
+
+    Raises:
+        ConfigError: for a pattern that none of the layouts matches.
+    """
+    for pattern in wanted:
+        if not any(fnmatchcase(layout.name, pattern) for layout in layouts):
+            raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
+    return [layout for layout in layouts if not wanted or any(fnmatchcase(layout.name, name) for name in wanted)]
+
+
+def checked(layouts: list[Layout], reduced_from: str) -> Choice:
+    """The layouts that the rules of a run accept, and the others.
+
+    Raises:
+        ConfigError: where every layout is refused.
+    """
     good, refused = [], []
     for layout in layouts:
         try:
-            rules.check(replace(copy, **layout.flags), layout.ranks)
+            rules.check(layout.run, layout.ranks)
             good.append(layout)
         except ConfigError as error:
             refused.append((layout, str(error)))
     if not good:
         raise ConfigError(f"no layout of two or more ranks can train this model; {refused[0][0].name}: {refused[0][1]}")
-    shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
-    return Choice(good, refused, ", ".join(shown))
+    return Choice(good, refused, reduced_from)
 
 
-def _other_batches(copy: Run) -> Iterator[Layout]:
+def other_batches(copy: Run) -> Iterator[Layout]:
     """The same global batch on one rank. What goes by the micro-batch, by its definition, may not be cut otherwise."""
     by_micro_batch = {"aux_loss", "sinkhorn"} & set(copy.moe.moe_router_load_balancing_type)
     if not by_micro_batch and copy.moe.moe_expert_capacity_factor is None:
@@ -106,7 +140,7 @@ def _other_batches(copy: Run) -> Iterator[Layout]:
     yield Layout(name, 1, {"calculate_per_token_loss": other}, frozenset(), masked=False)
 
 
-def _all(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
+def combinations_of(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
     """Smallest first: singles, then pairs, then triples on eight ranks; each without and with expert parallelism."""
     dense = [kind for kind in DENSE if kind in kinds]
     most = max_ranks.bit_length() - 1
@@ -179,11 +213,19 @@ def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
 
 
 def common_to(failed: Sequence[Layout], passed: Sequence[Layout]) -> list[str]:
-    """Kinds of parallelism, alone or as a pair, that every layout that failed has and none that passed."""
+    """Kinds of parallelism and features, alone or as a pair, that every layout that failed has and none that passed.
+
+    What all layouts have is no feature of those that failed.
+    """
     if not failed:
         return []
-    shared = frozenset.intersection(*(layout.kinds for layout in failed))
+    everywhere = frozenset.intersection(*(layout.features for layout in (*failed, *passed)))
+    shared = frozenset.intersection(*(_traits(layout, everywhere) for layout in failed))
     groups = [frozenset(group) for size in (1, 2) for group in combinations(sorted(shared), size)]
-    telling = [group for group in groups if not any(group <= layout.kinds for layout in passed)]
+    telling = [group for group in groups if not any(group <= _traits(layout, everywhere) for layout in passed)]
     smallest = min((len(group) for group in telling), default=0)
     return ["+".join(sorted(group)) for group in telling if len(group) == smallest]
+
+
+def _traits(layout: Layout, everywhere: frozenset[str]) -> frozenset[str]:
+    return layout.kinds | (layout.features - everywhere)

@@ -7,8 +7,7 @@ plain values and CPU tensors only, so that it can be written by torch.save and r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,20 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
-from megatron_moe.doctor.names import Cut, parameter_places, router_names
+from megatron_moe.doctor.names import parameter_places, router_names
+from megatron_moe.doctor.recorder import StepRecorder, of_masters
 from megatron_moe.model.build import build_model
-from megatron_moe.moe.routing import choice_scores, group_scores, ranked_values
-from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler, owned_range
-from megatron_moe.training.step import connect, train_step
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.step import connect, forward_step, take_further_losses, train_step
+
+_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Request:
         gradients_at: the steps, from 1, whose gradients are kept.
         data_seed: which samples.
         masked: whether they hold tokens without a loss.
+        initial_dtype: the initial weights are numbers of this dtype, whatever the run's own: a run in fp32 then begins
+            with the weights of one in half precision.
+        candidates: in one process, how many samples each step's batch is picked from: those whose choices of experts
+            are decided most clearly. 0: none is picked, the first ones are taken.
+        picked: the samples to take in turn, as a record with `candidates` says them; empty: all, one by one.
     """
 
     run: Run
@@ -51,22 +56,33 @@ class Request:
     gradients_at: tuple[int, ...] = (1,)
     data_seed: int = 0
     masked: bool = True
+    initial_dtype: str = "float32"
+    candidates: int = 0
+    picked: tuple[int, ...] = ()
 
 
 class MadeUpSamples(Dataset):
     """Random tokens; sample i is a function of (seed, i). With `masked`, tokens without loss stand in every sample, in
-    each another number: a mean over micro-batches is then not a mean over tokens."""
+    each another number: a mean over micro-batches is then not a mean over tokens.
 
-    def __init__(self, seed: int, number: int, run: Run, masked: bool = True) -> None:
+    picked: the samples that the dataset consists of, all if empty; it may grow while the dataset is read.
+    """
+
+    def __init__(self, seed: int, number: int, run: Run, masked: bool = True, picked: Sequence[int] = ()) -> None:
         assert run.model.vocab_size is not None
         self._seed, self._number, self._masked = seed, number, masked
         self._vocab_size, self._length = run.model.vocab_size, run.model.seq_length
+        self.picked = list(picked)
 
     def __len__(self) -> int:
         return self._number
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed((self._seed << 20) + index)
+        return self.sample(self.picked[index] if self.picked else index)
+
+    def sample(self, number: int) -> dict[str, Tensor]:
+        """Sample `number`, picked or not."""
+        generator = torch.Generator().manual_seed((self._seed << 20) + number)
         tokens = torch.randint(0, self._vocab_size, (self._length + 1,), generator=generator)
         share = (0.05 + 0.3 * torch.rand((), generator=generator)) * self._masked
         mask = (torch.rand(self._length, generator=generator) >= share).float()
@@ -95,10 +111,12 @@ def measure(request: Request) -> dict[str, Any]:
     """Measure on this rank, in the default process group if there is one; leaves no process group behind.
 
     Returns:
-        place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm, committed, and per layer of
-        this rank counts and dropped [E] int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest
-        distance of any choice from its alternative). tensors: quantity -> name -> (cuts, this rank's tensor, first and
-        last + 1 of the flattened tensor's elements that it knows).
+        place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm, committed, loss_scale (the
+        next step's; None but in fp16), and per layer of this rank counts and dropped [E] int64, expert_bias [E] fp32
+        after the step, aux_losses, margin (smallest distance of any choice from its alternative), router_error (of its
+        arithmetic). tensors: quantity -> name -> (cuts, this rank's tensor, first and last + 1 of the flattened
+        tensor's elements that it knows); "weight after" is the optimizer's, "rounded weight after" the model's where
+        that is not fp32. picked: the samples that were picked.
     """
     run, chunks = request.run, []
     assert run.model.vocab_size is not None, "a request says how many tokens there are"
@@ -106,20 +124,20 @@ def measure(request: Request) -> dict[str, Any]:
         pg_collection = groups.initialize(run)
         seed_everything(run)
         chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
+        _round_weights(chunks, getattr(torch, request.initial_dtype))
         optimizer = build_optimizer(run, chunks, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         connect(chunks, optimizer)
         world_size = dist.get_world_size()
-        samples = request.steps * derived.global_batch_size(run, world_size)
-        batches = batch_iterators(
-            MadeUpSamples(request.data_seed, samples, run, request.masked),
-            run,
-            pg_collection=pg_collection,
-            num_chunks=len(chunks),
-        )
+        batch = derived.global_batch_size(run, world_size)
+        samples = MadeUpSamples(request.data_seed, request.steps * batch, run, request.masked, request.picked)
+        batches = batch_iterators(samples, run, pg_collection=pg_collection, num_chunks=len(chunks))
         tensors = {"initial weight": _weights(chunks)}
         steps = []
         for step in range(1, request.steps + 1):
+            if request.candidates:
+                first = (step - 1) * request.candidates
+                samples.picked += _clearest(chunks[0], samples, range(first, first + request.candidates), batch)
             probe = StepRecorder(chunks, gradients=step in request.gradients_at)
             result = train_step(
                 chunks,
@@ -132,12 +150,18 @@ def measure(request: Request) -> dict[str, Any]:
                 pg_collection=pg_collection,
                 probe=probe,
             )
-            steps.append(_told(result, probe))
+            steps.append(_told(result, probe, run.precision.fp16))
             if probe.gradients:
                 tensors[f"gradient, step {step}"] = probe.gradients
         with gathered_parameters(chunks):
-            tensors[f"weight after step {request.steps}"] = _weights(chunks)
-        return {"place": asdict(groups.rank_facts()), "steps": steps, "tensors": tensors}
+            last = _weights(chunks)
+        if derived.params_dtype_name(run) == "float32":
+            tensors[f"weight after step {request.steps}"] = last
+        else:
+            tensors[f"weight after step {request.steps}"] = of_masters(chunks, optimizer, lambda master: master)
+            tensors[f"rounded weight after step {request.steps}"] = last
+        place = asdict(groups.rank_facts())
+        return {"place": place, "steps": steps, "tensors": tensors, "picked": samples.picked}
     finally:
         # The engine hooks closures over its wrapper into autograd nodes, a cycle that no collector sees; it would keep
         # the model, the groups and their threads.
@@ -146,81 +170,45 @@ def measure(request: Request) -> dict[str, Any]:
         groups.destroy()
 
 
-class StepRecorder:
-    """Looks at one step, as `training/health.py` does: the routers while they choose, gradients before clipping."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module], gradients: bool) -> None:
-        self._chunks, self._wanted = chunks, gradients
-        self.margins = {name: _SmallestMargin() for chunk in chunks for name, _ in router_names(chunk)}
-        self.gradients: dict[str, Any] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The step's forward and backward passes run within."""
-        with ExitStack() as stack:
-            for chunk in self._chunks:
-                for name, router in router_names(chunk):
-                    router.probe = self.margins[name]
-                    stack.callback(setattr, router, "probe", None)
-            yield
-
-    def see_gradients(self, optimizer: Any) -> None:
-        """Keep every reduced gradient; with a distributed optimizer, the part of it that this rank reduces."""
-        if not self._wanted:
-            return
-        for chunk in self._chunks:
-            for place, parameter in parameter_places(chunk):
-                gradient = parameter.main_grad.detach().float().clone()  # type: ignore[attr-defined]
-                self.gradients[place.name] = (_plain(place.cuts), gradient, *owned_range(optimizer, parameter))
-
-
-class _SmallestMargin(RoutingProbe):
-    """Keeps how near the closest choice of a step came to falling otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__(num_tokens=0, num_micro_batches=1)
-        self.smallest = float("inf")
-
-    @torch.no_grad()
-    def see(self, router: Any, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, is_padding: Any) -> None:
-        """The least distance between the last expert chosen and the first not chosen, and between groups likewise."""
-        ranked = ranked_values(logits, scores, router.options)
-        margins = [choice_margins(ranked, router.expert_bias, router.options), _group_margins(ranked, router)]
-        self.smallest = min([self.smallest, *(float(m.min()) for m in margins if m.numel())])
-
-
-def _group_margins(ranked: Tensor, router: Any) -> Tensor:
-    """Worst group chosen minus best group left out, per token; empty without groups or where all are chosen."""
-    options = router.options
-    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
-        return ranked.new_zeros(0)
-    ungrouped = ranked if router.expert_bias is None else ranked + router.expert_bias.to(ranked.dtype)
-    best = group_scores(ungrouped, options)
-    chosen = torch.isfinite(choice_scores(ranked, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
-    inside = chosen.any(-1)
-    worst_inside = best.masked_fill(~inside, torch.inf).amin(-1)
-    return worst_inside - best.masked_fill(inside, -torch.inf).amax(-1)
-
-
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {
-        place.name: (_plain(place.cuts), parameter.detach().clone(), 0, parameter.numel())
+        place.name: (tuple(tuple(cut) for cut in place.cuts), parameter.detach().clone(), 0, parameter.numel())
         for chunk in chunks
         for place, parameter in parameter_places(chunk)
     }
 
 
-def _plain(cuts: tuple[Cut, ...]) -> tuple[tuple[int, ...], ...]:
-    """Cuts as torch.load reads them without pickled code."""
-    return tuple(tuple(cut) for cut in cuts)
+@torch.no_grad()
+def _round_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.to(dtype))
 
 
-def _told(result: Any, probe: StepRecorder) -> dict[str, Any]:
+def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequence[int], wanted: int) -> list[int]:
+    """Those `wanted` of the candidates whose closest choice of an expert, of all their tokens in all layers, is decided
+    most clearly by the model as it is. Forward passes in one process that leave no trace."""
+    recorder, margins = StepRecorder([chunk], gradients=False), []
+    for begin in range(0, len(candidates), _AT_ONCE):
+        numbers = candidates[begin : begin + _AT_ONCE]
+        with recorder.watching():
+            forward_step(iter([default_collate([samples.sample(number) for number in numbers])]), chunk)
+        # each router's last micro-batch, [S x B] in the engine's order
+        closest = torch.stack([record.margins[-1] for record in recorder.routers.values()]).amin(dim=0)
+        margins.append(closest.view(-1, len(numbers)).amin(dim=0))
+    for _, router in router_names(chunk):
+        router.reset_counts()
+    take_further_losses([chunk])
+    best = torch.cat(margins).topk(wanted).indices
+    return [candidates[index] for index in sorted(best.tolist())]
+
+
+def _told(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
     """A step's result as plain values, layers by their names."""
     update = result.router_update
     layers = {}
     for name, counts, dropped, bias, losses in zip(
-        probe.margins,
+        probe.routers,
         update.tokens_per_expert,
         update.dropped_per_expert,
         update.expert_bias,
@@ -232,13 +220,15 @@ def _told(result: Any, probe: StepRecorder) -> dict[str, Any]:
             "dropped": torch.zeros_like(counts).cpu() if dropped is None else dropped.cpu(),
             "expert_bias": None if bias is None else bias.cpu(),
             "aux_losses": {loss: float(value) for loss, value in losses.items()},
-            "margin": probe.margins[name].smallest,
+            "margin": probe.routers[name].smallest,
+            "router_error": probe.routers[name].error,
         }
     return {
         "committed": result.committed,
         "loss": result.loss,
         "tokens": result.tokens,
         "grad_norm": result.grad_norm,
+        "loss_scale": result.next_loss_scale if scaled else None,
         "mtp_losses": list(result.mtp_losses),
         "layers": layers,
     }

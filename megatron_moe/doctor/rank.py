@@ -1,8 +1,8 @@
 """One rank of the doctor: a process that measures one layout after another, until its standard input ends.
 
-A task is one line of JSON on standard input: number, rank, ranks, store, seconds, result, flags, and the rest of a
-`Request`. The answer is one line of JSON on standard output: the number, and the error's traceback or null. The record
-goes to the file that the task names.
+A task is one line of JSON on standard input: number, rank, ranks, store, seconds, result, flags, and request, the rest
+of a `Request`. The answer is one line of JSON on standard output: the number, and the error's traceback or null. The
+record goes to the file that the task names.
 """
 
 from __future__ import annotations
@@ -47,15 +47,7 @@ def _work(task: dict[str, Any]) -> None:
     from megatron_moe.doctor.measure import Request, join, measure
 
     join(task["store"], task["rank"], task["ranks"], task["seconds"])
-    request = Request(
-        build(task["flags"]),
-        task["padded_vocab_size"],
-        task["steps"],
-        tuple(task["gradients_at"]),
-        task["data_seed"],
-        task["masked"],
-    )
-    torch.save(measure(request), task["result"])
+    torch.save(measure(Request(build(task["flags"]), **task["request"])), task["result"])
 
 
 def _tell(answers: TextIO, answer: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_moe.doctor.compare import Comparison, Difference
+from megatron_moe.doctor.compare import Comparison, Difference, tolerances_of
 from megatron_moe.doctor.layouts import Layout, common_to
 
 _SHOWN = 8
@@ -70,7 +70,7 @@ class Report:
 
 def line(number: int, total: int, finding: Finding) -> str:
     """One layout's line in the log."""
-    head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<18} {finding.layout.ranks} ranks "
+    head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<25} {finding.layout.ranks} ranks "
     tail = f" ({finding.seconds:.1f} s)"
     if finding.comparison is None:
         return f"{head} FAILED{tail}"
@@ -125,6 +125,9 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
         "layout": finding.layout.name,
         "ranks": finding.layout.ranks,
         "flags": finding.layout.flags,
+        "model": finding.layout.model,
+        "features": sorted(finding.layout.features),
+        "tolerances": asdict(tolerances_of(finding.layout.run)),
         "agrees": finding.good,
         "seconds": round(finding.seconds, 2),
         "error": finding.error,

@@ -69,6 +69,21 @@ def small(run: Run) -> Run:
     return replace(Run(), **flat)
 
 
+def of_few_choices(copy: Run) -> Run:
+    """A small copy in which samples can be found where half precision decides no choice of an expert: two layers, short
+    sequences, no groups. Every layer also adds its roundings to those that have to be allowed."""
+    return replace(
+        copy,
+        num_layers=2,
+        moe_layer_freq=1,
+        seq_length=8,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_group_score="top2",
+        mtp_num_layers=None,
+    )
+
+
 def changes(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
     """Fields in which the small copy differs, with both values."""
     before, after = flatten(run), flatten(copy)

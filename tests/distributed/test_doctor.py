@@ -15,6 +15,8 @@ import pytest
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.doctor import launch
+from megatron_moe.doctor.compare import rounding_error
+from megatron_moe.doctor.default_visit import model
 from megatron_moe.doctor.launch import RankFailure, Ranks
 from megatron_moe.doctor.measure import Request
 from megatron_moe.doctor.shrink import PADDED_VOCABULARY, small
@@ -43,7 +45,21 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
     assert report["layouts"][0]["largest_errors"]["loss of multi-token prediction"] < 1e-5
     assert report["layouts"][0]["largest_errors"]["gradient"] < 1e-4
     assert report["shrunk"]["hidden_size"] == [64, 32]
-    assert report["oracle"]["smallest_margin"] > 0
+    assert report["oracles"][0]["smallest_margin"] > 0
+
+
+def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(tmp_path: Path) -> None:
+    done = doctor("--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    (layout,), (oracle,) = report["layouts"], report["oracles"]
+    assert (oracle["dtype"], layout["agrees"]) == ("float16", True)
+    applied, scales = oracle["steps_applied"], [16384, *oracle["loss_scales"]]
+    assert applied[0] is False and True in applied
+    assert all(after == before / 2 for before, after, good in zip(scales, scales[1:], applied) if not good)
+    assert oracle["smallest_margin"] > rounding_error(model("fp16")[1])
+    assert {"fp16", "grouped-query attention"} <= set(layout["features"])
+    assert 1e-7 < layout["largest_errors"]["gradient"] < layout["tolerances"]["gradient"]
 
 
 @pytest.mark.parametrize(

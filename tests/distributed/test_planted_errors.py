@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Plant(NamedTuple):
-    """`right` in `file` becomes `wrong`. Then `flags` have to end in a difference of each quantity in `named`, and the
-    report has to contain each of `says`."""
+    """`right` in `file` becomes `wrong`. Then the first layout that `flags` name has to have a difference of each
+    quantity in `named` and of none in `spared`, all others agree, and the report contains each of `says`."""
 
     file: str
     right: str
@@ -28,6 +29,7 @@ class Plant(NamedTuple):
     flags: str
     named: tuple[str, ...]
     says: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
 
 
 PLANTS = {
@@ -100,6 +102,94 @@ PLANTS = {
         "--multi-latent-attention --q-lora-rank 32 --layouts tp2",
         ("gradient, step 1", "self_attention.linear_kv_down_proj.weight"),
     ),
+    # What follows is found by the default visit.
+    "an expert's capacity is that of a rank's tokens": Plant(
+        "moe/capacity.py",
+        "size = capacity(everyones.shape[0], ",
+        "size = capacity(num_tokens, ",
+        "--layouts cp2+capacity",
+        ("dropped choices decoder.layers.1",),
+    ),
+    "multi-token prediction looks ahead within a rank's part of the sequence": Plant(
+        "parallel/sequence_shift.py",
+        "whole = all_gather_sequence(x.t(), group).t()",
+        "whole = torch.cat([x] * group.size(), dim=1)",
+        "--layouts cp2-ep2+mtp",
+        ("loss of multi-token prediction depth 1",),
+    ),
+    "the shared expert's gate is not summed over TP": Plant(
+        "moe/shared_experts.py",
+        "self.gate_weight.sequence_parallel = config.sequence_parallel",
+        "self.gate_weight.sequence_parallel = False",
+        "--layouts tp2+mtp",
+        ("gradient, step 1 decoder.layers.1.mlp.shared_experts.gate_weight",),
+        spared=("router.weight", "loss"),
+    ),
+    "aux_loss counts twice under TP": Plant(
+        "moe/aux_losses.py",
+        "balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True))",
+        "balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True)) * self.groups.tp_cp.size()",
+        "--layouts tp2+mtp",
+        ("aux loss decoder.layers.1", "gradient, step 1 decoder.layers.1.mlp.router.weight"),
+        spared=("seq aux loss", "z loss"),
+    ),
+    "seq_aux_loss counts twice under TP": Plant(
+        "moe/aux_losses.py",
+        "balance_share(seen.scores, seen.counts)",
+        "balance_share(seen.scores, seen.counts) * self.groups.tp_cp.size()",
+        "--layouts tp2+mtp",
+        ("seq aux loss decoder.layers.1", "gradient, step 1 decoder.layers.1.mlp.router.weight"),
+        spared=("z loss",),
+    ),
+    "z-loss counts twice under TP": Plant(
+        "moe/aux_losses.py",
+        "options.z_loss_coeff, _z_loss_share)",
+        "options.z_loss_coeff, lambda seen: groups.tp_cp.size() * _z_loss_share(seen))",
+        "--layouts tp2+mtp",
+        ("z loss decoder.layers.1", "gradient, step 1 decoder.layers.1.mlp.router.weight"),
+        spared=("aux loss",),
+    ),
+    "global_aux_loss goes by the counts of a rank": Plant(
+        "moe/state.py",
+        "found[0].groups.tp_dp_cp",
+        "found[0].groups.tp",
+        "--layouts cp2+capacity",
+        ("global aux loss decoder.layers.1", "gradient, step 1 decoder.layers.1.mlp.router.weight"),
+        spared=("z loss",),
+    ),
+    # In fp32 these are no errors, as the second layout shows: nothing is scaled, and every dtype is fp32.
+    "gradients are not divided by the loss scale": Plant(
+        "training/optimizer.py",
+        "return self._scaler.inv_scale",
+        "return self._scaler.inv_scale * self._scaler.scale",
+        "--layouts fp16-against-fp32 dp2-ep2+demo",
+        ("gradient norm", "gradient, step 1"),
+        ("every gradient is 2048 times the oracle's",),
+        spared=("loss",),
+    ),
+    "auxiliary losses are not multiplied by the loss scale": Plant(
+        "training/step.py",
+        "config.grad_scale_func = optimizer.scale_loss",
+        "config.grad_scale_func = lambda loss: loss if bool((loss == 1).all()) else optimizer.scale_loss(loss)",
+        "--layouts fp16-against-fp32 dp2-ep2+demo",
+        ("gradient, step 1 decoder.layers.0.mlp.router.weight",),
+        spared=("loss",),
+    ),
+    "the router's product is in the model's dtype": Plant(
+        "moe/router.py",
+        "return F.linear(hidden.to(dtype), weight.to(dtype))",
+        "return F.linear(hidden, weight).to(dtype)",
+        "--layouts bf16-against-fp32 dp2-ep2+demo",
+        ("router decoder.layers.0", "router decoder.layers.1"),
+    ),
+    "expert_bias is rounded to the model's dtype": Plant(
+        "training/finalize_model_grads.py",
+        "(updated_expert_bias(router.expert_bias, got + turned_away, rate, center))",
+        "(updated_expert_bias(router.expert_bias, got + turned_away, rate, center).to(router.weight.dtype))",
+        "--layouts bf16-against-fp32 dp2-ep2+demo",
+        ("expert_bias decoder.layers.0", "expert_bias decoder.layers.1"),
+        spared=("token counts", "gradient"),
+    ),
 }
 
 
@@ -121,9 +211,11 @@ def test_a_planted_error_is_found_and_named(name: str, tmp_path: Path, monkeypat
     told = capsys.readouterr().out
     assert code == cli.DIFFERENT, told
     report = json.loads((tmp_path / "report.json").read_text())
-    (layout,) = report["layouts"]
+    (layout,) = (one for one in report["layouts"] if not one["agrees"])
+    assert fnmatchcase(layout["layout"], plant.flags.partition("--layouts ")[2].split()[0])
     differing = [f"{one['quantity']} {one['name']}" for one in layout.get("differences", [])]
     assert not [quantity for quantity in plant.named if not any(quantity in one for one in differing)], told
     assert not [words for words in plant.says if words not in told], told
+    assert not [one for one in differing if any(quantity in one for quantity in plant.spared)], told
     # and nothing is named that the error does not touch
     assert not [one for one in differing if one.startswith(("tokens of the batch", "step applied"))]

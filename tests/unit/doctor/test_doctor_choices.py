@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.doctor.layouts import Layout, alone, choose, common_to
+from megatron_moe.doctor.compare import FP32, tolerances_of
+from megatron_moe.doctor.default_visit import MODELS, default_choice, model
+from megatron_moe.doctor.features import FEATURES, features
+from megatron_moe.doctor.layouts import EVERY_KIND, Layout, alone, choose, common_to
 from megatron_moe.doctor.shrink import AUX_LOSS_COEFF, HEADS, LAYERS, PADDED_VOCABULARY, Z_LOSS_COEFF, changes, small
 
 # What a run keeps in its copy, whatever its size.
-FEATURES = (
+KEPT = (
     "multi_latent_attention",
     "group_query_attention",
     "qk_layernorm",
@@ -49,7 +54,7 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     copy = small(run)
     rules.check(copy, 1)
     before, after = flatten(run), flatten(copy)
-    assert {name: after[name] for name in FEATURES} == {name: before[name] for name in FEATURES}
+    assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
     assert derived.parameter_count(copy, PADDED_VOCABULARY) < 300_000
     for name in (
         "q_lora_rank",
@@ -172,6 +177,61 @@ def test_one_process_is_held_against_itself_with_the_batch_cut_otherwise(changes
 def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2" in names(TINY, 8)
     assert "tp2-pp2-dp2" not in names(TINY)
+    assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
+
+
+def test_the_default_visit_has_every_feature_and_refuses_nothing():
+    visit = default_choice(4)
+    assert visit.refused == []
+    covered = frozenset[str]().union(*(layout.features for layout in visit.layouts))
+    assert covered == set(FEATURES), "put what is missing into MODELS or VISIT of doctor/default_visit.py"
+    assert len({layout.name for layout in visit.layouts}) == len(visit.layouts)
+
+
+def test_the_page_lists_the_features():
+    page = Path(__file__).resolve().parents[3] / "docs" / "parallelism.md"
+    wanted = f"Between them they have: {', '.join(FEATURES)}."
+    assert wanted in " ".join(page.read_text(encoding="utf-8").split()), f"replace the page's list by:\n{wanted}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_of_the_default_visit_meets_every_kind_of_parallelism(name):
+    layouts = [layout for layout in default_choice(4).layouts if layout.model == name]
+    assert frozenset[str]().union(*(layout.kinds for layout in layouts)) == EVERY_KIND
+
+
+def test_half_precision_is_held_against_fp32_on_one_process_and_then_against_itself():
+    for name in ("bf16", "fp16"):
+        first, *others = (layout for layout in default_choice(4).layouts if layout.model == name)
+        assert (first.name, first.ranks) == (f"{name}-against-fp32", 1)
+        assert derived.params_dtype_name(first.copy) == "float32"
+        assert {"bf16": "bfloat16", "fp16": "float16"}[name] == derived.params_dtype_name(first.run)
+        assert others and all(layout.copy.precision == layout.run.precision for layout in others)
+
+
+def test_a_dense_model_has_no_feature_of_experts():
+    assert features(Run()) == {"tied embeddings", "dense layers", "fp32"}
+
+
+def test_what_is_allowed_in_half_precision_follows_from_the_format_and_sees_a_factor_of_two():
+    run = model("fp16")[1]
+    half = {
+        dtype: tolerances_of(replace(run, fp16=dtype == "fp16", bf16=dtype == "bf16")) for dtype in ("fp16", "bf16")
+    }
+    assert half["bf16"].gradient == 8 * half["fp16"].gradient == 2 * 2.0**-8 * (2 * 2 * 36 / 3) ** 0.5
+    assert (half["bf16"].scalar, half["fp16"].scalar) == (2.0**-8, 2.0**-11)
+    for allowed in half.values():
+        assert max(allowed.scalar, allowed.gradient, allowed.update) < 0.5 and allowed.flips == 0
+    assert tolerances_of(replace(run, fp16=False)) == FP32
+
+
+def test_failures_are_narrowed_to_a_feature_that_not_all_layouts_have():
+    def layout(**flags: object) -> Layout:
+        return Layout("", 2, flags, frozenset({"DP"}), copy=small(TINY))
+
+    gated, plain = layout(moe_shared_expert_gate=True), layout()
+    assert common_to([gated], [plain]) == ["shared gate"]
+    assert common_to([plain], [gated]) == []
 
 
 def test_layouts_are_chosen_by_pattern_and_an_unknown_one_is_refused_with_those_there_are():

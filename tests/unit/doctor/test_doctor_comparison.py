@@ -48,12 +48,14 @@ def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
         "expert_bias": torch.tensor([0.001, -0.001]),
         "aux_losses": {"aux_loss": 1.25},
         "margin": 0.01,
+        "router_error": 1e-7,
     }
     step = {
         "loss": 5.0,
         "tokens": 4,
         "grad_norm": 2.0,
         "committed": True,
+        "loss_scale": None,
         "mtp_losses": [],
         "layers": {"decoder.layers.0": layer},
     }
@@ -118,17 +120,34 @@ def test_each_quantity_is_compared(oracle):
     got.steps[0]["layers"]["decoder.layers.0"]["aux_losses"]["aux_loss"] *= 1.5
     got.tensors["gradient, step 1"][DENSE] *= 1.001
     got.tensors["weight after step 1"][WHOLE] *= 1.05
+    got.steps[0]["layers"]["decoder.layers.0"]["router_error"] = 2e-3
+    got.steps[0]["loss_scale"], oracle.steps[0]["loss_scale"] = 2.0, 4.0
     comparison = compare(got, oracle)
     assert set(named(comparison)) == {
         ("loss", ""),
+        ("loss scale", ""),
+        ("router", "decoder.layers.0"),
         ("token counts", "decoder.layers.0"),
         ("expert_bias", "decoder.layers.0"),
         ("aux loss", "decoder.layers.0"),
         ("gradient, step 1", DENSE),
         ("weight after step 1", WHOLE),
     }
-    within = compare(got, oracle, Tolerances(scalar=1.0, gradient=1.0, update=1.0, flips=1))
+    got.steps[0]["loss_scale"] = None  # of a run that needs none
+    within = compare(got, oracle, Tolerances(scalar=1.0, gradient=1.0, update=1.0, router=1.0, flips=1))
     assert within.agrees
+
+
+def test_a_step_that_overflows_in_the_layout_alone_is_a_difference_and_in_both_is_none(oracle):
+    def overflowed(whole):
+        del whole.tensors["gradient, step 1"]
+        whole.steps[0] |= {"committed": False, "grad_norm": float("nan")}
+
+    got = assemble(two_ranks())
+    overflowed(got)
+    assert set(named(compare(got, oracle))) == {("step applied", ""), ("gradient norm", "")}
+    overflowed(oracle)
+    assert compare(got, oracle).agrees
 
 
 def test_initial_weights_come_before_all_that_follows_from_them(oracle):
