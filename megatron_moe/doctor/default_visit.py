@@ -25,7 +25,8 @@ from megatron_moe.doctor.shrink import of_few_choices, small
 MODELS = {
     "demo": "--preset demo",
     "mtp": "--preset demo --mtp-num-layers 1 --moe-shared-expert-gate --moe-router-bias-center"
-    " --calculate-per-token-loss --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.05 0.05",
+    " --moe-router-group-score megatron --calculate-per-token-loss"
+    " --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.05 0.05",
     "capacity": "--preset tiny-gqa --moe-expert-capacity-factor 1 --moe-router-pre-softmax --moe-router-num-groups 4"
     " --moe-router-group-topk 2 --moe-router-group-score max --moe-router-load-balancing-type global_aux_loss aux_loss"
     " --moe-aux-loss-coeff 0.05 0.05 --moe-layer-freq [0,1] --no-untie-embeddings-and-output-weights",

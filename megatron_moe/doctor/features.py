@@ -45,6 +45,7 @@ _OF_EXPERTS: dict[str, Callable[[Run], object]] = {
     "pre-softmax": lambda run: run.moe.moe_router_pre_softmax,
     "groups by their best expert": _grouped_by("max"),
     "groups by their best two": _grouped_by("top2"),
+    "groups by megatron-core's rule": _grouped_by("megatron"),
     "expert_bias": lambda run: run.moe.moe_router_enable_expert_bias,
     "expert_bias centred": lambda run: run.moe.moe_router_bias_center,
     "Sinkhorn": _balanced_by("sinkhorn"),

@@ -101,15 +101,19 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
 
 
 def selected(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
-    """Those whose names match one of the patterns; all without any.
+    """Those whose names match one of the patterns, with the model's name behind the + or without; all without any.
 
     Raises:
         ConfigError: for a pattern that none of the layouts matches.
     """
     for pattern in wanted:
-        if not any(fnmatchcase(layout.name, pattern) for layout in layouts):
+        if not any(_matches(layout, pattern) for layout in layouts):
             raise ConfigError(f"--layouts {pattern}: none of {', '.join(layout.name for layout in layouts)}")
-    return [layout for layout in layouts if not wanted or any(fnmatchcase(layout.name, name) for name in wanted)]
+    return [layout for layout in layouts if not wanted or any(_matches(layout, pattern) for pattern in wanted)]
+
+
+def _matches(layout: Layout, pattern: str) -> bool:
+    return fnmatchcase(layout.name, pattern) or fnmatchcase(layout.name.partition("+")[0], pattern)
 
 
 def checked(layouts: list[Layout], reduced_from: str) -> Choice:

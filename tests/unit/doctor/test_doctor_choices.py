@@ -194,6 +194,11 @@ def test_the_page_lists_the_features():
     assert wanted in " ".join(page.read_text(encoding="utf-8").split()), f"replace the page's list by:\n{wanted}"
 
 
+def test_a_layout_of_the_default_visit_is_found_with_its_model_and_without():
+    assert [one.name for one in default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
+    assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model_of_the_default_visit_meets_every_kind_of_parallelism(name):
     layouts = [layout for layout in default_choice(4).layouts if layout.model == name]
