@@ -23,10 +23,13 @@ STEPS = 4
 RATES: dict[str, Any] = {"lr_warmup_init": 2e-3, "lr": 1e-2, "min_lr": 1e-3, "lr_warmup_iters": 2, "lr_decay_iters": 4}
 RATES["lr_decay_style"] = "cosine"
 ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-3, "weight_decay": 0.3, "clip_grad": 0.2}
-FLAGS = {**RATES, **ADAM, "micro_batch_size": 1, "train_iters": 4, "initial_loss_scale": 1024.0}
+# fp16's loss scale doubles after every second step.
+SCALES = {"initial_loss_scale": 1024.0, "loss_scale_window": 2}
+FLAGS = {**RATES, **ADAM, **SCALES, "micro_batch_size": 1, "train_iters": 9}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 EXPERTS = {**MODELS["experts"], "moe_shared_expert_gate": True}
+FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 # model, ranks, flags
 CASES = {
     "experts": (EXPERTS, 1, {}),
@@ -36,6 +39,7 @@ CASES = {
     "experts, fp16, per token": (EXPERTS, 1, {"fp16": True, **PER_TOKEN}),
     "experts, DP2, distributed optimizer": (EXPERTS, 2, DISTRIBUTED),
     "experts, DP2, bf16, distributed optimizer, per token": (EXPERTS, 2, {"bf16": True, **DISTRIBUTED, **PER_TOKEN}),
+    "experts, DP2, further predictions": (EXPERTS, 2, FURTHER),
     "biases and norms": (MODELS["grouped, biased"], 1, {}),
     "biases and norms, DP2, bf16": (MODELS["grouped, biased"], 2, {"bf16": True}),
 }
@@ -52,34 +56,50 @@ def batches_of(run: Run, pg: Any) -> list[dict[str, torch.Tensor]]:
     return micro_batches
 
 
-def gradients_of_the_mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], run: Run) -> dict[str, Any]:
+def what_a_step_should_see(
+    model: Any, batches: list[dict[str, torch.Tensor]], run: Run, scale: float
+) -> dict[str, Any]:
     """fp64 gradients over all ranks' micro-batches: of the mean over the tokens that have a loss, or of the mean over
-    micro-batches of that. fp16 multiplies by the loss scale on the way, and divides by it in fp64."""
+    micro-batches of that, times the loss scale on the way; and the losses, each a mean over its tokens."""
     per_token = run.optimizer.calculate_per_token_loss
-    scale = 1024.0 if run.precision.fp16 else 1.0
     named = dict(model.named_parameters())
     total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
-    loss_sum, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    sums = torch.zeros(2 + 2 * (run.model.mtp_num_layers or 0), dtype=torch.float64)
     for batch in batches:
-        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]) * batch["loss_mask"]
-        loss_sum += losses.detach().double().sum()
-        tokens += batch["loss_mask"].double().sum()
+        mask = {"loss_mask": batch["loss_mask"]} if run.model.mtp_num_layers else {}
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
+        losses = losses * batch["loss_mask"]
+        sums[:2] += torch.stack([losses.detach().double().sum(), batch["loss_mask"].double().sum()])
+        if mask:
+            sums[2:] += model.further_losses.flatten()
+            model.further_losses = None
         loss = losses.sum() * scale
         loss = loss if per_token else loss / batch["loss_mask"].sum() / len(batches)
         # The gradients of `backward` would go into the engine's buffers.
         for name, gradient in zip(named, torch.autograd.grad(loss, list(named.values()))):
             total[name] += gradient.double() / scale
-    for tensor in (loss_sum, tokens, *total.values()):
+    for tensor in (sums, *total.values()):
         dist.all_reduce(tensor)
-    divisor = tokens if per_token else dist.get_world_size()
-    return {"gradients": {name: g / divisor for name, g in total.items()}, "loss": float(loss_sum / tokens)}
+    divisor = sums[1] if per_token else dist.get_world_size()
+    loss, *further = (sums[::2] / sums[1::2]).tolist()
+    return {
+        "gradients": {name: g / divisor for name, g in total.items()},
+        "losses": {"loss": loss, "tokens": int(sums[1]), **{f"depth {n}": x for n, x in enumerate(further)}},
+    }
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model within the wrappers for data parallelism and half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Master weights and moments by name of the weight, put together from the ranks' shards."""
     from megatron_moe.training.optimizer import named_moments_and_masters, owned_range, parts
 
-    names = {id(p): name for name, p in chunk.module.named_parameters()}
+    names = {id(p): name for name, p in unwrapped(chunk).named_parameters()}
     sharded = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
     state: dict[str, dict[str, torch.Tensor]] = {"master weight": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for parameter, kind, tensor in named_moments_and_masters([chunk], optimizer):
@@ -90,7 +110,7 @@ def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Ten
         start, end = owned_range(optimizer, parameter)
         whole[start:end] = tensor.detach().flatten()
         state[kind][names[id(parameter)]] = whole.view(parameter.shape)
-    for name, parameter in chunk.module.named_parameters():
+    for name, parameter in unwrapped(chunk).named_parameters():
         for tensors in state.values():
             whole = tensors.setdefault(name, torch.zeros(parameter.shape))
             if sharded:
@@ -112,10 +132,11 @@ def trained(run: Run) -> dict[str, Any]:
     optimizer = build_optimizer(run, model, pg)
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)
-    start = {name: p.detach().float().clone() for name, p in model[0].module.named_parameters()}
+    start = {name: p.detach().float().clone() for name, p in unwrapped(model[0]).named_parameters()}
     micro_batches, steps = batches_of(run, pg), []
-    for _ in range(STEPS):
-        wanted = gradients_of_the_mean_loss(model[0].module, micro_batches, run)
+    for number in range(STEPS):
+        scale = 1024.0 * 2 ** (number // 2) if run.precision.fp16 else 1.0
+        wanted = what_a_step_should_see(unwrapped(model[0]), micro_batches, run, scale)
         result = train_step(
             model,
             optimizer,
@@ -127,9 +148,12 @@ def trained(run: Run) -> dict[str, Any]:
             pg_collection=pg,
         )
         assert result.committed
-        weights = {name: p.detach().clone() for name, p in model[0].module.named_parameters()}
-        said = {"loss": result.loss, "grad_norm": result.grad_norm, "rate": result.learning_rate}
-        steps.append({**wanted, "said": said, "weights": weights, **optimizer_state(model[0], optimizer)})
+        weights = {name: p.detach().clone() for name, p in unwrapped(model[0]).named_parameters()}
+        said = {"loss": result.loss, "tokens": result.tokens, "grad_norm": result.grad_norm}
+        said |= {"rate": result.learning_rate, "scale": result.loss_scale}
+        said |= {f"depth {n}": loss for n, loss in enumerate(result.mtp_losses)}
+        told = {"said": said, "scale": scale, "weights": weights}
+        steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
     return {"start": start, "steps": steps}
 
 
@@ -149,15 +173,16 @@ def test_steps_are_those_of_clipped_adamw_in_fp64(gloo: Any, case: str) -> None:
             rate = learning_rate(number, first=2e-3, peak=1e-2, least=1e-3, warm_up_steps=2, decay_steps=4)
             norm = joint_norm(step["gradients"])
             assert norm > 2.5 * ADAM["clip_grad"], "twice the threshold would clip nothing"
-            assert step["said"] == pytest.approx({"loss": step["loss"], "grad_norm": norm, "rate": rate}, rel=tolerance)
+            wanted = {**step["losses"], "grad_norm": norm, "rate": rate, "scale": step["scale"]}
+            assert step["said"] == pytest.approx(wanted, rel=tolerance)
             adam.step(clipped(step["gradients"], ADAM["clip_grad"]), rate)
             assert set(step["weights"]) == set(start)
             for name, weight in step["weights"].items():
                 told = f"step {number}: {name}"
                 assert error(step["exp_avg"][name], adam.first[name]) < tolerance, told
                 assert error(step["exp_avg_sq"][name], adam.second[name]) < 2 * tolerance, told
-                master, wanted = step["master weight"][name], adam.weights[name]
+                master, exact = step["master weight"][name], adam.weights[name]
                 # beside the gradient's error that of fp32 itself, in every step
-                limit = 2 * tolerance * (wanted - start[name]).norm() + 1e-7 * (number + 1) * wanted.norm()
-                assert (master.double() - wanted).norm() < limit, told
+                limit = 2 * tolerance * (exact - start[name]).norm() + 1e-7 * (number + 1) * exact.norm()
+                assert (master.double() - exact).norm() < limit, told
                 assert torch.equal(weight, master.to(weight.dtype)), told
