@@ -27,9 +27,7 @@ def clipped(gradients: Named, largest_norm: float) -> Named:
     return {name: gradient.double() * factor for name, gradient in gradients.items()}
 
 
-def learning_rate(
-    step: int, *, first: float, peak: float, least: float, warm_up_steps: int, decay_steps: int
-) -> float:
+def learning_rate(step: int, *, first: float, peak: float, least: float, warm_up_steps: int, decay_steps: int) -> float:
     """The rate that step 0, 1, 2, ... uses: a line from `first` to `peak`, then half a cosine wave down to `least`."""
     if step < warm_up_steps:
         return first + (peak - first) * step / warm_up_steps

@@ -65,7 +65,8 @@ def test_every_autograd_function_is_held() -> None:
         f"{path.relative_to(ROOT / 'megatron_moe')} {node.name}"
         for path in (ROOT / "megatron_moe").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
     }
     assert found == set(HELD)
     for where in HELD.values():

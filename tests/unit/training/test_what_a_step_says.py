@@ -24,7 +24,13 @@ def reported(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, flo
 
 
 def test_a_scale_is_reported_by_the_step_that_used_it_and_an_overflow_only_where_it_can_fall(gloo: Any) -> None:
-    flags = {"fp16": True, "initial_loss_scale": 256.0, "min_loss_scale": 128.0, "loss_scale_window": 2, "hysteresis": 1}
+    flags = {
+        "fp16": True,
+        "initial_loss_scale": 256.0,
+        "min_loss_scale": 128.0,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+    }
     (seen,) = gloo.run(1, reported, flags=flags, spoiled=[False, False, True, True, True, False])
     assert seen == [
         (True, 256.0, 256.0, False),
