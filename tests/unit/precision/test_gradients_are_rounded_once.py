@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megatron_moe.config.schema import Run, replace
@@ -30,6 +31,8 @@ from megatron_moe.moe.router import TopKRouter, _GateProduct
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
+from tests.reference import reference_moe as reference
+from tests.unit.moe.test_router import config
 
 ROOT = Path(__file__).resolve().parents[3]
 HALVES = [torch.bfloat16, torch.float16]
@@ -83,8 +86,9 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def assert_rounded_once(got: Tensor, exact: Tensor, terms: float) -> None:
     """Half a unit in the last place, and fp32's error over sums of `terms` products of size about one; of a result in
     fp32 nothing but the latter, so that one that passed through half precision is far outside."""
-    eps = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
-    limit = 0.51 * eps * exact.abs() + terms * 5e-7
+    limit = torch.full_like(exact, terms * 5e-7)
+    if got.dtype != torch.float32:
+        limit += 0.505 * torch.finfo(got.dtype).eps * torch.exp2(exact.abs().log2().floor())
     assert ((got.double() - exact).abs() <= limit).all(), float(((got.double() - exact).abs() / limit).max())
 
 
@@ -182,32 +186,27 @@ def test_the_norm(dtype: torch.dtype) -> None:
 
 def test_the_router_in_bf16_with_its_losses() -> None:
     """Everything between the gate's operands and the weights of the experts, auxiliary losses too, is fp32."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from tests.unit.moe.test_router import config
-
-    flags: dict[str, Any] = dict(
-        moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25, hidden_size=16
-    )
+    flags = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
     router = TopKRouter(config(**flags)).bfloat16()
-    wide = TopKRouter(config(**flags, moe_router_dtype="fp64")).double()
-    wide.fp32_state = ()
     with torch.no_grad():
         router.weight.copy_(randn(8, 16, seed=0))
-        wide.weight.copy_(router.weight)
-    hidden, upstream = randn(200, 16, seed=1, dtype=torch.bfloat16), randn(200, 2, seed=2)
-    found = []
-    for one, x in ((router, hidden), (wide, hidden.double())):
-        x = x.detach().requires_grad_()
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
-        decision = one.route(x)
-        assert decision.probs.dtype == (torch.float64 if one is wide else torch.float32)
-        decision.probs.backward(upstream.to(decision.probs.dtype))
-        found.append((decision.expert_ids, x.grad, one.weight.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    for got, wanted in zip(found[0][1:], found[1][1:]):
-        assert got.dtype == torch.bfloat16
-        assert_rounded_once(got, wanted, terms=40)
+    upstream = randn(200, 2, seed=2)
+    hidden = randn(200, 16, seed=1, dtype=torch.bfloat16).requires_grad_()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    decision = router.route(hidden)
+    decision.probs.backward(upstream)
+
+    wide, gate = hidden.detach().double().requires_grad_(), router.weight.detach().double().requires_grad_()
+    routing = reference.Routing(2, "sigmoid")
+    logits = wide @ gate.T
+    routes = [reference.route_one(token, None, routing) for token in logits]
+    seen = reference.Result(wide, [], logits, [chosen for chosen, _ in routes], set())
+    total = sum((probs * grad).sum() for (_, probs), grad in zip(routes, upstream.double()))
+    (total + 0.5 * reference.balance_loss(seen, 2, "sigmoid") + 0.25 * reference.z_loss(seen)).backward()
+    assert decision.expert_ids.tolist() == seen.chosen and decision.probs.dtype == torch.float32
+    assert_rounded_once(decision.probs.detach(), torch.stack([probs for _, probs in routes]).detach(), terms=1)
+    assert_rounded_once(hidden.grad, wide.grad, terms=10)
+    assert_rounded_once(router.weight.grad, gate.grad, terms=40)
 
 
 @pytest.mark.usefixtures("one_process")
