@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
-from megatron_moe.doctor.measure import _SmallestMargin
+from megatron_moe.doctor.recorder import RouterRecord
 from megatron_moe.model.engine_config import ModelConfig
 from megatron_moe.moe.choice import ByScore
 from megatron_moe.moe.options import MoEOptions
@@ -167,7 +167,7 @@ def test_what_watches_a_router_goes_by_the_values_that_it_ranks() -> None:
     assert r.probe.sums is not None
     assert r.probe.sums.tolist() == pytest.approx([64, 0, margins.sum().item()])
 
-    r.probe = _SmallestMargin()  # the doctor's
+    r.probe = RouterRecord()  # the doctor's
     r.route(hidden)
     best, second = sums.topk(2).values.unbind(-1)
     assert r.probe.smallest == pytest.approx(min(margins.min().item(), (best - second).min().item()))

@@ -26,8 +26,9 @@ from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
 from megatron_moe.model.loss_head import _WithoutPadding
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.moe.activation import weighted_swiglu
+from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
-from megatron_moe.moe.router import TopKRouter, _GateProduct
+from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
@@ -40,7 +41,9 @@ HALVES = [torch.bfloat16, torch.float16]
 # Every torch.autograd.Function of the package, and the test that holds its gradients.
 HELD = {
     "moe/activation.py _WeightedSwiGLU": "test_the_activation",
-    "moe/router.py _GateProduct": "test_the_gate",
+    "moe/gate_product.py _GateProduct": "test_the_gate",
+    "moe/aux_losses.py _Attached": "unit/training/test_loss_scale.py: "
+    "test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it",
     "moe/permute.py _CopyRows": "test_copies_and_sums_of_rows",
     "moe/permute.py _SumCopies": "test_copies_and_sums_of_rows",
     "moe/grouped_gemm.py _GroupedMM": "unit/platform/test_half_products.py: test_grouped_products_are_rounded_once",
@@ -122,7 +125,7 @@ def test_the_activation(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gate(dtype: torch.dtype) -> None:
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
-        return _GateProduct.apply(hidden, weight, torch.float32)
+        return gate_product(hidden, weight, torch.float32)
 
     inputs = [randn(64, 16, seed=0, dtype=dtype), randn(8, 16, seed=1, dtype=dtype)]
     assert_as_in_fp64(ours, F.linear, inputs, randn(64, 8, seed=2), terms=64)
