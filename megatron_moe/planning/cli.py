@@ -17,6 +17,7 @@ from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.planning.alternatives import legal, nearest_legal, ranked
 from megatron_moe.planning.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
 from megatron_moe.planning.report import text_report
+from megatron_moe.planning.tracing import RankTrace
 from megatron_moe.report.files import replacing
 
 PLANNED, USER_ERROR = 0, 2
@@ -117,17 +118,18 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
         mfu=flags.mfu,
         imbalance=flags.imbalance,
     )
-    plan = make_plan(run, flags.world_size, machine)
+    known: dict[Any, RankTrace] = {}
+    plan = make_plan(run, flags.world_size, machine, known)
     plan["recomputation"] = {
-        kind: peak_gib(other, flags.world_size, machine)
+        kind: peak_gib(other, flags.world_size, machine, known)
         for kind in RECOMPUTATION
         if legal(other := recomputed(run, kind), flags.world_size)
     }
     plan["imbalances"] = {}
     if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
         for imbalance in (flags.imbalance, 2 * flags.imbalance):
-            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, imbalance)
-    plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives) if flags.alternatives > 0 else []
+            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
+    plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives, known) if flags.alternatives > 0 else []
     return plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from megatron_moe.planning.flops import attention_flops, grouped_flops, operatio
 from megatron_moe.planning.live_bytes import LiveBytes
 
 _META = torch.device("meta")
+# Views whose schema does not say so.
+_HIDDEN_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 # Operation of torch.ops.c10d -> (kind, which argument carries the bytes, which the group).
 _COLLECTIVES: dict[str, tuple[str, int, int]] = {
@@ -56,6 +58,7 @@ class Paper(LiveBytes):
         self.collectives: list[Collective] = []
         self.flops = 0
         self._logits_shape = logits_shape
+        self._results: dict[Any, _Result] = {}
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The operation on meta tensors."""
@@ -63,13 +66,17 @@ class Paper(LiveBytes):
             return self._note(func, args)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
-        if func is torch.ops.aten._grouped_mm.default:
-            self.flops += grouped_flops(*(one.shape for one in args[:2]))
-            return _grouped_product(*args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        result = func(*args, **kwargs)
-        self.flops += operation_flops(func, args, kwargs, result)
+        key = _described((func, *args, *kwargs.items()))
+        known = self._results.get(key)
+        if known is not None:
+            self.flops += known.flops
+            return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=_META)
+        result, flops = _computed(func, args, kwargs)
+        self.flops += flops
+        if _is_new(func, result):
+            self._results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 
     def label_of(self, tensor: Tensor) -> str | None:
@@ -150,6 +157,40 @@ def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, bias: Any = None
     """[R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]. On the meta device torch's own knows bf16 only."""
     groups = () if right.dim() == 3 else offs.shape
     return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
+
+
+class _Result(NamedTuple):
+    """What an operation returns for arguments of certain shapes. torch's own rules for that are slow Python."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    flops: int
+
+
+def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """The result of an operation on meta tensors, and its FLOPs."""
+    if func is torch.ops.aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs), grouped_flops(*(one.shape for one in args[:2]))
+    result = func(*args, **kwargs)
+    return result, operation_flops(func, args, kwargs, result)
+
+
+def _described(argument: Any) -> Any:
+    """All that the result of an operation on meta tensors depends on, as a key."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_described, argument))
+    return type(argument), argument  # 1, 1.0 and True are equal, and promote differently
+
+
+def _is_new(func: Any, result: Any) -> bool:
+    """Whether an operation returns one tensor with a storage of its own, all of which it fills."""
+    if not isinstance(result, Tensor) or func in _HIDDEN_VIEWS:
+        return False
+    aliases = any(one.alias_info is not None for one in (*func._schema.arguments, *func._schema.returns))
+    return not aliases and result.is_meta and result.untyped_storage().nbytes() == result.numel() * result.itemsize
 
 
 def _bytes(argument: Any) -> int:
