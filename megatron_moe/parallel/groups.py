@@ -95,7 +95,9 @@ def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
         raise RuntimeError("an imagined job needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     # The engine creates every group of every rank: thousands in a large job, of which this rank is in a dozen.
-    with mock.patch.object(parallel_state, "generate_masked_orthogonal_rank_groups", functools.partial(_own_group, rank)):
+    with mock.patch.object(
+        parallel_state, "generate_masked_orthogonal_rank_groups", functools.partial(_own_group, rank)
+    ):
         return _build(run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,6 @@ from megatron_moe.planning.flops import attention_flops, grouped_flops, operatio
 from megatron_moe.planning.live_bytes import LiveBytes
 
 _META = torch.device("meta")
-# Views whose schema does not say so.
-_HIDDEN_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 # Operation of torch.ops.c10d -> (kind, which argument carries the bytes, which the group).
 _COLLECTIVES: dict[str, tuple[str, int, int]] = {
@@ -58,7 +57,6 @@ class Paper(LiveBytes):
         self.collectives: list[Collective] = []
         self.flops = 0
         self._logits_shape = logits_shape
-        self._results: dict[Any, _Result] = {}
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The operation on meta tensors."""
@@ -68,15 +66,19 @@ class Paper(LiveBytes):
             return args[0].dtype == torch.bool or 1
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        key = _described((func, *args, *kwargs.items()))
-        known = self._results.get(key)
+        if not _makes_a_tensor(func):
+            result, flops = _computed(func, args, kwargs)
+            self.flops += flops
+            return result
+        key = (func, *map(_described, args), *map(_described, kwargs.items()))
+        known = _results.get(key)
         if known is not None:
             self.flops += known.flops
             return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=_META)
         result, flops = _computed(func, args, kwargs)
         self.flops += flops
-        if _is_new(func, result):
-            self._results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
+        if result.is_meta:  # what is made of tensors from outside has values
+            _results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 
     def label_of(self, tensor: Tensor) -> str | None:
@@ -168,6 +170,10 @@ class _Result(NamedTuple):
     flops: int
 
 
+# By function and arguments, on which alone a result depends: for every plan of this process.
+_results: dict[Any, _Result] = {}
+
+
 def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """The result of an operation on meta tensors, and its FLOPs."""
     if func is torch.ops.aten._grouped_mm.default:
@@ -178,19 +184,23 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]
 
 def _described(argument: Any) -> Any:
     """All that the result of an operation on meta tensors depends on, as a key."""
-    if isinstance(argument, Tensor):
+    kind = type(argument)
+    if kind is Tensor or isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
-    if isinstance(argument, (tuple, list)):
+    if kind is tuple or kind is list:
         return tuple(map(_described, argument))
-    return type(argument), argument  # 1, 1.0 and True are equal, and promote differently
+    return kind, argument  # 1, 1.0 and True are equal, and promote differently
 
 
-def _is_new(func: Any, result: Any) -> bool:
-    """Whether an operation returns one tensor with a storage of its own, all of which it fills."""
-    if not isinstance(result, Tensor) or func in _HIDDEN_VIEWS:
+@functools.cache
+def _makes_a_tensor(func: Any) -> bool:
+    """Whether an operation returns one tensor with a storage of its own, and writes to none."""
+    returns, arguments = func._schema.returns, func._schema.arguments
+    if func is torch.ops.aten._unsafe_view.default:  # a view, and its schema does not say so
         return False
-    aliases = any(one.alias_info is not None for one in (*func._schema.arguments, *func._schema.returns))
-    return not aliases and result.is_meta and result.untyped_storage().nbytes() == result.numel() * result.itemsize
+    if [str(one.type) for one in returns] != ["Tensor"]:
+        return False
+    return not any(one.alias_info is not None for one in (*returns, *arguments))
 
 
 def _bytes(argument: Any) -> int:

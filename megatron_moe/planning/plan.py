@@ -54,9 +54,7 @@ def vocabulary(run: Run) -> int:
     return derived.padded_vocab_size(run.model.vocab_size, run)
 
 
-def make_plan(
-    run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None
-) -> dict[str, Any]:
+def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
     """Everything that is known of a layout, as plain data (bytes, unless a key says otherwise).
 
     Args:
