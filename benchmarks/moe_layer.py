@@ -30,6 +30,7 @@ from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_er
 from megatron_moe import platform
 from megatron_moe.config import schema
 from megatron_moe.parallel import groups
+from megatron_moe.platform import half_products
 from megatron_moe.report.files import write_json
 from megatron_moe.report.summary import versions
 
@@ -108,34 +109,33 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict[str, Any]:
-    model, flags = _processor()
     facts = {
         "shape": str(shape),
         "dtype": args.dtype,
         "device": f"{device}: "
-        + (torch.cuda.get_device_name() if platform.has_cuda() else f"{os.cpu_count()} x {model}"),
+        + (torch.cuda.get_device_name() if platform.has_cuda() else f"{os.cpu_count()} x {_processor()}"),
         "threads": args.threads,
         "rounds": args.rounds,
         "load": f"{os.getloadavg()[0]:.1f} before the start (other programs on this machine, last minute)",
         "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _transformers()).items()),
     }
-    if args.dtype == "bf16" and not platform.has_cuda() and not flags & {"avx512_bf16", "amx_bf16"}:
+    if half_products.multiply_in_fp32(torch.empty(0, dtype=DTYPES[args.dtype], device=device)):
         facts["note"] = (
-            "this processor has no bf16 instructions: its products, and with them the bound, are so slow that "
+            "no bf16 instructions are used here: torch's products, and with them the bound, are so slow that "
             "everything else hardly shows; --dtype fp32 tells more here"
         )
     return facts
 
 
-def _processor() -> tuple[str, set[str]]:
-    """(name, features) of the processor, as Linux knows them."""
+def _processor() -> str:
+    """The name of the processor, as Linux knows it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return host.machine(), set()
+        return host.machine()
     fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     found = {key.strip(): value.strip() for key, value in fields.items()}
-    return found.get("model name", host.machine()), set(found.get("flags", found.get("Features", "")).split())
+    return found.get("model name", host.machine())
 
 
 def _transformers() -> dict[str, str]:

@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe import platform
+from megatron_moe.platform import switches
 
+switches.check()
 platform.install()
 
 __version__ = "0.1.0"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_moe import platform
 from megatron_moe.precision.contract import PrecisionError
 
 # An fp32 tile of 32 MiB: narrower and shorter ones were slower on a CPU, larger ones not faster.
@@ -154,7 +155,7 @@ class _Tiles:
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.half_operands = hidden.dtype != self.dtype and hidden.device.type != "cpu"
+        self.half_operands = hidden.dtype != self.dtype and not platform.on_cpu(hidden)
         self.hidden, self.weight, self.labels = self.widened(hidden), weight, labels
         self.chunk_tokens = max(1, min(chunk_tokens, hidden.shape[0]))
         self._tile = torch.empty(0, dtype=self.dtype, device=hidden.device)

@@ -29,7 +29,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
-        ctx.wide = rows.device.type == "cpu" and multiply_in_fp32(rows.dtype)
+        ctx.wide = multiply_in_fp32(rows)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
             return rows.new_zeros((0, weights.shape[1]))
         return _product(rows, weights.transpose(-2, -1), offsets, ctx.wide)

@@ -6,10 +6,13 @@ because its schedules and optimizer read them there; ours are passed in, as the 
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -91,7 +94,23 @@ def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
     if dist.is_initialized():
         raise RuntimeError("an imagined job needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    return _build(run)
+    # The engine creates every group of every rank: thousands in a large job, of which this rank is in a dozen.
+    with mock.patch.object(
+        parallel_state, "generate_masked_orthogonal_rank_groups", functools.partial(_own_group, rank)
+    ):
+        return _build(run)
+
+
+def _own_group(rank: int, world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+    """Of the engine's groups of the dimensions in `mask`, the one with `rank` in it. Ranks count up along the first
+    dimension first; `parallel_size` has the size of each."""
+    first, offsets, stride = rank, [0], 1
+    for size, masked in zip(parallel_size, mask):
+        if masked:
+            first -= rank // stride % size * stride
+            offsets = [offset + index * stride for index in range(size) for offset in offsets]
+        stride *= size
+    return [[first + offset for offset in offsets]]
 
 
 def _build(run: Run) -> ProcessGroupCollection:

@@ -9,6 +9,7 @@ from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.planning.plan import Machine, layout, peak_gib, recomputed
+from megatron_moe.planning.tracing import RankTrace
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -71,8 +72,10 @@ def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]
     return found
 
 
-def ranked(run: Run, world_size: int, machine: Machine, count: int) -> list[dict[str, Any]]:
-    """Legal layouts one change away, the most promising first.
+def ranked(
+    run: Run, world_size: int, machine: Machine, count: int, known: dict[Any, RankTrace]
+) -> list[dict[str, Any]]:
+    """Legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
 
     Those that fit the device come before those that do not; among those that fit, less computed and waited for is
     better: more FLOPs by recomputation, a larger bubble. Then the smaller memory.
@@ -80,7 +83,7 @@ def ranked(run: Run, world_size: int, machine: Machine, count: int) -> list[dict
     rows: list[dict[str, Any]] = []
     for words, other in neighbours(run):
         if legal(other, world_size):
-            gib = peak_gib(other, world_size, machine)
+            gib = peak_gib(other, world_size, machine, known)
             rows.append(
                 {
                     "change": words,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +19,12 @@ from megatron_moe.config.schema import Run
 from megatron_moe.conversion.architecture import filled_in
 from megatron_moe.planning.alternatives import legal, nearest_legal, ranked
 from megatron_moe.planning.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
-from megatron_moe.planning.report import text_report
+from megatron_moe.planning.report import comparison_report, text_report
+from megatron_moe.planning.tracing import RankTrace
 from megatron_moe.report.files import replacing
 
 PLANNED, USER_ERROR = 0, 2
+_logger = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +85,8 @@ def main(argv: list[str]) -> int:
         run = cli.parse(rest, filled_in)
         vocabulary(run)
         _check(run, flags.world_size)
-        with warnings.catch_warnings():  # the engine's advice is for those who wrote its configuration
+        with warnings.catch_warnings(), _progress():
+            # The engine's advice is for those who wrote its configuration.
             warnings.filterwarnings("ignore", module=r"megatron\.core")
             plan = _plan(run, flags)
     except ConfigError as error:
@@ -90,7 +96,6 @@ def main(argv: list[str]) -> int:
         with replacing(Path(flags.json)) as file:
             json.dump(plan, file, indent=2)
             file.write("\n")
-    print(text_report(plan), end="")
     if flags.json is not None:
         print(f"wrote {flags.json}")
     return PLANNED
@@ -109,6 +114,7 @@ def _check(run: Run, world_size: int) -> None:
 
 
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
+    """The plan. Its text is printed on the way: the answer as soon as there is one, the comparisons after it."""
     machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
@@ -117,18 +123,40 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
         mfu=flags.mfu,
         imbalance=flags.imbalance,
     )
-    plan = make_plan(run, flags.world_size, machine)
+    known: dict[Any, RankTrace] = {}
+    plan = make_plan(run, flags.world_size, machine, known)
+    print(text_report(plan), end="", flush=True)
+    _logger.info("comparing recomputation, routing and layouts nearby")
     plan["recomputation"] = {
-        kind: peak_gib(other, flags.world_size, machine)
+        kind: peak_gib(other, flags.world_size, machine, known)
         for kind in RECOMPUTATION
         if legal(other := recomputed(run, kind), flags.world_size)
     }
     plan["imbalances"] = {}
     if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
         for imbalance in (flags.imbalance, 2 * flags.imbalance):
-            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, imbalance)
-    plan["alternatives"] = ranked(run, flags.world_size, machine, flags.alternatives) if flags.alternatives > 0 else []
+            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
+    plan["alternatives"] = (
+        ranked(run, flags.world_size, machine, flags.alternatives, known) if flags.alternatives > 0 else []
+    )
+    print(comparison_report(plan), end="", flush=True)
     return plan
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """What the planner logs goes to stderr, a line for each stage as it is begun."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("plan.py: %(message)s"))
+    package = logging.getLogger(__package__)
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
 
 
 def _positive(kind: type) -> Any:

@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
-        for leaf in tree_iter(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
         return result

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,13 +64,21 @@ class Paper(LiveBytes):
             return self._note(func, args)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
-        if func is torch.ops.aten._grouped_mm.default:
-            self.flops += grouped_flops(*(one.shape for one in args[:2]))
-            return _grouped_product(*args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        result = func(*args, **kwargs)
-        self.flops += operation_flops(func, args, kwargs, result)
+        if not _makes_a_tensor(func):
+            result, flops = _computed(func, args, kwargs)
+            self.flops += flops
+            return result
+        key = (func, *map(_described, args), *map(_described, kwargs.items()))
+        known = _results.get(key)
+        if known is not None:
+            self.flops += known.flops
+            return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=_META)
+        result, flops = _computed(func, args, kwargs)
+        self.flops += flops
+        if result.is_meta:  # what is made of tensors from outside has values
+            _results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 
     def label_of(self, tensor: Tensor) -> str | None:
@@ -150,6 +159,48 @@ def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, bias: Any = None
     """[R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]. On the meta device torch's own knows bf16 only."""
     groups = () if right.dim() == 3 else offs.shape
     return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
+
+
+class _Result(NamedTuple):
+    """What an operation returns for arguments of certain shapes. torch's own rules for that are slow Python."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    flops: int
+
+
+# By function and arguments, on which alone a result depends: for every plan of this process.
+_results: dict[Any, _Result] = {}
+
+
+def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """The result of an operation on meta tensors, and its FLOPs."""
+    if func is torch.ops.aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs), grouped_flops(*(one.shape for one in args[:2]))
+    result = func(*args, **kwargs)
+    return result, operation_flops(func, args, kwargs, result)
+
+
+def _described(argument: Any) -> Any:
+    """All that the result of an operation on meta tensors depends on, as a key."""
+    kind = type(argument)
+    if kind is Tensor or isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if kind is tuple or kind is list:
+        return tuple(map(_described, argument))
+    return kind, argument  # 1, 1.0 and True are equal, and promote differently
+
+
+@functools.cache
+def _makes_a_tensor(func: Any) -> bool:
+    """Whether an operation returns one tensor with a storage of its own, and writes to none."""
+    returns, arguments = func._schema.returns, func._schema.arguments
+    if func is torch.ops.aten._unsafe_view.default:  # a view, and its schema does not say so
+        return False
+    if [str(one.type) for one in returns] != ["Tensor"]:
+        return False
+    return not any(one.alias_info is not None for one in (*returns, *arguments))
 
 
 def _bytes(argument: Any) -> int:

@@ -54,14 +54,15 @@ def vocabulary(run: Run) -> int:
     return derived.padded_vocab_size(run.model.vocab_size, run)
 
 
-def make_plan(run: Run, world_size: int, machine: Machine) -> dict[str, Any]:
+def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
     """Everything that is known of a layout, as plain data (bytes, unless a key says otherwise).
 
     Args:
         run: has passed the rules for `world_size` ranks.
+        known: see `trace_ranks`.
     """
     size = vocabulary(run)
-    traces = trace_ranks(run, world_size, size, device=machine.device, imbalance=machine.imbalance)
+    traces = trace_ranks(run, world_size, size, device=machine.device, imbalance=machine.imbalance, known=known)
     whole: dict[str, int] = {}
     for trace in traces:
         whole |= trace.whole
@@ -110,8 +111,15 @@ def _rank(run: Run, trace: RankTrace, world_size: int, machine: Machine) -> dict
     }
 
 
-def peak_gib(run: Run, world_size: int, machine: Machine, imbalance: float | None = None) -> float:
-    """The most that any rank holds, from the stages that can be the largest: the first two and the last."""
+def peak_gib(
+    run: Run,
+    world_size: int,
+    machine: Machine,
+    known: dict[Any, RankTrace],
+    imbalance: float | None = None,
+) -> float:
+    """The most that any rank holds, from the stages that can be the largest: the first two and the last. `known`: see
+    `trace_ranks`."""
     stages = run.parallel.pipeline_model_parallel_size
     traces = trace_ranks(
         run,
@@ -120,6 +128,7 @@ def peak_gib(run: Run, world_size: int, machine: Machine, imbalance: float | Non
         device=machine.device,
         imbalance=machine.imbalance if imbalance is None else imbalance,
         stages=sorted({0, min(1, stages - 1), stages - 1}),
+        known=known,
     )
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 

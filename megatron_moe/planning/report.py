@@ -10,9 +10,13 @@ _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 def text_report(plan: dict[str, Any]) -> str:
-    """All of it, for a terminal 120 wide."""
-    blocks = [_head(plan), _memory(plan), _choices(plan), _traffic(plan), _speed(plan), _alternatives(plan)]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    """The layout itself, for a terminal 120 wide."""
+    return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), _speed(plan))) + "\n"
+
+
+def comparison_report(plan: dict[str, Any]) -> str:
+    """What else it could be: other recomputation, other routing, layouts nearby. Empty where nothing was compared."""
+    return "".join(f"\n{block}\n" for block in (_choices(plan), _alternatives(plan)) if block)
 
 
 def _head(plan: dict[str, Any]) -> str:
@@ -63,8 +67,6 @@ def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _choices(plan: dict[str, Any]) -> str:
-    if "recomputation" not in plan:
-        return ""
     rows = [["recomputation", "largest rank, GiB"]]
     rows += [[kind, f"{gib:,.2f}"] for kind, gib in plan["recomputation"].items()]
     rows += [[f"imbalance {imbalance}", f"{gib:,.2f}"] for imbalance, gib in plan["imbalances"].items()]
@@ -97,7 +99,7 @@ def _speed(plan: dict[str, Any]) -> str:
 
 
 def _alternatives(plan: dict[str, Any]) -> str:
-    if not plan.get("alternatives"):
+    if not plan["alternatives"]:
         return ""
     rows = [["nearest legal layouts, best first", "largest rank, GiB", "fits", "relative time"]]
     for row in plan["alternatives"]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from megatron_moe.planning.live_bytes import storage_bytes
 from megatron_moe.planning.paper import Collective, Paper, on_paper
 from megatron_moe.platform.loss_scale import without_loss_scale
 
+_logger = logging.getLogger(__name__)
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -91,8 +95,9 @@ def trace_ranks(
     device: str,
     imbalance: float,
     stages: Sequence[int] | None = None,
+    known: dict[Any, RankTrace] | None = None,
 ) -> list[RankTrace]:
-    """One trace per pipeline stage.
+    """One trace per pipeline stage. Stages that are alike are built and run once.
 
     Args:
         run: has passed the rules for `world_size` ranks.
@@ -100,10 +105,74 @@ def trace_ranks(
         device: "cuda" or "cpu", what the job runs on.
         imbalance: rows that a rank's experts get, over the mean.
         stages: those to trace; None: all.
+        known: traces that were made before, for runs of the same job that are the same or differ in a flag; what is
+            made here is added.
     """
-    seen: dict[Any, ChunkTrace] = {}
-    wanted = range(run.parallel.pipeline_model_parallel_size) if stages is None else stages
-    return [_trace_stage(run, world_size, vocabulary, stage, device, imbalance, seen) for stage in wanted]
+    known = {} if known is None else known
+    traces = []
+    last = run.parallel.pipeline_model_parallel_size - 1
+    for stage in range(last + 1) if stages is None else stages:
+        key = (run, world_size, vocabulary, device, imbalance, _kind(run, stage))
+        if key not in known:
+            _logger.info("tracing stage %d of %d", stage + 1, last + 1)
+            known[key] = _trace_stage(run, world_size, vocabulary, stage, device, imbalance)
+        traces.append(_as_stage(known[key], stage, _layers(run, stage)))
+    return traces
+
+
+def _layers(run: Run, stage: int) -> list[list[int]]:
+    """Global numbers of the layers of each of a stage's chunks, from 0."""
+    counts, chunks = derived.pipeline_layer_counts(run), derived.virtual_pipeline_size(run) or 1
+    if chunks == 1:
+        return [list(range(sum(counts[:stage]), sum(counts[: stage + 1])))]
+    size = counts[stage] // chunks
+    firsts = [(chunk * len(counts) + stage) * size for chunk in range(chunks)]
+    return [list(range(first, first + size)) for first in firsts]
+
+
+def _kind(run: Run, stage: int) -> Any:
+    """What a stage's trace depends on but for the numbers of its ranks and layers: which layers have experts, and which
+    ends of the model it has. Modules that are kept in fp32 may be named by their layer, so then none is like another.
+    """
+    if run.precision.keep_fp32 is not None:
+        return stage
+    pattern = derived.moe_layer_pattern(run) if run.moe.num_experts is not None else [0] * run.model.num_layers
+    kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
+    return stage == 0, stage == run.parallel.pipeline_model_parallel_size - 1, kinds
+
+
+def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
+    """The trace of a stage as that of another that is like it: other ranks, other layers, the same of all else.
+
+    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, moved.
+    """
+    if stage == trace.stage:
+        return trace
+    by = (stage - trace.stage) * len(trace.ranks)
+    numbers = dict(zip(trace.layers, itertools.chain(*layers)))
+
+    def moved(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank + by for rank in ranks)
+
+    def all_moved(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        return tuple(replace(call, ranks=moved(call.ranks)) for call in calls)
+
+    def renamed(name: str) -> str:
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
+
+    return replace(
+        trace,
+        stage=stage,
+        ranks=range(trace.ranks.start + by, trace.ranks.stop + by),
+        layers=tuple(numbers.values()),
+        whole={renamed(name): size for name, size in trace.whole.items()},
+        groups={name: moved(ranks) for name, ranks in trace.groups.items()},
+        buffers=tuple(replace(buffer, ranks=moved(buffer.ranks)) for buffer in trace.buffers),
+        chunks=tuple(
+            replace(chunk, forward=all_moved(chunk.forward), backward=all_moved(chunk.backward))
+            for chunk in trace.chunks
+        ),
+    )
 
 
 def _trace_stage(
@@ -113,7 +182,6 @@ def _trace_stage(
     stage: int,
     device: str,
     imbalance: float,
-    seen: dict[Any, ChunkTrace],
 ) -> RankTrace:
     per_stage = world_size // run.parallel.pipeline_model_parallel_size
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
@@ -125,13 +193,15 @@ def _trace_stage(
         bare = [_bare(chunk) for chunk in chunks]
         for chunk in bare:
             _foretell_routing(run, chunk, paper, imbalance)
-        traces = []
+        traces: dict[Any, ChunkTrace] = {}
+        keys = []
         for chunk, inner in zip(chunks, bare):
             key = (inner.pre_process, inner.post_process, *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()))
-            if key not in seen:
-                _trace_chunk(run, paper, chunk, inner)  # the first pass also fills caches: rotary tables
-                seen[key] = _trace_chunk(run, paper, chunk, inner)
-            traces.append(seen[key])
+            keys.append(key)
+            if key not in traces:
+                # What a first pass allocates stays: rotary tables, sums of auxiliary losses.
+                _trace_chunk(run, paper, chunk, inner)
+                traces[key] = _trace_chunk(run, paper, chunk, inner)
         tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
         whole: dict[str, int] = {}
         for chunk in bare:
@@ -152,7 +222,7 @@ def _trace_stage(
             groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
             weights=storage_bytes(parameters),
             buffers=tuple(_buffers(chunks)),
-            chunks=tuple(traces),
+            chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         kernel,
         local_rank,
         max_memory_bytes,
+        on_cpu,
         synchronize,
     )
 
@@ -44,6 +45,7 @@ __all__ = [
     "kernel",
     "local_rank",
     "max_memory_bytes",
+    "on_cpu",
     "synchronize",
 ]
 

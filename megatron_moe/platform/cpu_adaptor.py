@@ -221,7 +221,7 @@ def _adjust_layers(module: ModuleType) -> None:
     @functools.wraps(stock)  # with its attributes: it looks one of them up under its own name
     def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
         communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
-        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input.dtype):
+        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input):
             return stock(input, weight, bias, *args, **options)
         return half_products.linear(input, weight)
 

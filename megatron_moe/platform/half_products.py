@@ -3,6 +3,8 @@
 There, torch's half-precision product is emulated and two to ten times as slow as the fp32 one. Casting the operands,
 multiplying in fp32 and rounding the result once gives the same numbers to fp32 rounding (a half-precision product adds
 in fp32 anyhow), and the casts are cheap next to the product. Tensors kept for the backward pass stay in half precision.
+
+The processor's instructions decide, unless MEGATRON_MOE_CPU_HALF_PRODUCTS does (`switches.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.platform import hardware, switches
 from megatron_moe.platform.autocast import unaffected_by_autocast
 
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
@@ -22,13 +25,19 @@ _INSTRUCTIONS = {
 }
 
 
-@functools.cache
-def multiply_in_fp32(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are better computed in fp32 on this machine's processor."""
-    if dtype not in _INSTRUCTIONS:
+def multiply_in_fp32(operand: Tensor) -> bool:
+    """Return whether products with this tensor are computed in fp32: it is in half precision and a CPU multiplies it,
+    or one that is imagined, and MEGATRON_MOE_CPU_HALF_PRODUCTS is fp32 or leaves it to a processor that cannot."""
+    if operand.dtype not in _INSTRUCTIONS or not hardware.on_cpu(operand):
         return False
+    way = switches.half_products()
+    return way == "fp32" or (way == "auto" and not _has_instructions(operand.dtype))
+
+
+@functools.cache
+def _has_instructions(dtype: torch.dtype) -> bool:
     capabilities = torch.cpu.get_capabilities()
-    return not any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
+    return any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
 
 
 class _Linear(torch.autograd.Function):
@@ -52,6 +61,6 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T, [..., in] and [out, in] -> [..., out] in x's dtype, by the faster way where x is."""
-    if x.device.type == "cpu" and multiply_in_fp32(x.dtype):
+    if multiply_in_fp32(x):
         return _Linear.apply(x, weight)
     return torch.nn.functional.linear(x, weight)

@@ -64,6 +64,12 @@ def has_cuda() -> bool:
     return torch.cuda.is_available() if imagined is None else imagined.kind == "cuda"
 
 
+def on_cpu(tensor: torch.Tensor) -> bool:
+    """True where a CPU works on this tensor: it is in a CPU's memory, or on the meta device and no CUDA device is
+    there or imagined."""
+    return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
+
+
 def local_rank() -> int:
     """This process's number on its machine: torchrun's LOCAL_RANK, 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))

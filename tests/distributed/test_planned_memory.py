@@ -1,4 +1,8 @@
-"""The planner's bytes are those of a real step: weights, gradients and optimizer exactly, the peak closely."""
+"""The planner's bytes are those of a real step: weights, gradients and optimizer exactly, the peak closely.
+
+A CPU multiplies half precision natively or by way of fp32 copies, which its processor decides elsewhere; here every
+layout is planned and run in both ways, on any processor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.planning.memory import rank_memory
 from megatron_moe.planning.tracing import trace_ranks
+from megatron_moe.platform import switches
 from tests.distributed.measured_memory import measured
 
 MLA = {
@@ -46,15 +51,20 @@ LAYOUTS = {
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
 }
+# Where nothing is in half precision, the ways are one.
+CASES = [
+    (layout, way) for way in ("native", "fp32") for layout in LAYOUTS if (layout, way) != ("one rank, fp32", "fp32")
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_holds_what_a_step_holds(layout, gloo):
+@pytest.mark.parametrize(("layout", "half_products"), CASES)
+def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
+    monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
     world_size, changes = LAYOUTS[layout]
     flat = {**MLA, **changes} if changes is not GQA else GQA
     run = build(flat)
     traces = trace_ranks(run, world_size, derived.padded_vocab_size(1000, run), device="cpu", imbalance=1.0)
-    for rank, found in enumerate(gloo.run(world_size, measured, flat=flat)):
+    for rank, found in enumerate(gloo.run(world_size, measured, flat=flat, half_products=half_products)):
         plan = rank_memory(run, next(trace for trace in traces if rank in trace.ranks), world_size)
         assert (plan.weights, plan.gradients) == (found["weights"], found["gradients"])
         # The distributed optimizer's share of the padding is planned, and not there on every rank.

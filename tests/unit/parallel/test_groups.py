@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from datetime import timedelta
 
@@ -9,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
@@ -71,3 +74,12 @@ def test_a_seed_repeats_every_stream_and_another_changes_them():
 def test_a_large_seed_is_fine():
     groups.initialize(Run())
     seed_everything(replace(Run(), seed=2**32 + 5))
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 4, 1, 3], [1, 8, 2, 2, 1], [2, 2, 2, 2, 2]])
+def test_an_imagined_rank_is_in_the_groups_that_the_engine_gives_it(sizes):
+    world_size = math.prod(sizes)
+    for mask in itertools.product((False, True), repeat=len(sizes)):
+        every = parallel_state.generate_masked_orthogonal_rank_groups(world_size, sizes, mask)
+        for rank in range(world_size):
+            assert groups._own_group(rank, world_size, sizes, mask) == [group for group in every if rank in group]

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from megatron_moe.planning import tracing
 from megatron_moe.planning.alternatives import legal, nearest_legal, neighbours
 from megatron_moe.planning.memory import bubble_share, schedule
 from megatron_moe.planning.plan import Machine, make_plan
@@ -41,6 +42,58 @@ def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, chang
     whole = {name: size for trace in traces for name, size in trace.whole.items()}
     assert sum(whole.values()) == derived.parameter_count(run, vocabulary)
     assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (
+            16,
+            {
+                **TP2,
+                "num_layers": 5,
+                "context_parallel_size": 2,
+                "pipeline_model_parallel_size": 4,
+                "decoder_first_pipeline_num_layers": 2,
+                "moe_layer_freq": 1,
+            },
+        ),
+        (
+            8,
+            {
+                "num_layers": 8,
+                "moe_layer_freq": "[0]+[1]*7",
+                "pipeline_model_parallel_size": 4,
+                "expert_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+            },
+        ),
+        (
+            4,
+            {
+                "num_layers": 4,
+                "moe_layer_freq": 1,
+                "pipeline_model_parallel_size": 4,
+                "keep_fp32": ("decoder.layers.2",),
+            },
+        ),
+    ],
+)
+def test_a_stage_taken_from_one_like_it_is_the_stage_that_would_be_built(world_size, changes):
+    run, vocabulary, together = traced(world_size, **changes)
+    for stage, trace in enumerate(together):
+        (alone,) = trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0, stages=[stage])
+        assert trace == alone
+
+
+def test_a_traced_stage_is_not_traced_again(monkeypatch):
+    run, vocabulary, traces = traced(8, **TP2, num_layers=4, moe_layer_freq=1, pipeline_model_parallel_size=4)
+    known = {}
+    options = {"device": "cuda", "imbalance": 1.0, "known": known}
+    assert trace_ranks(run, 8, vocabulary, **options) == traces
+    assert len(known) == 3  # first, last, and the two between
+    monkeypatch.setattr(tracing, "build_model", None)
+    assert trace_ranks(run, 8, vocabulary, **options) == traces
 
 
 def test_experts_are_counted_apart_and_shared_by_expert_ranks():

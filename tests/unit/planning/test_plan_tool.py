@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from megatron_moe.planning import cli
+
+ROOT = Path(__file__).resolve().parents[3]
 
 TINY = "--preset tiny --vocab-size 1000 --bf16 --use-distributed-optimizer"
 
@@ -58,3 +64,38 @@ def test_a_plan_wants_the_vocabulary_and_no_data_or_length(capsys):
     assert cli.main("--preset tiny --world-size 2 --alternatives 0".split()) == 2
     assert "--vocab-size" in capsys.readouterr().err
     assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --train-iters none".split()) == 0
+
+
+def v3_example(page):
+    """The command for DeepSeek-V3 on a page, and the lines that the page says it prints."""
+    pattern = r"```\npython tools/plan.py (--preset deepseek-v3 .*?)```\n\n```text\n(.*?)```"
+    command, printed = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL).groups()
+    return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
+
+
+def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
+    words, in_readme = v3_example("README.md")
+    same_words, in_docs = v3_example("docs/planning.md")
+    assert words == same_words
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"largest rank .* GiB of 80: fits", line) for line in in_readme)
+    assert [line for line in (*in_readme, *in_docs) if line not in out] == []
+
+
+def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(monkeypatch, capsys):
+    seen = []
+
+    def ranked(*_):
+        seen.extend(capsys.readouterr())
+        return []
+
+    monkeypatch.setattr(cli, "ranked", ranked)
+    assert cli.main(f"{TINY} --world-size 4 --pipeline-model-parallel-size 4".split()) == 0
+    out, err = seen
+    for words in ("of 80: fits", "sent by a rank per step", "pipeline bubble"):
+        assert words in out
+    assert "largest rank, GiB" not in out
+    assert "stage 1 of 4" in err
+    assert "largest rank, GiB" in capsys.readouterr().out
+    assert logging.getLogger("megatron_moe.planning").handlers == []

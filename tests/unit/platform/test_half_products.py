@@ -1,27 +1,25 @@
-"""Half-precision products by way of fp32: the same numbers, chosen by what the processor can do."""
+"""Half-precision products, native or by way of fp32: the same numbers; one switch, or the processor, decides."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe.moe.grouped_gemm import grouped_linear
-from megatron_moe.platform import half_products
+from megatron_moe.platform import half_products, hardware, switches
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=[False, True], ids=["native", "through fp32"])
-def through_fp32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    chosen: bool = request.param
-
-    def choose(dtype: torch.dtype) -> bool:
-        return chosen and dtype in HALVES
-
-    monkeypatch.setattr(half_products, "multiply_in_fp32", choose)
-    monkeypatch.setattr("megatron_moe.moe.grouped_gemm.multiply_in_fp32", choose)
-    return chosen
+@pytest.fixture(params=["native", "fp32"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(switches.HALF_PRODUCTS, request.param)
+    return request.param
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: int) -> None:
@@ -31,7 +29,7 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, terms: int) -
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_linear_layer_and_its_gradients_are_rounded_once(through_fp32: bool, dtype: torch.dtype) -> None:
+def test_a_linear_layer_and_its_gradients_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 8, 32, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(24, 32, generator=generator).to(dtype).requires_grad_()
@@ -46,7 +44,7 @@ def test_a_linear_layer_and_its_gradients_are_rounded_once(through_fp32: bool, d
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_grouped_products_are_rounded_once(through_fp32: bool, dtype: torch.dtype) -> None:
+def test_grouped_products_are_rounded_once(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(8, 16, generator=generator).to(dtype).requires_grad_()
     weights = torch.randn(2, 24, 16, generator=generator).to(dtype).requires_grad_()
@@ -57,35 +55,61 @@ def test_grouped_products_are_rounded_once(through_fp32: bool, dtype: torch.dtyp
     assert_rounded_once(weights.grad[0], rows[:5].detach().double().sum(0).expand(24, -1), 5)
 
 
-def test_fp32_products_are_torchs_own() -> None:
-    assert not half_products.multiply_in_fp32(torch.float32)
-    x, weight = torch.randn(4, 8), torch.randn(6, 8)
-    assert torch.equal(half_products.linear(x, weight), torch.nn.functional.linear(x, weight))
+class _Products(TorchDispatchMode):
+    """Notes the dtypes of the operands of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten._grouped_mm):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
-def test_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    undecided = half_products.multiply_in_fp32.__wrapped__
+def engine_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return layers.linear_with_grad_accumulation_and_async_allreduce(
+        input=x,
+        weight=weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+    )
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return grouped_linear("grouped_mm")(x, weight[None], torch.tensor([8], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("product", [half_products.linear, engine_linear, grouped])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_the_switch_decides_what_is_multiplied_forward_and_backward(
+    way: str, product: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    x, weight = (torch.ones(8, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    with _Products() as products:
+        product(x, weight).sum().backward()
+    assert products.dtypes == {torch.float32 if way == "fp32" else dtype}
+
+
+def test_a_device_on_paper_multiplies_as_such_a_device_does(way: str) -> None:
+    operand = torch.empty(2, dtype=torch.bfloat16, device="meta")
+    for kind, wide in (("cuda", False), ("cpu", way == "fp32")):
+        with hardware.imagining(kind, {}):
+            assert half_products.multiply_in_fp32(operand) == wide
+
+
+def test_by_itself_the_processors_instructions_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(switches.HALF_PRODUCTS, raising=False)
+    monkeypatch.setattr(half_products, "_has_instructions", half_products._has_instructions.__wrapped__)
     for capabilities, bf16, fp16 in (
         ({"avx512_f": True}, True, True),
         ({"avx512_bf16": True}, False, True),
         ({"amx_bf16": True, "amx_fp16": True}, False, False),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        assert (undecided(torch.bfloat16), undecided(torch.float16)) == (bf16, fp16)
-
-
-def test_the_engines_linear_layers_take_the_faster_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(half_products, "multiply_in_fp32", lambda dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(half_products, "linear", lambda x, w: calls.append(x.dtype) or x @ w.T)
-    x, weight = torch.randn(4, 8), torch.randn(6, 8)
-    for dtype in (torch.float32, torch.bfloat16):
-        layers.linear_with_grad_accumulation_and_async_allreduce(
-            input=x.to(dtype),
-            weight=weight.to(dtype),
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-        )
-    assert calls == [torch.bfloat16]
+        wide = [half_products.multiply_in_fp32(torch.empty(1, dtype=dtype)) for dtype in HALVES]
+        assert wide == [bf16, fp16]
+        assert not half_products.multiply_in_fp32(torch.empty(1))
