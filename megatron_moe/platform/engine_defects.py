@@ -96,7 +96,7 @@ RUNNING_DEFECTS = (
         experts,
         "overridden",
         "our router has a gate of its own",
-        (("megatron_moe/moe/router.py", "class _GateProduct"),),
+        (("megatron_moe/moe/gate_product.py", "class _GateProduct"),),
         fixed_in=NEWEST,
     ),
     Defect(

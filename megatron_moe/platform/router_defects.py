@@ -116,7 +116,7 @@ ROUTER_DEFECTS = (
         lambda run, _: bool(auxiliary_losses(run)) and run.moe.moe_router_score_function == "sigmoid" and half(run),
         "overridden",
         "logits and scores are fp32 or fp64",
-        (("megatron_moe/moe/router.py", "class _GateProduct"),),
+        (("megatron_moe/moe/gate_product.py", "class _GateProduct"),),
         fixed_in=(0, 17, 1),
     ),
     Defect(
