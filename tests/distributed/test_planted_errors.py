@@ -176,7 +176,7 @@ PLANTS = {
         spared=("loss",),
     ),
     "the router's product is in the model's dtype": Plant(
-        "moe/router.py",
+        "moe/gate_product.py",
         "return F.linear(hidden.to(dtype), weight.to(dtype))",
         "return F.linear(hidden, weight).to(dtype)",
         "--layouts bf16-against-fp32 dp2-ep2+demo",

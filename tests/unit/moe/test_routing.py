@@ -33,7 +33,7 @@ def test_an_expert_outside_the_best_groups_is_never_chosen_however_low_the_other
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     bias = torch.randn(8, generator=torch.Generator().manual_seed(1)) / 4 + shift
     decision = decide(logits, bias, **GROUPED)
-    routing = reference.Routing(2, "sigmoid", num_groups=4, group_topk=2)
+    routing = reference.Routing(2, "sigmoid", num_groups=4, group_topk=2, group_score="megatron")
     for token, ids, probs in zip(logits, decision.expert_ids, decision.probs):
         chosen, weights = reference.route_one(token, bias, routing)
         assert ids.tolist() == chosen
