@@ -38,7 +38,7 @@ def refusals(wrap: bool) -> dict[str, str]:
             try:
                 save(module)
                 told[f"{name}: {way}"] = "saved"
-            except Exception as error:
+            except (TypeError, AttributeError) as error:
                 told[f"{name}: {way}"] = str(error)
     return told
 
