@@ -153,13 +153,7 @@ def measure(request: Request) -> dict[str, Any]:
             steps.append(_told(result, probe, run.precision.fp16))
             if probe.gradients:
                 tensors[f"gradient, step {step}"] = probe.gradients
-        with gathered_parameters(chunks):
-            last = _weights(chunks)
-        if derived.params_dtype_name(run) == "float32":
-            tensors[f"weight after step {request.steps}"] = last
-        else:
-            tensors[f"weight after step {request.steps}"] = of_masters(chunks, optimizer, lambda master: master)
-            tensors[f"rounded weight after step {request.steps}"] = last
+        tensors |= _last_weights(run, chunks, optimizer, f"weight after step {request.steps}")
         place = asdict(groups.rank_facts())
         return {"place": place, "steps": steps, "tensors": tensors, "picked": samples.picked}
     finally:
@@ -168,6 +162,17 @@ def measure(request: Request) -> dict[str, Any]:
         for chunk in chunks:
             vars(chunk).clear()
         groups.destroy()
+
+
+def _last_weights(
+    run: Run, chunks: Sequence[torch.nn.Module], optimizer: Any, quantity: str
+) -> dict[str, dict[str, Any]]:
+    """What the steps have come to: the optimizer's weights, and the model's own where they are not fp32."""
+    with gathered_parameters(chunks):
+        last = _weights(chunks)
+    if derived.params_dtype_name(run) == "float32":
+        return {quantity: last}
+    return {quantity: of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
 
 
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
