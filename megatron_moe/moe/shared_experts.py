@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.declared import mixes_dtypes
 
 
@@ -46,7 +47,12 @@ class SharedExperts(CopiesShareGroups, MLP):
                 config.init_method(self.gate_weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H], same dtype."""
+        """[S, B, H] -> [S, B, H], same dtype. A surrounding autocast changes nothing, also where the layer recomputes
+        this module alone, in a backward pass under one."""
+        with without_autocast(hidden.device.type):
+            return self._gated(hidden)
+
+    def _gated(self, hidden: Tensor) -> Tensor:
         output, bias = super().forward(hidden)
         if bias is not None:
             output = output + bias

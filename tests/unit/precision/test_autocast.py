@@ -142,11 +142,15 @@ def layer_pass(
     return [output.detach(), own.grad, *(parameter.grad for parameter in built.parameters())]
 
 
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+RECOMPUTED = [
+    {"recompute_granularity": "selective", "recompute_modules": (m,)} for m in ("moe", "shared_experts", "moe_act")
+]
 
 
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "changes", [{}, *RECOMPUTED], ids=["kept", "recomputed", "shared recomputed", "act recomputed"]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_layer_has_the_same_bits_under_autocast(
     place: str, changes: dict[str, Any], params: torch.dtype, one_process: None
