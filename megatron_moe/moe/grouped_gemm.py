@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.platform.half_products import multiply_in_fp32
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -19,7 +20,8 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     # unbind, not weights[e]: indexing would make the backward write a zero-filled stack for every expert.
-    outputs = [F.linear(rows[a:b], w) for a, b, w in zip(starts, ends, weights.unbind(0))]
+    # A gate's product in the rows' dtype is F.linear with a backward pass that follows no autocast.
+    outputs = [gate_product(rows[a:b], w, rows.dtype) for a, b, w in zip(starts, ends, weights.unbind(0))]
     return torch.cat(outputs)
 
 

@@ -149,7 +149,9 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "changes", [{}, *RECOMPUTED], ids=["kept", "recomputed", "shared recomputed", "act recomputed"]
+    "changes",
+    [{}, *RECOMPUTED, {"moe_expert_backend": "loop"}],
+    ids=["kept", "recomputed", "shared recomputed", "act recomputed", "loop"],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_a_layer_has_the_same_bits_under_autocast(
