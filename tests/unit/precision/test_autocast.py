@@ -16,6 +16,7 @@ from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
 from megatron_moe.moe.activation import weighted_swiglu
 from megatron_moe.moe.gate_product import gate_product
 from megatron_moe.platform.autocast import without_autocast
+from megatron_moe.precision.contract import PrecisionError
 from tests.unit.moe.test_router import config
 
 HIDDEN = PRESETS["tiny"]["hidden_size"]
@@ -232,3 +233,15 @@ def test_the_shared_experts_gate_is_as_wide_as_an_fp64_model(one_process: None) 
     wanted = shared(hidden) * torch.sigmoid(hidden @ weight.T)
     assert gated.dtype == torch.float64
     torch.testing.assert_close(gated, wanted, rtol=1e-14, atol=1e-14)
+
+
+def test_a_model_called_under_autocast_outside_a_run_says_so(one_process: None) -> None:
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+
+    run = build({**PRESETS["tiny"], "mock_data": True, "vocab_size": 100})
+    (model,) = build_model(run, groups.initialize(run), 128, wrap=False)
+    tokens = torch.zeros(1, run.model.seq_length, dtype=torch.int64)
+    model(tokens, tokens, None, labels=tokens)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PrecisionError, match=r"torch\.autocast is on"):
+        model(tokens, tokens, None, labels=tokens)
