@@ -96,7 +96,7 @@ RUNNING_DEFECTS = (
         experts,
         "overridden",
         "our router has a gate of its own",
-        (("megatron_moe/moe/gate_product.py", "class _GateProduct"),),
+        (("megatron_moe/moe/grouped_gemm.py", "class _GateProduct"),),
         fixed_in=NEWEST,
     ),
     Defect(
@@ -152,7 +152,7 @@ RUNNING_DEFECTS = (
         distributed_and_resumable,
         "overridden",
         "another format is asked for",
-        (("megatron_moe/checkpoint/optimizer_state.py", "fully_reshardable"),),
+        (("megatron_moe/checkpoint/optimizer.py", "fully_reshardable"),),
     ),
     Defect(
         "S18",
@@ -215,7 +215,7 @@ RUNNING_DEFECTS = (
         lambda run, _: run.checkpoint.load is not None,
         "overridden",
         "every file has a SHA-256 in a manifest, and is hashed before any weight is used",
-        (("megatron_moe/checkpoint/verify.py", "checked_content"),),
+        (("megatron_moe/checkpoint/load.py", "checked_content"),),
     ),
     Defect(
         "S25",
@@ -315,6 +315,6 @@ FOUND_DEFECTS = (
         ),
         "overridden",
         "their logits are the least there is",
-        (("megatron_moe/model/loss_head.py", "class OutputLayer"),),
+        (("megatron_moe/model/loss.py", "class OutputLayer"),),
     ),
 )

@@ -45,7 +45,7 @@ ROUTER_DEFECTS = (
         lambda run, _: half(run) and "global_aux_loss" in auxiliary_losses(run),
         "overridden",
         "its counts are int64 and no buffers",
-        (("megatron_moe/moe/aux_losses.py", "_counted"),),
+        (("megatron_moe/moe/load_balance.py", "_counted"),),
     ),
     Defect(
         "E4",
@@ -82,7 +82,7 @@ ROUTER_DEFECTS = (
         scaled_losses,
         "overridden",
         "each token of the global batch weighs the same",
-        (("megatron_moe/moe/aux_losses.py", "class GlobalBatch"),),
+        (("megatron_moe/moe/load_balance.py", "class GlobalBatch"),),
         fixed_in=(0, 19, 0),
     ),
     Defect(
@@ -96,7 +96,7 @@ ROUTER_DEFECTS = (
         ),
         "overridden",
         "each token of the global batch weighs the same",
-        (("megatron_moe/moe/aux_losses.py", "class GlobalBatch"),),
+        (("megatron_moe/moe/load_balance.py", "class GlobalBatch"),),
         fixed_in=(0, 19, 0),
     ),
     Defect(
@@ -116,7 +116,7 @@ ROUTER_DEFECTS = (
         lambda run, _: bool(auxiliary_losses(run)) and run.moe.moe_router_score_function == "sigmoid" and half(run),
         "overridden",
         "logits and scores are fp32 or fp64",
-        (("megatron_moe/moe/gate_product.py", "class _GateProduct"),),
+        (("megatron_moe/moe/grouped_gemm.py", "class _GateProduct"),),
         fixed_in=(0, 17, 1),
     ),
     Defect(
@@ -174,7 +174,7 @@ ROUTER_DEFECTS = (
         distributed_and_resumable,
         "overridden",
         "optimizer state is saved per parameter, without buckets' padding",
-        (("megatron_moe/checkpoint/optimizer_state.py", "_compact_buckets"),),
+        (("megatron_moe/checkpoint/optimizer.py", "_compact_buckets"),),
     ),
     Defect(
         "E17",
@@ -183,7 +183,7 @@ ROUTER_DEFECTS = (
         callers_only,
         "not used",
         "no flag makes such groups, and the rates come from the flags of the present run",
-        (("megatron_moe/checkpoint/optimizer_state.py", "max_lr"),),
+        (("megatron_moe/checkpoint/optimizer.py", "max_lr"),),
         fixed_in=(0, 19, 0),
     ),
     Defect(
@@ -274,7 +274,7 @@ ROUTER_DEFECTS = (
         lambda run, _: experts(run, _) and "sinkhorn" in run.moe.moe_router_load_balancing_type,
         "overridden",
         "in fp64, relative to each token's largest logit",
-        (("megatron_moe/moe/sinkhorn.py", "def balanced_scores"),),
+        (("megatron_moe/moe/routing.py", "def balanced_scores"),),
     ),
     Defect(
         "N8",
