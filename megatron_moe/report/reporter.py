@@ -1,4 +1,4 @@
-"""The one object that training tells what happened; it passes every event on to the sinks that the flags ask for."""
+"""The object that training reports to; it passes every event on to the sinks that the flags ask for."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_moe.report.summary import SummarySink, Totals
 
 
 class Reporter:
-    """Tells a person and the files of --metrics-file, --tensorboard-dir, --plot-file and --summary-file about a run.
+    """Passes the events of a run to the console and to the files of --metrics-file, --tensorboard-dir, --plot-file and
+    --summary-file.
 
-    Every method does nothing on a rank that is not the writer. Exactly one rank is: the one that has the loss, the
-    first of the last pipeline stage.
+    Every method does nothing on a rank that is not the writer; `pretrain` makes rank 0 the writer.
 
     Args:
         is_writer: this rank writes.
         start_iteration: iterations that the loaded checkpoint had done; 0 for a fresh run. What older files say about
             later iterations, of an incarnation that was killed, is taken back.
         stream: where log lines go; default standard output.
-        also: told of everything too, where this rank is the writer.
+        also: further sinks; they get every event first, where this rank is the writer.
 
     Raises:
         ConfigError: a path cannot be written, holds something else, or needs a package that is missing.
@@ -111,12 +111,12 @@ class Reporter:
             sink.evaluation(record)
 
     def message(self, text: str) -> None:
-        """Tell the person who watches one thing, without disturbing the progress line."""
+        """Show one line to the person who watches, without disturbing the progress line."""
         for sink in self._sinks:
             sink.message(text)
 
     def flush(self) -> None:
-        """Put what was told so far on the disk. Before a step is published."""
+        """Put what was reported so far on the disk, before a checkpoint is published."""
         for sink in self._sinks:
             sink.flush()
 

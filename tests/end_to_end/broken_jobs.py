@@ -225,7 +225,7 @@ def _install(fault: dict[str, Any]) -> None:
     begin = faults.FaultWatch.begin
 
     def counted(self: Any) -> None:
-        now["iteration"] = self._job.progress.iteration + 1
+        now["iteration"] = self._trainer.progress.iteration + 1
         begin(self)
 
     faults.FaultWatch.begin = counted  # type: ignore[method-assign]
@@ -242,7 +242,7 @@ def _install(fault: dict[str, Any]) -> None:
         return wrapped
 
     if kind in ("skipped", "wrong shape", "wrong order"):
-        step.sum_over_job = first(step.sum_over_job, lambda *args: _odd_sum(kind, *args))
+        step.sum_over_ranks = first(step.sum_over_ranks, lambda *args: _odd_sum(kind, *args))
     elif phase == "forward":
         step.forward_step = first(step.forward_step)
     elif phase == "backward":
