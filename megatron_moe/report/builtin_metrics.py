@@ -211,7 +211,7 @@ BUILT_IN: tuple[Metric, ...] = (
     ),
     Metric(
         "expert_bias_max",
-        unit="largest |expert_bias|",
+        unit="largest magnitude",
         compute=lambda facts: facts.load.expert_bias_max,
         tensorboard="experts/bias_max",
     ),

@@ -132,6 +132,7 @@ UNPICKLING = {
 LONGEST_FILE = 450
 LONGEST_DOOR = 80
 LONGEST_TOOL = 30
+LONGEST_FUNCTION = 60
 
 
 def sources(*folders: str) -> list[Path]:
@@ -357,6 +358,17 @@ def test_torch_loads_weights_only():
 def test_no_file_is_too_long_to_read(folder):
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(folder)}
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_no_function_is_too_long_to_read():
+    lengths = {
+        f"{name_of(path)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert len(lengths) > 1000
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
 
 
 def test_the_entry_script_is_a_door():
