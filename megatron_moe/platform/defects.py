@@ -47,17 +47,17 @@ class DerivedValues:
 
     @property
     def expert_bias(self) -> bool:
-        """Whether the MoE layers have an expert bias."""
+        """Return whether the MoE layers have an expert bias."""
         return self.run.moe.num_experts is not None and self.run.moe.moe_router_enable_expert_bias
 
     @property
     def groups_or_expert_bias(self) -> bool:
-        """Whether experts are chosen by more than their scores: within groups, or with a bias."""
+        """Return whether experts are chosen by more than their scores: within groups, or with a bias."""
         return self.run.moe.moe_router_num_groups is not None or self.expert_bias
 
     @property
     def auxiliary_loss(self) -> bool:
-        """Whether the router has a load balancing loss of any kind."""
+        """Return whether the router has a load balancing loss of any kind."""
         kinds = {"aux_loss", "seq_aux_loss", "global_aux_loss"}
         return self.run.moe.num_experts is not None and not kinds.isdisjoint(
             self.run.moe.moe_router_load_balancing_type
@@ -65,44 +65,44 @@ class DerivedValues:
 
     @property
     def auxiliary_or_z_loss(self) -> bool:
-        """Whether the router has a loss of its own."""
+        """Return whether the router has a loss of its own."""
         z_loss = self.run.moe.num_experts is not None and bool(self.run.moe.moe_z_loss_coeff)
         return self.auxiliary_loss or z_loss
 
     @property
     def half_precision(self) -> bool:
-        """Whether the model is bf16 or fp16."""
+        """Return whether the model is bf16 or fp16."""
         return self.run.precision.bf16 or self.run.precision.fp16
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the model is fp16 and its loss scale follows the overflows."""
+        """Return whether the model is fp16 and its loss scale follows the overflows."""
         return self.run.precision.fp16 and self.run.precision.loss_scale is None
 
     @property
     def tp_times_cp(self) -> int:
-        """The number of ranks that a sequence is spread over."""
+        """Return the number of ranks that a sequence is spread over."""
         return self.run.parallel.tensor_model_parallel_size * self.run.parallel.context_parallel_size
 
     @property
     def expert_tp_size(self) -> int:
-        """The number of ranks that an expert is split over."""
+        """Return the number of ranks that an expert is split over."""
         return derived.expert_tensor_parallel_size(self.run)
 
     @property
     def interleaved_pipeline(self) -> bool:
-        """Whether a pipeline stage has several chunks of the model."""
+        """Return whether a pipeline stage has several chunks of the model."""
         return derived.virtual_pipeline_size(self.run) is not None
 
     @property
     def padded_vocabulary(self) -> bool:
-        """Whether the embedding is known to have more rows than the vocabulary has tokens."""
+        """Return whether the embedding is known to have more rows than the vocabulary has tokens."""
         size = self.run.model.vocab_size
         return size is not None and derived.padded_vocab_size(size, self.run) != size
 
     @property
     def saves_or_loads(self) -> bool:
-        """Whether the run writes or reads checkpoints."""
+        """Return whether the run writes or reads checkpoints."""
         return self.run.checkpoint.save is not None or self.run.checkpoint.load is not None
 
 
