@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint import writer_lock
-from megatron_moe.checkpoint.writer_lock import LostLockError, acquire
+from megatron_moe.checkpoint import lock as writer_lock
+from megatron_moe.checkpoint.lock import LostLockError, acquire
 from megatron_moe.config.errors import ConfigError
 
 DEAD = """

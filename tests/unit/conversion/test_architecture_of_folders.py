@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe.conversion.architecture import filled_in
+from megatron_moe.hf.architecture import filled_in
 from tests.unit.checkpoint.plain_steps import write_step
 from tests.unit.conversion import tiny_models
 
