@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_moe.checkpoint.load import CheckpointPlan
-from megatron_moe.checkpoint.load import plan as plan_checkpoint
+from megatron_moe.checkpoint.plan import CheckpointPlan
+from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order

@@ -24,7 +24,8 @@ def trained(flags: dict[str, Any]) -> dict[str, Any]:
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
     """Build a model, load a checkpoint into it: per MoE layer the dtypes of bias and counts, and the bias."""
-    from megatron_moe.checkpoint.load import load, plan
+    from megatron_moe.checkpoint.load import load
+    from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import Trained
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.state import routers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import folder, load, manifest
-from megatron_moe.checkpoint.load import plan
+from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from tests.unit.checkpoint import damage
@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
 def found(flags: dict[str, Any], round_seconds: float | None = None) -> tuple[str | None, list[str], list[str]]:
     """Name of the step that these flags load, or the error; the warnings; the lines of progress. On any rank."""
     from megatron_moe.checkpoint import load
-    from megatron_moe.checkpoint.load import plan
+    from megatron_moe.checkpoint.plan import plan
 
     if round_seconds is not None:
         load.ROUND_SECONDS = round_seconds
