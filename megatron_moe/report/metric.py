@@ -16,7 +16,7 @@ class MetricError(Exception):
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a step. Everything that the log, the files and the plot know about it stands here.
+    """One metric of a step. It declares all that the log, the files and the plot know about it.
 
     A number that is NaN or infinite is null in metrics.jsonl, as JSON has no word for it.
     """

@@ -51,7 +51,7 @@ class Reporter:
         flags = run.logging
         totals = Totals()
         notes: list[str] = []
-        # Files first: a path that cannot be written is told before the terminal belongs to a progress line.
+        # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
             metrics = _writable("--metrics-file", flags.metrics_file, lambda path: JsonlSink(path, start_iteration))
             if metrics.cut_lines:
@@ -124,7 +124,7 @@ class Reporter:
         """End the report; a second call does nothing.
 
         With a summary, summary.json is written (the values given, over `iterations`, `train_seconds`,
-        `tokens_per_second` and `versions`), the plot is drawn, and the console says where everything lies. Without
+        `tokens_per_second` and `versions`), the plot is drawn, and the console names every file. Without
         one, the run was interrupted: files are closed and the terminal is given back, quickly.
         """
         if self._closed or not self._sinks:

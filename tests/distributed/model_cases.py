@@ -60,7 +60,8 @@ def forward_backward(
 
     from megatron_moe.parallel.sequence import context_parallel_slice
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
-    from megatron_moe.training.step import forward_step, local_loss, sum_over_ranks
+    from megatron_moe.training.step import forward_step
+    from megatron_moe.training.step_sums import local_loss, sum_over_ranks
 
     dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
     cp = pg_collection.cp
