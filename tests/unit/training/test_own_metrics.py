@@ -151,3 +151,28 @@ def test_a_metric_that_is_not_a_number_is_null_and_the_run_goes_on(gloo: Any, tm
     ((_, error),) = gloo.run(1, trained, name="not_a_number", flags={"metrics_file": str(path)})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert error == "" and [line["not_a_number"] for line in lines] == [None] * 4
+
+
+def documented(line: str) -> str:
+    """What the program of docs/metrics.md prints, with another command line."""
+    import contextlib
+    import io
+    import re
+
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    stream = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(stream):
+            exec(re.sub(r'parse\(".*?"', f'parse("{line}"', program), {"__name__": "documented"})
+    finally:
+        unregister_metric("top_share")
+    return stream.getvalue()
+
+
+def test_the_program_of_the_documentation_runs(gloo: Any) -> None:
+    small = "--preset tiny --mock-data --vocab-size 100 --seq-length 16 --train-iters 2 --eval-iters 0 --log-interval 1"
+    (text,) = gloo.run(1, documented, line=small)
+    logged = [line for line in text.splitlines() if line.startswith("iteration")]
+    assert len(logged) == 2 and all("| top 0." in line for line in logged)
+    assert [line.split()[0] for line in text.splitlines() if line[:2] in ("1 ", "2 ")] == ["1", "2"]
