@@ -18,10 +18,12 @@ ROWS = {
 }
 
 
+@pytest.mark.claim("The table of megatron-core's defects says what the code and its tests say.")
 def test_the_page_has_a_row_for_every_defect_in_the_order_of_the_code() -> None:
     assert list(ROWS) == [defect.id for defect in DEFECTS] and len(DEFECTS) > 50
 
 
+@pytest.mark.claim("The table of megatron-core's defects says what the code and its tests say.")
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
 def test_a_row_says_what_the_code_says(defect: Defect) -> None:
     where = ", ".join(f"`{file}`" for file in dict.fromkeys(file for file, _ in defect.where)) or "-"
@@ -29,6 +31,7 @@ def test_a_row_says_what_the_code_says(defect: Defect) -> None:
     assert ROWS[defect.id][:-1] == [defect.title, defect.versions(), defect.source, told, where]
 
 
+@pytest.mark.claim("The table of megatron-core's defects says what the code and its tests say.")
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
 def test_a_row_names_tests_that_exist_or_says_why_there_is_none(defect: Defect) -> None:
     cell = ROWS[defect.id][-1]

@@ -113,6 +113,7 @@ def test_the_examples_are_there():
     assert len(SCRIPTS) >= 5
 
 
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkeypatch):
     commands = [command for words in recorded(script, tmp_path) if (command := training_command(words))]
@@ -155,6 +156,7 @@ def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
     assert recorded(script, tmp_path, status=3)
 
 
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):

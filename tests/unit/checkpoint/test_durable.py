@@ -57,6 +57,7 @@ def test_a_file_is_on_the_disk_before_it_counts_as_written(tmp_path, monkeypatch
     assert synced[-2:] == [str(tmp_path / f".{folder.LATEST}.new"), str(tmp_path)]
 
 
+@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("size", [10, 4 << 20])
 def test_a_full_disk_is_told_with_the_file(size):
     with pytest.raises(OSError) as caught, durable.new_file(Path("/dev/full")) as file:

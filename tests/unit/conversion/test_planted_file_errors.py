@@ -222,6 +222,7 @@ IMPORT = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", IMPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_written(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +293,7 @@ EXPORT = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", EXPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_exported(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -346,6 +348,7 @@ COMPARED = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", COMPARED, ids=str)
 def test_the_comparison_notices_an_exported_model_that_computes_something_else(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +428,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", SCALED, ids=str)
 def test_the_comparison_notices_scales_that_are_applied_wrongly(
     plant: Plant, fp8: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_the_readme_lists_every_preset():
     assert [name for name in PRESETS if f"`{name}`" not in readme] == []
 
 
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_what_its_published_configuration_is_read_as(name):
     read = hf_config.settings(CONFIGS[name], has_prediction_layers=False, where=name)
@@ -64,6 +65,7 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
         assert with_them.flat == {**read.flat, "mtp_num_layers": promised} and not with_them.notes
 
 
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
     run = build(PUBLISHED[name])
@@ -80,6 +82,7 @@ def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
         assert sum(parameter.numel() for parameter in model.parameters()) == derived.parameter_count(run, vocab)
 
 
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_size_that_its_publisher_says(name):
     said, counted, _ = SIZES[name]
