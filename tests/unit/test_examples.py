@@ -15,6 +15,7 @@ import pytest
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.data import preprocess_cli
+from megatron_moe.doctor import cli as doctor_cli
 from megatron_moe.planning import cli as planning_cli
 
 REPO = Path(__file__).resolve().parents[2]
@@ -98,13 +99,12 @@ def recorded(script, folder, status=0):
 
 def page_commands(page):
     """The words of every command line in the fenced blocks of a page, continuation lines joined."""
-    blocks = re.findall(
-        r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if language in ("", "bash", "sh", "console")]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         line = line.strip().removeprefix("$ ")
         if any(
-            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py")
+            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py", "tools/doctor.py")
         ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
@@ -167,6 +167,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
             rules.check_layout(cli.parse(rest), flags.world_size)
+            continue
+        if "tools/doctor.py" in words:
+            arguments = words[words.index("tools/doctor.py") + 1 :]
+            if "run.yaml" not in arguments:  # the reader's own file
+                assert doctor_cli.main([*arguments, "--list"]) == 0, words
             continue
         command = training_command(words)
         assert command is not None, words

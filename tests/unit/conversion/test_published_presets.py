@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from megatron_moe.config import derived
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.presets_published import PUBLISHED
 from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.conversion import hf_config
@@ -44,11 +43,6 @@ SIZES = {
 
 def test_every_preset_of_a_published_model_is_held_against_its_publication():
     assert set(PUBLISHED) == set(CONFIGS) == set(SIZES)
-
-
-def test_the_readme_lists_every_preset():
-    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
-    assert [name for name in PRESETS if f"`{name}`" not in readme] == []
 
 
 @pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
