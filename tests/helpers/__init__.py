@@ -1,1 +1,1 @@
-"""What the tests share, and what writes pages from them."""
+"""What tests of several folders share."""
