@@ -15,7 +15,7 @@ import sys
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
-from megatron_moe.conversion import architecture
+from megatron_moe.hf import architecture
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
@@ -38,7 +38,12 @@ def main(argv: list[str]) -> int:
         # Not before the flags are right: loading torch and the engine takes seconds.
         from megatron_moe.training.run import pretrain
 
-        pretrain(run)
+        if run.precision.audit_precision:
+            from megatron_moe.apps.audit.step import auditing
+
+            pretrain(run, audit=auditing)
+        else:
+            pretrain(run)
     except ConfigError as error:
         if rank == 0:
             print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)

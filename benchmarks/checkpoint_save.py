@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as folder_module
-from megatron_moe.checkpoint import optimizer_state
+from megatron_moe.checkpoint import optimizer
 from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.save import target
-from megatron_moe.checkpoint.state import Progress, Trained, metadata, model_state
+from megatron_moe.checkpoint.state import Trained, TrainingProgress, metadata, model_state
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.training.run import pretrain
@@ -74,7 +74,7 @@ def measure(hidden_size: int, layers: int, folder: Path, repeats: int) -> dict[s
     found: dict[str, Any] = {}
     save = Saver.save
 
-    def instead(_: Saver, trained: Trained, progress: Progress, facts: dict[str, Any]) -> bool:
+    def instead(_: Saver, trained: Trained, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
         Saver.save = save  # type: ignore[method-assign]
         found.update(_contest(run, trained, progress, facts, folder, repeats))
         raise _Done
@@ -90,7 +90,7 @@ def measure(hidden_size: int, layers: int, folder: Path, repeats: int) -> dict[s
 
 
 def _contest(
-    run: Run, trained: Trained, progress: Progress, facts: dict[str, Any], folder: Path, repeats: int
+    run: Run, trained: Trained, progress: TrainingProgress, facts: dict[str, Any], folder: Path, repeats: int
 ) -> dict[str, Any]:
     from megatron.core import dist_checkpointing  # behind our package, which adapts it
 
@@ -103,7 +103,7 @@ def _contest(
         theirs.mkdir()
         state = model_state(trained)
         options = metadata(trained.pg_collection)
-        state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
+        state["optimizer"] = optimizer.sharded_state(trained.optimizer, state, options, loading=False)
         dist_checkpointing.save(state, str(theirs))
 
     for repeat in range(repeats + 1):

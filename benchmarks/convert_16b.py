@@ -25,11 +25,11 @@ import numpy
 from benchmarks.measured_process import measured
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.conversion.families import FAMILIES
-from megatron_moe.conversion.hf_config import config_of
-from megatron_moe.conversion.mapping import mapping
-from megatron_moe.conversion.safetensors_file import bytes_of
-from megatron_moe.conversion.streamed_file import StreamedFile
+from megatron_moe.hf.config import config_of
+from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.mapping import mapping
+from megatron_moe.hf.safetensors_file import bytes_of
+from megatron_moe.hf.streamed_file import StreamedFile
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = FAMILIES["deepseek-v2"]

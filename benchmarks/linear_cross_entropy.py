@@ -26,7 +26,7 @@ from torch import Tensor
 
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
 from megatron_moe.config.schema import Run
-from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
+from megatron_moe.model.loss import linear_cross_entropy
 from megatron_moe.parallel import groups
 from megatron_moe.platform import half_products
 

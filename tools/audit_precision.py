@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One step under a microscope: every cast, promotion and mixed product; see `megatron_moe/precision/tracer.py`.
+"""One step under a microscope: every cast, promotion and mixed product; see `megatron_moe/apps/audit/tracer.py`.
 
 python tools/audit_precision.py --preset tiny --bf16 --json audit.json --html audit.html
 python tools/audit_precision.py --module my_model.py:build --json audit.json
@@ -14,7 +14,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.training.audit_cli import main
+from megatron_moe.apps.audit.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hugging Face folder <-> checkpoint of ours, with a certificate. See `megatron_moe/conversion/convert_cli.py`.
+"""Hugging Face folder <-> checkpoint of ours, with a certificate. See `megatron_moe/apps/convert/cli.py`.
 
 python tools/convert_checkpoint.py --from hf --to native --load models/deepseek-v2-lite --save checkpoints/lite
 python tools/convert_checkpoint.py --from native --to hf --load runs/lite/checkpoints --save models/mine
@@ -14,7 +14,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.conversion.convert_cli import main
+from megatron_moe.apps.convert.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

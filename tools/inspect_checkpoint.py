@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is in a checkpoint, and is it whole? See `megatron_moe/checkpoint/inspect_cli.py`.
+"""What is in a checkpoint, and is it whole? See `megatron_moe/apps/inspect/cli.py`.
 
 python tools/inspect_checkpoint.py list runs/demo/checkpoints
 python tools/inspect_checkpoint.py verify runs/demo/checkpoints --json verify.json
@@ -14,7 +14,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.checkpoint.inspect_cli import main
+from megatron_moe.apps.inspect.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

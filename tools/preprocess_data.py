@@ -15,7 +15,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.data.preprocess_cli import main
+from megatron_moe.apps.prepare import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

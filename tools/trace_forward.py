@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a checkpoint computes on given tokens, in fp32; see `megatron_moe/conversion/trace.py`.
+"""What a checkpoint computes on given tokens, in fp32; see `megatron_moe/hf/trace.py`.
 
 python tools/trace_forward.py --load checkpoints --tokens tokens.safetensors --output trace.safetensors --routing
 python tools/trace_forward.py --load hf_folder --tokens tokens.safetensors --output t.safetensors --grad-norms g.json
@@ -13,7 +13,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.conversion.trace_cli import main
+from megatron_moe.apps.trace import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

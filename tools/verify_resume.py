@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a checkpoint go on as the run that wrote it went on? See `megatron_moe/training/verify_resume_cli.py`.
+"""Does a checkpoint go on as the run that wrote it went on? See `megatron_moe/apps/verify_resume/cli.py`.
 
 python tools/verify_resume.py runs/demo/checkpoints
 python tools/verify_resume.py runs/demo/checkpoints --ckpt-step 100 --steps 20 --json verified.json
@@ -15,7 +15,7 @@ from pathlib import Path
 # The package beside this file, also where another checkout is the installed one.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_moe.training.verify_resume_cli import main
+from megatron_moe.apps.verify_resume.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

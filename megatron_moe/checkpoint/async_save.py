@@ -17,8 +17,8 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.durable import SaveError, size
-from megatron_moe.checkpoint.save import Memory, Saving, Target, begin
-from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.checkpoint.save import SaveBuffers, Saving, Target, begin
+from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.schema import Run
 
 
@@ -36,12 +36,12 @@ class Saver:
         self._run = run
         self._target = target
         self._message = message
-        self._memory = Memory()
+        self._memory = SaveBuffers()
         self._pending: _Pending | None = None
         self.error: SaveError | None = None
         """Why the last step that was to be saved was not."""
 
-    def save(self, trained: Trained, progress: Progress, facts: dict[str, Any]) -> bool:
+    def save(self, trained: Trained, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
         """Save a step, or begin to; an earlier one is finished first. Parameters have to be gathered.
 
         Returns:

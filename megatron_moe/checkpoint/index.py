@@ -43,7 +43,7 @@ class UntrustedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredBytes:
     """Where a pickled value or a part of a tensor lies; offset and length in bytes."""
 
     file: str
@@ -52,12 +52,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a tensor: its first element and its extent along every axis, and where it lies."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    place: Place
+    place: StoredBytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -75,14 +75,14 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Index:
+class StepIndex:
     """Every tensor of a step by its key, and every value that is none."""
 
     tensors: dict[str, Tensor]
-    values: dict[str, Place]
+    values: dict[str, StoredBytes]
 
 
-def read(step: Path, files: Mapping[str, Entry]) -> Index:
+def read(step: Path, files: Mapping[str, Entry]) -> StepIndex:
     """The index of a step, checked against the files of its manifest.
 
     Raises:
@@ -205,16 +205,16 @@ def _unknown(module: str, name: str) -> str:
     return f"{NAME} refers to {module}.{name}, which has no place in a checkpoint"
 
 
-def _checked(metadata: Any, files: Mapping[str, Entry]) -> Index:
+def _checked(metadata: Any, files: Mapping[str, Entry]) -> StepIndex:
     _require(type(metadata).__name__ == "Metadata", "it holds no metadata")
     kinds, storage = metadata.state_dict_metadata, metadata.storage_data
     _require(isinstance(kinds, dict) and isinstance(storage, dict), "it lists no tensors")
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], StoredBytes] = {}
     for key, info in storage.items():
         _require(isinstance(key, _IndexKey) and isinstance(key.fqn, str), "a key is none")
         places[key.fqn, key.offset] = _place(key.fqn, info, files)
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Place] = {}
+    values: dict[str, StoredBytes] = {}
     for key, kind in kinds.items():
         _require(isinstance(key, str), "a key is no text")
         if type(kind).__name__ == "BytesStorageMetadata":
@@ -229,10 +229,10 @@ def _checked(metadata: Any, files: Mapping[str, Entry]) -> Index:
     for name in files:
         unused = _DATA.fullmatch(name) and name not in used and files[name]["bytes"] > 0
         _require(not unused, f"it does not know {name}, which {MANIFEST} lists")
-    return Index(tensors, values)
+    return StepIndex(tensors, values)
 
 
-def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Tensor:
+def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None], StoredBytes]) -> Tensor:
     _require(type(kind).__name__ == "TensorStorageMetadata", f"{key} is a {type(kind).__name__}")
     dtype, layout, shape = kind.properties.dtype, kind.properties.layout, _sizes(key, kind.size)
     _require(isinstance(dtype, str) and dtype in _DTYPES, f"{key} has the type {dtype!r}")
@@ -246,16 +246,16 @@ def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None]
         )
         _require(inside, f"a part of {key} lies outside of it")
         _require((key, start) in places, f"the part {start} of {key} lies nowhere")
-        parts.append(Part(start, extent, places.pop((key, start))))
+        parts.append(TensorPart(start, extent, places.pop((key, start))))
     filled = sum(math.prod(part.shape) for part in parts)
     _require(filled == math.prod(shape), f"the parts of {key} hold {filled} elements of {math.prod(shape)}")
     _require(not overlap(parts), f"parts of {key} overlap, so that others are missing")
     return Tensor(dtype, shape, tuple(parts))
 
 
-def overlap(parts: list[Part]) -> bool:
+def overlap(parts: list[TensorPart]) -> bool:
     """Whether two boxes share an element: a sweep along the first axis, over those that it is inside of."""
-    inside: list[Part] = []
+    inside: list[TensorPart] = []
     for part in sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start):
         inside = (
             [other for other in inside if other.start[0] + other.shape[0] > part.start[0]] if part.start else inside
@@ -268,7 +268,7 @@ def overlap(parts: list[Part]) -> bool:
     return False
 
 
-def _place(key: str, info: Any, files: Mapping[str, Entry]) -> Place:
+def _place(key: str, info: Any, files: Mapping[str, Entry]) -> StoredBytes:
     _require(type(info).__name__ == "_StorageInfo", f"{key} lies nowhere")
     name, offset, length = info.relative_path, info.offset, info.length
     _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} lies in {str(name)[:80]!r}")
@@ -277,7 +277,7 @@ def _place(key: str, info: Any, files: Mapping[str, Entry]) -> Place:
     size = files[name]["bytes"]
     _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")
     _require(not getattr(info, "transform_descriptors", None), f"{key} is stored transformed")
-    return Place(name, offset, length)
+    return StoredBytes(name, offset, length)
 
 
 def _sizes(key: str, sizes: Any) -> tuple[int, ...]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, optimizer_state, random_state
+from megatron_moe.checkpoint import dist, manifest, optimizer
+from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.index import UntrustedError
-from megatron_moe.checkpoint.plan import Source
+from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, plan
+from megatron_moe.checkpoint.ranks import from_all
 from megatron_moe.checkpoint.state import (
-    Progress,
     Trained,
+    TrainingProgress,
     fp32_state_keys,
     layout,
     metadata,
@@ -25,18 +30,114 @@ from megatron_moe.config.schema import Run
 from megatron_moe.parallel.groups import rank_facts
 from megatron_moe.parallel.seeds import seed_everything
 
+# ---- Does a step hold what was saved? Every rank hashes its share of the files before any weight is used.
+
+
+ROUND_SECONDS = 10.0
+"""After so long the ranks tell each other how far they are: none waits in a collective until it times out."""
+
+
+def verified(run: Run, found: CheckpointPlan, tell: Callable[[str], None]) -> CheckpointPlan:
+    """The plan that stands when every file of the step to load holds what was saved. Collective over all ranks.
+
+    Rank r hashes every world-size-th file, the largest first. A damaged step is passed over for the newest sound one
+    before it, unless it was asked for with `--ckpt-step`; the notes of the plan say so.
+
+    Args:
+        tell: is given a line now and then on rank 0, while a large step is read.
+
+    Raises:
+        ConfigError: on every rank: the step asked for is damaged, none is sound, or the ranks see different folders.
+    """
+    while True:
+        _require_one_view(found)
+        if found.source is None or not run.checkpoint.verify_checkpoint:
+            return found
+        step = found.source.step
+        reason, told = _damage(step, tell)
+        if reason is None:
+            return replace(found, notes=(*found.notes, told))
+        known_bad = {**found.known_bad, found.source.iteration: reason}
+        found = _planned_again(run, known_bad)
+
+
+def _damage(step: Path, tell: Callable[[str], None]) -> tuple[str | None, str]:
+    """What is wrong with the content of a step, the same words on every rank, or None; and what was done."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    files = manifest.read(step).files
+    largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    outcomes = manifest.checked_content(step, largest_first[rank::world_size])
+    total, started, done = sum(entry["bytes"] for entry in files.values()), time.monotonic(), 0
+    while True:
+        until, defect, finished = time.monotonic() + ROUND_SECONDS, None, True
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                defect = outcome
+                break
+            done += outcome
+            if time.monotonic() > until:
+                finished = False
+                break
+        everyone = from_all((done, defect, finished))
+        defects = [found for _, found, _ in everyone if found is not None]
+        if defects:
+            return "; ".join(defects[:3]), ""
+        read, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
+        if all(complete for _, _, complete in everyone):
+            return None, f"verified {step}: {len(files)} files, {_size(read)} in {seconds:.1f} s"
+        if rank == 0:
+            tell(f"verifying {step}: {_size(read)} of {_size(total)}, {_size(int(read / seconds))}/s")
+
+
+def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
+    """A plan without the damaged steps, or an error, on every rank."""
+    outcome, error = None, None
+    try:
+        outcome = plan(run, known_bad)
+    except ConfigError as refused:
+        error = str(refused)
+    errors = sorted({message for message in from_all(error) if message is not None})
+    if errors or outcome is None:
+        raise ConfigError("\n".join(errors))
+    return outcome
+
+
+def _require_one_view(found: CheckpointPlan) -> None:
+    """Every rank is to read the same step: file systems show different things on different machines."""
+    mine = "no step"
+    if found.source is not None:
+        try:
+            mine = f"step {found.source.iteration}, {manifest.read(found.source.step).digest[:12]}"
+        except manifest.ManifestError as error:
+            mine = str(error)
+    seen = from_all(mine)
+    if len(set(seen)) > 1:
+        ranks = "; ".join(f"{view} on rank {seen.index(view)}" for view in sorted(set(seen)))
+        raise ConfigError(
+            f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
+            "folder: put it on a file system that all machines share, or copy it to each"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+# ----
+
+
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 
 
 class Loaded(NamedTuple):
     """Where to start, what to tell about it, and what was rounded before it came here: recorded for good."""
 
-    progress: Progress
+    progress: TrainingProgress
     notes: list[str]
     precision_warnings: list[str]
 
 
-def load(run: Run, source: Source, trained: Trained) -> Loaded:
+def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
 
     Raises:
@@ -49,7 +150,7 @@ def load(run: Run, source: Source, trained: Trained) -> Loaded:
     chunks = list(request)
     if with_optimizer:
         settings = metadata(trained.pg_collection)
-        request["optimizer"] = optimizer_state.sharded_state(trained.optimizer, request, settings, loading=True)
+        request["optimizer"] = optimizer.sharded_state(trained.optimizer, request, settings, loading=True)
     loaded, rounded = dist.load_tensors(
         request,
         source.step,
@@ -59,20 +160,20 @@ def load(run: Run, source: Source, trained: Trained) -> Loaded:
     recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
     put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
-        optimizer_state.load(trained.optimizer, loaded["optimizer"], run)
+        optimizer.load(trained.optimizer, loaded["optimizer"], run)
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
     if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
-        return Loaded(Progress(), [*recorded, note], recorded)
+        return Loaded(TrainingProgress(), [*recorded, note], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])
-    progress = Progress(**{field.name: source.state[field.name] for field in fields(Progress)})
+    progress = TrainingProgress(**{field.name: source.state[field.name] for field in fields(TrainingProgress)})
     notes = [*recorded, f"continuing from {source.step}", *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
 
 
-def _warned_of(rounded: dict[str, torch.dtype], source: Source) -> list[str]:
+def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> list[str]:
     """One loud line per tensor that is fp32 here and was saved as less."""
     return [
         f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it was "
@@ -81,7 +182,7 @@ def _warned_of(rounded: dict[str, torch.dtype], source: Source) -> list[str]:
     ]
 
 
-def _load_random_state(run: Run, source: Source) -> list[str]:
+def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     """Restore this rank's random states, or make new ones and say so; the same decision on every rank.
 
     A stream belongs to a rank's place in the layout that drew from it: there is no right way to give it to another.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_moe.checkpoint import index
-from megatron_moe.checkpoint.index import Index, Place, UntrustedError
+from megatron_moe.checkpoint.index import StepIndex, StoredBytes, UntrustedError
 from megatron_moe.checkpoint.manifest import Entry
 
 COMMON = "common.pt"
@@ -19,7 +19,7 @@ LARGEST = 2 * 2**30
 """Bytes of a file of plain values that are read at most."""
 
 
-def check(step: Path, files: Mapping[str, Entry]) -> Index:
+def check(step: Path, files: Mapping[str, Entry]) -> StepIndex:
     """Read whatever the engine reads without restriction: the index, the values it lists, the common file.
 
     Tensors are not read here: torch reads them under restriction itself.
@@ -48,7 +48,7 @@ def read_file(step: Path, name: str) -> Any:
     return _loaded(data, name)
 
 
-def read_value(step: Path, key: str, place: Place) -> Any:
+def read_value(step: Path, key: str, place: StoredBytes) -> Any:
     """A value of a data file: tensors and plain values, on the CPU.
 
     Raises:
@@ -72,3 +72,20 @@ def words(error: BaseException) -> str:
     wanted = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
     return f"{kind}{(wanted or lines)[0].strip()[:200]}"
+
+
+# ---- One tensor as an archive of its own in a data file: what it costs, and what may be put into it.
+
+
+PER_PART = 2048
+"""Bytes that torch's archive adds to a tensor, at most, for estimates."""
+
+
+def by_itself(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no part of a larger one: an archive holds all of the memory that a tensor is
+    a view of, and torch's writer would copy such a one first."""
+    value = value.detach()
+    if value.is_cuda or not value.numel() or value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    content = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(content).view(value.dtype).view(value.shape)

@@ -14,7 +14,7 @@ from megatron_moe.config.schema import Run
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """The step a run will start from, checked as far as its small files allow."""
 
     step: Path
@@ -33,10 +33,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """What `--load` and `--save` come to: the step to read, where the run starts, what to tell about it."""
 
-    source: Source | None
+    source: CheckpointSource | None
     start_iteration: int
     notes: tuple[str, ...]
     continues: bool = False
@@ -50,7 +50,7 @@ class Plan:
         return [note for note in self.notes if note.startswith(folder.WARNING)]
 
 
-def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> Plan:
+def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan:
     """Look at the folders of `--load` and `--save`; allocate nothing and change nothing.
 
     Names, sizes and the small files are checked here; `verify` checks the rest when the ranks are there to share it.
@@ -66,16 +66,16 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> Plan:
     source, notes = (None, []) if options.load is None else _find(run, Path(options.load), known)
     start = source.state["iteration"] if source is not None and not options.finetune else 0
     if options.save is None:
-        return Plan(source, start, tuple(notes), known_bad=known)
+        return CheckpointPlan(source, start, tuple(notes), known_bad=known)
     save, continued = Path(options.save), None
     if options.load is not None and not options.finetune:
         continued = Path(options.load)
     folder.check_save_root(save, loaded_from=continued, start_iteration=start, known_bad=known)
     continues = source is not None and continued is not None and continued.resolve() == save.resolve()
-    return Plan(source, start, tuple(notes), continues, known)
+    return CheckpointPlan(source, start, tuple(notes), continues, known)
 
 
-def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Source | None, list[str]]:
+def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[CheckpointSource | None, list[str]]:
     verify = run.checkpoint.verify_checkpoint
     step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
     if step is None:
@@ -90,7 +90,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Source | 
         notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     _check_state(state, step)
-    source = Source(step, config, state)
+    source = CheckpointSource(step, config, state)
     compare.check_matches(run, config, str(step), weights_only=source.weights_only)
     if source.weights_only:
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")

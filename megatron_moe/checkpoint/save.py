@@ -22,16 +22,17 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, optimizer_gather, optimizer_state, publish, random_state, writer
+from megatron_moe.checkpoint import folder, optimizer, publish, writer
+from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.durable import SaveError, new_file, refusal, write_json
+from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.manifest import Entry
-from megatron_moe.checkpoint.optimizer_gather import Buffers, Gathered
+from megatron_moe.checkpoint.optimizer import Buffers, Gathered
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
 from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
-from megatron_moe.checkpoint.retention import Retention, remove_left_behind, remove_surplus, retention
-from megatron_moe.checkpoint.state import Progress, Trained, layout, metadata, model_state
-from megatron_moe.checkpoint.writer_lock import WriterLock, acquire
+from megatron_moe.checkpoint.state import Trained, TrainingProgress, layout, metadata, model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.parallel.groups import rank_facts
@@ -61,7 +62,7 @@ def target(
 
 
 @dataclass
-class Memory:
+class SaveBuffers:
     """Host memory that is kept from save to save: fresh memory costs more time than copying into it."""
 
     copies: Buffers = field(default_factory=dict)
@@ -230,11 +231,11 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
 def begin(
     run: Run,
     trained: Trained,
-    progress: Progress,
+    progress: TrainingProgress,
     where: Target,
     *,
     facts: dict[str, Any],
-    memory: Memory | None = None,
+    memory: SaveBuffers | None = None,
 ) -> Saving:
     """The first part of saving the step of `progress`: what the rest needs of the present state. Collective.
 
@@ -254,10 +255,10 @@ def begin(
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
         options = metadata(trained.pg_collection)
-        with optimizer_gather.into(
+        with optimizer.into(
             trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
         ) as gathered:
-            state["optimizer"] = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
+            state["optimizer"] = optimizer.sharded_state(trained.optimizer, state, options, loading=False)
     steady = changed_by_updates(run, trained)
     staged = writer.stage(
         state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies, steady=steady

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint import manifest, pickles
-from megatron_moe.checkpoint.index import Index, Part, Place, UntrustedError
+from megatron_moe.checkpoint.index import StepIndex, StoredBytes, TensorPart, UntrustedError
 from megatron_moe.config.errors import ConfigError
 
 
@@ -41,10 +41,10 @@ class StepReader:
     def __init__(self, step: Path) -> None:
         self.step = step
         try:
-            self.index: Index = pickles.check(step, manifest.read(step).files)
+            self.index: StepIndex = pickles.check(step, manifest.read(step).files)
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
-        self._layouts: dict[Place, _Layout] = {}
+        self._layouts: dict[StoredBytes, _Layout] = {}
 
     def dtype(self, key: str) -> torch.dtype:
         """Of a tensor, as it is stored."""
@@ -80,7 +80,7 @@ class StepReader:
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
         return result
 
-    def _box(self, key: str, part: Part, box: tuple[slice, ...]) -> Tensor:
+    def _box(self, key: str, part: TensorPart, box: tuple[slice, ...]) -> Tensor:
         """Of a part. Only the rows are read that it has a share in."""
         if part.place not in self._layouts:
             self._layouts[part.place] = self._layout(key, part)
@@ -97,7 +97,7 @@ class StepReader:
         inner = (slice(None), *box[1:])
         return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
 
-    def _layout(self, key: str, part: Part) -> _Layout:
+    def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Of a part, from its archive's small records; its numbers are not read."""
         place = part.place
         with open(self.step / place.file, "rb") as file:
@@ -122,7 +122,7 @@ class StepReader:
             value.is_contiguous(),
         )
 
-    def _bytes(self, place: Place, first: int, count: int) -> Tensor:
+    def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:
         content = torch.empty(count, dtype=torch.uint8)
         with open(self.step / place.file, "rb", buffering=0) as file:
             file.seek(first)
@@ -138,7 +138,7 @@ class StepReader:
 class _Section(io.RawIOBase):
     """One value of a data file, as a file of its own."""
 
-    def __init__(self, file: io.BufferedReader, place: Place) -> None:
+    def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:
         self._file, self._place, self._position = file, place, 0
 
     def readable(self) -> bool:

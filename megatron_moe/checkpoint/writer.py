@@ -34,12 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.archive import PER_PART, by_itself
 from megatron_moe.checkpoint.durable import HashingFile, write_bytes
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
 from megatron_moe.checkpoint.manifest import Entry
-from megatron_moe.checkpoint.optimizer_gather import Buffers, Copy, Gathered
-from megatron_moe.checkpoint.pickles import COMMON
+from megatron_moe.checkpoint.optimizer import Buffers, Copy, Gathered
+from megatron_moe.checkpoint.pickles import COMMON, PER_PART, by_itself
 
 
 @dataclass

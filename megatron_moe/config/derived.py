@@ -7,9 +7,10 @@ K experts per token, S sequence length.
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, replace
 
 # ---- layout
 
@@ -295,7 +296,8 @@ def flops_per_token(run: Run, padded_vocab: int) -> float:
     """Model FLOPs of training on one token: forward and backward, a multiply-add being 2, without any recomputation.
 
     Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
-    softmax are not. The backward pass costs twice the forward. `planning/flops.py` counts the same as operations run.
+    softmax are not. The backward pass costs twice the forward. `apps/plan/meta_tracer.py` counts the same while
+    operations run.
     """
     m, h = run.model, run.model.hidden_size
     keys = m.seq_length / 2
@@ -320,3 +322,25 @@ def flops_per_token(run: Run, padded_vocab: int) -> float:
     # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
     depth = attention + (moe_layer if pattern[-1] else dense) + 4 * h * h + 2 * h * padded_vocab
     return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)
+
+
+# ---- a run of one step
+
+_FIRST_FP16_SCALE = 2.0**12
+
+
+def with_made_up_data(run: Run) -> Run:
+    """Return `run` with what one step needs and its flags do not say: made-up tokens, a vocabulary, a length.
+
+    fp16 starts at a loss scale whose first step is no overflow, so that the optimizer's update is seen too.
+    """
+    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
+    if run.training.train_iters is None:
+        changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
+    if run.data.data_path is None and run.data.train_data_path is None:
+        changes["mock_data"] = True
+        if run.model.vocab_size is None and run.data.tokenizer_type is None:
+            changes["vocab_size"] = 1024
+    if run.precision.fp16 and run.precision.loss_scale is None:
+        changes["initial_loss_scale"] = min(run.precision.initial_loss_scale, _FIRST_FP16_SCALE)
+    return replace(run, **changes)

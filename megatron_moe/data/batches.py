@@ -10,9 +10,13 @@ micro-batch of Nones.
 
 from __future__ import annotations
 
+import hashlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -20,9 +24,106 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
-from megatron_moe.data.locate import place_of_token
-from megatron_moe.data.sample_hash import NOTHING, added, sample_words
-from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+from megatron_moe.parallel.sequence import context_parallel_slice
+
+# ---- Where a token of a sample lies on disk: file, document, token. For error messages: it reads the sample again.
+
+
+class SamplePart(NamedTuple):
+    """What one sample took from one sequence of an indexed dataset."""
+
+    data: Any
+    sequence: int
+    offset: int
+    tokens: int
+
+
+def place_of_token(dataset: Any, sample: int, position: int) -> str:
+    """In words, file, byte offset, document and token of the document of one of the S + 1 tokens of a sample.
+
+    Args:
+        dataset: of `build_datasets`.
+        position: 0 to S; the label at position i is token i + 1.
+    """
+    for part in _parts(dataset, sample):
+        if position < part.tokens:
+            return _words(part, part.offset + position)
+        position -= part.tokens
+    return "of no data file"
+
+
+def _parts(dataset: Any, sample: int) -> list[SamplePart]:
+    """The sequences that a sample is cut from, in order, as the engine asks for them while it is read."""
+    parts: list[SamplePart] = []
+    with ExitStack() as stack:
+        for member in getattr(dataset, "datasets", [dataset]):
+            if hasattr(member, "dataset"):
+                stack.enter_context(_listening(member.dataset, parts))
+        dataset[sample]
+    return parts
+
+
+@contextmanager
+def _listening(data: Any, parts: list[SamplePart]) -> Iterator[None]:
+    get = data.get
+
+    def listened(idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
+        tokens = get(idx, offset, length)
+        parts.append(SamplePart(data, int(idx), offset, len(tokens)))
+        return tokens
+
+    data.get = listened
+    try:
+        yield
+    finally:
+        del data.get
+
+
+def _words(part: SamplePart, token: int) -> str:
+    if not hasattr(part.data, "index"):  # made-up tokens
+        return f"made-up sequence {part.sequence}, token {token}"
+    index, marks = part.data.index, part.data.document_indices
+    at = int(index.sequence_pointers[part.sequence]) + token * numpy.dtype(index.dtype).itemsize
+    document = int(numpy.searchsorted(marks, part.sequence, side="right")) - 1
+    inside = int(index.sequence_lengths[int(marks[document]) : part.sequence].sum()) + token
+    return f"{part.data.path_prefix}.bin, byte offset {at} (document {document}, token {inside})"
+
+
+# ---- What a step read, as 64 bits: equal for the same samples in the same places, whatever the layout.
+#
+# Each sample's hash covers its number in the run's order and all that the model sees of it; those of a step are added,
+# so that every rank can count its own. Sums are kept as two halves of 32 bits: sums of those are exact in fp64.
+
+
+NOTHING = (0.0, 0.0)
+
+
+def sample_words(number: int, sample: Tensor) -> tuple[float, float]:
+    """The two halves of one sample's hash. sample: int64, all that is read of it, on the CPU."""
+    return words_of(number, sample.contiguous().numpy().tobytes())
+
+
+def words_of(number: int, content: bytes) -> tuple[float, float]:
+    """The two halves, as whole numbers below 2^32, of the 64-bit BLAKE2b hash of a number and what belongs to it."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little", signed=True) + content, digest_size=8).digest()
+    return float(int.from_bytes(digest[:4], "little")), float(int.from_bytes(digest[4:], "little"))
+
+
+def added(words: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The sum of some hashes; exact for fewer than two million of them."""
+    low, high = NOTHING
+    for first, second in words:
+        low, high = low + first, high + second
+    return low, high
+
+
+def hex_of(low: float, high: float) -> str | None:
+    """Sums of halves as 16 hex digits; None where nothing was added."""
+    return None if (low, high) == NOTHING else f"{int(high) % (1 << 32):08x}{int(low) % (1 << 32):08x}"
+
+
+# ----
+
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 Batch = dict[str, "Tensor | None"]

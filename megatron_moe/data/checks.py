@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.index_file import Index, open_index
+from megatron_moe.data.index_file import TokenIndex, open_index
 from megatron_moe.data.sidecar import Sidecar, read_sidecar, sha256_of_file, sidecar_path
 from megatron_moe.data.sources import SPLITS, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
@@ -94,7 +94,9 @@ def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
     return given
 
 
-def require_sequence(sources: Sources, split: int, seq_length: int, indices: dict[str, Index] | None = None) -> None:
+def require_sequence(
+    sources: Sources, split: int, seq_length: int, indices: dict[str, TokenIndex] | None = None
+) -> None:
     """Every dataset of the split has at least one full sequence, seq_length + 1 tokens.
 
     With fewer, the engine would repeat the same few tokens to fill a sequence; with none it would never return.
@@ -118,7 +120,7 @@ def require_sequence(sources: Sources, split: int, seq_length: int, indices: dic
             )
 
 
-def check_sidecar(index: Index, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
+def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
     """The sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
 
     Raises:
@@ -152,7 +154,7 @@ def check_sidecar(index: Index, sidecar: Sidecar, tokenizer: Tokenizer, limit: i
         raise ConfigError(f"{path}: the data holds token id {bad}, outside the vocabulary of {limit} ids")
 
 
-def _verify_hashes(index: Index, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
+def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
     ids = f"ids {sidecar.min_id} to {sidecar.max_id}"
     counts = f"data {index.prefix}: {sidecar.tokens} tokens, {sidecar.documents} documents, {ids}"
     if not deep:
@@ -173,7 +175,7 @@ def _verify_hashes(index: Index, sidecar: Sidecar, deep: bool, hash_bin: bool) -
     return f"{counts}; {what} verified"
 
 
-def _scan(index: Index, limit: int) -> str:
+def _scan(index: TokenIndex, limit: int) -> str:
     """Largest and smallest id of data without a sidecar, by reading it all."""
     path = f"{index.prefix}.bin"
     lowest, highest = 1 << 62, -1

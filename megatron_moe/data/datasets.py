@@ -13,26 +13,201 @@ Megatron-LM's sampler fills up a last batch and ours never asks. So every positi
 
 from __future__ import annotations
 
+import copy
+import fcntl
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import cache_folder, require_sequence
-from megatron_moe.data.epochs import EpochsOfMadeUpSamples, EpochsOfSamples
-from megatron_moe.data.index_cache import name_of_cache, verified_caches
+from megatron_moe.data.checks import cache_folder, hashing, require_sequence
+from megatron_moe.data.sidecar import read_sidecar
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
+
+# ---- An order of samples that does not know how long a run is: epoch after epoch, each shuffled by itself.
+#
+# The engine's GPTDataset is asked for a number of samples, repeats the documents as often as that needs, and shuffles
+# over all the repetitions at once. A run that is continued with another `--train-iters` would meet another order, and
+# see some samples twice and others never. Here the engine shuffles one epoch at a time: epoch 0 with the run's seed,
+# the others with seeds of their own. Sample i is therefore a function of data, seed and i alone, and in the first epoch
+# it is the engine's. Each epoch drops less than one sequence at its end.
+
+
+class EpochsOfSamples(MegatronDataset):
+    """At least `num_samples` samples of one prefix, or of one split of it; one whole epoch where that is None.
+
+    A drop-in for GPTDataset in the engine's BlendedMegatronDatasetBuilder. The indices of every epoch are built, and
+    cached as the engine caches them, when the dataset is made; one epoch at a time is open.
+    """
+
+    epoch_class: type[GPTDataset] = GPTDataset
+
+    def __init__(
+        self, dataset: Any, dataset_path: str | None, indices: Any, num_samples: int | None, split: Any, config: Any
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, split, config)
+        self._arguments = (dataset, dataset_path, indices, None, split)
+        self._number, self._epoch = 0, self._build(0)
+        self._per_epoch = len(self._epoch)
+        if self._per_epoch < 1:
+            raise ValueError(f"{dataset_path}: fewer tokens than one sequence of {config.sequence_length} and the next")
+        self._epochs = max(1, -(-(num_samples or 0) // self._per_epoch))
+        for number in range(1, self._epochs):
+            self._build(number)
+
+    @classmethod
+    def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
+        """Documents of the data."""
+        return cls.epoch_class.numel_low_level_dataset(low_level_dataset)
+
+    @classmethod
+    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> Any:
+        """The data itself, opened."""
+        return cls.epoch_class.build_low_level_dataset(dataset_path, config)
+
+    def __len__(self) -> int:
+        return self._epochs * self._per_epoch
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number, inside = divmod(int(index), self._per_epoch)
+        if number != self._number:
+            self._number, self._epoch = number, self._build(number)
+        return self._epoch[inside]
+
+    def _build(self, number: int) -> GPTDataset:
+        config = copy.copy(self.config)
+        config.random_seed = epoch_seed(self.config.random_seed, number)
+        return self.epoch_class(*self._arguments, config)
+
+
+class EpochsOfMadeUpSamples(EpochsOfSamples):
+    """The same of the engine's made-up tokens."""
+
+    epoch_class = MockGPTDataset
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """The seed of one epoch's order, 0 to 2^32 - 1: the run's own for epoch 0, so that neighbouring seeds of runs do
+    not share their epochs the others are drawn from a hash."""
+    if epoch == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+# ---- The engine's index caches, which hold the order of samples between runs: used only as they were written.
+#
+# The engine takes any file of the right name: one that a kill cut short, one with a flipped bit, one of other data, and
+# it would run a pickle inside. So rank 0 keeps the SHA-256 of each in `verified.json` beside them, and removes what
+# does not agree before the engine looks. What is missing is built again, and is the same for the same data. No torch.
+
+
+LISTED = "verified.json"
+_LOCK = ".lock"
+_SAMPLED = 1 << 24  # bytes
+
+
+def name_of_cache(prefixes: list[str]) -> str:
+    """Folder name for the caches of these datasets, the same on every rank; another one when any is written again.
+
+    The engine keys its caches by path, so that new data under an old path would meet the old order. The order follows
+    from the `.idx` files, so each is named by the hash that its sidecar knows, or else by size, time of the last change
+    and the first and last 16 MiB.
+    """
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        identity = _sampled(f"{prefix}.idx") if sidecar is None else sidecar.idx_sha256
+        digest.update(f"{os.path.abspath(prefix)} {identity} {os.path.getsize(f'{prefix}.bin')}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def verified_caches(folder: str | None) -> Iterator[None]:
+    """Around the engine's building, in the one process that writes: what is not as it was written is removed first,
+    and what is there afterwards is written down. Other jobs with the same data wait. None: no caches, nothing to do.
+    """
+    if folder is None:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, _LOCK), "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
+        kept = _keep_verified(folder)
+        yield
+        _write_down(folder, kept)
+
+
+def _keep_verified(folder: str) -> dict[str, str]:
+    """Remove every array that is not listed or not as listed; returns the others with their hashes."""
+    known, kept = _listed(folder), {}
+    for name in _arrays(folder):
+        path = os.path.join(folder, name)
+        if name in known and hashing(path) == known[name]:
+            kept[name] = known[name]
+        else:
+            os.unlink(path)
+    return kept
+
+
+def _write_down(folder: str, kept: dict[str, str]) -> None:
+    now = {name: kept.get(name) or hashing(os.path.join(folder, name)) for name in _arrays(folder)}
+    if now == _listed(folder):
+        return
+    aside = os.path.join(folder, f".{LISTED}.new")
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(now, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, os.path.join(folder, LISTED))
+
+
+def _listed(folder: str) -> dict[str, str]:
+    """File name -> SHA-256; empty where the list is missing or unreadable: then all is built again."""
+    try:
+        with open(os.path.join(folder, LISTED), encoding="utf-8") as file:
+            known = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _arrays(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(".npy"))
+
+
+def _sampled(path: str) -> str:
+    about = os.stat(path)
+    with open(path, "rb") as file:
+        content = file.read(_SAMPLED)
+        if about.st_size > _SAMPLED:
+            file.seek(max(_SAMPLED, about.st_size - _SAMPLED))
+            content += file.read(_SAMPLED)
+    return f"{about.st_size} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
+
+
+# ----
+
 
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
 

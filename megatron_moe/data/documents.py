@@ -18,7 +18,7 @@ _JSONL = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
-class Unit:
+class InputUnit:
     """Work for one call: the lines of one jsonl file that begin in [start, end), or whole text files."""
 
     paths: tuple[str, ...]
@@ -32,7 +32,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Place:
+class DocumentPlace:
     """Where a document begins: a file and a byte offset in it."""
 
     path: str
@@ -69,16 +69,16 @@ def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
     return found
 
 
-def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[InputUnit]:
     """Units of about `unit_bytes`, in the order of the files. Text files are gathered, jsonl files are cut."""
-    units: list[Unit] = []
+    units: list[InputUnit] = []
     texts: list[str] = []
     size = 0
 
     def close_texts() -> None:
         nonlocal texts, size
         if texts:
-            units.append(Unit(tuple(texts), 0, size, is_jsonl=False))
+            units.append(InputUnit(tuple(texts), 0, size, is_jsonl=False))
         texts, size = [], 0
 
     for path in files:
@@ -86,7 +86,7 @@ def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
         if path.endswith(_JSONL):
             close_texts()
             for start in range(0, length, unit_bytes):
-                units.append(Unit((path,), start, min(start + unit_bytes, length), is_jsonl=True))
+                units.append(InputUnit((path,), start, min(start + unit_bytes, length), is_jsonl=True))
         else:
             texts.append(path)
             size += length
@@ -96,7 +96,7 @@ def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     return units
 
 
-def read_unit(unit: Unit, keys: tuple[str, ...]) -> Iterator[tuple[Place, list[str]]]:
+def read_unit(unit: InputUnit, keys: tuple[str, ...]) -> Iterator[tuple[DocumentPlace, list[str]]]:
     """(place, one text per key) for each document of the unit; a text file is one document with the key "text".
 
     Raises:
@@ -105,11 +105,11 @@ def read_unit(unit: Unit, keys: tuple[str, ...]) -> Iterator[tuple[Place, list[s
     """
     if unit.is_jsonl:
         for offset, line in _lines_beginning_in(unit):
-            place = Place(unit.paths[0], offset)
+            place = DocumentPlace(unit.paths[0], offset)
             yield place, _texts_of_line(line, keys, place)
         return
     for path in unit.paths:
-        place = Place(path, 0)
+        place = DocumentPlace(path, 0)
         with open(path, "rb") as file:
             text = _decode(file.read(), place)
         if keys != ("text",):
@@ -119,7 +119,7 @@ def read_unit(unit: Unit, keys: tuple[str, ...]) -> Iterator[tuple[Place, list[s
         yield place, [text]
 
 
-def _lines_beginning_in(unit: Unit) -> Iterator[tuple[int, bytes]]:
+def _lines_beginning_in(unit: InputUnit) -> Iterator[tuple[int, bytes]]:
     """(byte offset, line without its newline). A line across the start belongs to the unit before."""
     with open(unit.paths[0], "rb") as file:
         offset = unit.start
@@ -134,7 +134,7 @@ def _lines_beginning_in(unit: Unit) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _texts_of_line(line: bytes, keys: tuple[str, ...], place: Place) -> list[str]:
+def _texts_of_line(line: bytes, keys: tuple[str, ...], place: DocumentPlace) -> list[str]:
     text = _decode(line, place)
     if not text.strip():
         raise place.error("the line is empty")
@@ -161,7 +161,7 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...], place: Place) -> list[str
     return values
 
 
-def _refuse_lone_surrogates(value: str, key: str, place: Place) -> None:
+def _refuse_lone_surrogates(value: str, key: str, place: DocumentPlace) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -170,7 +170,7 @@ def _refuse_lone_surrogates(value: str, key: str, place: Place) -> None:
         ) from error
 
 
-def _decode(content: bytes, place: Place) -> str:
+def _decode(content: bytes, place: DocumentPlace) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
@@ -38,7 +39,7 @@ def token_dtype(vocab_size: int) -> numpy.dtype:
 
 
 @dataclass(frozen=True)
-class Index:
+class TokenIndex:
     """A verified index.
 
     Attributes:
@@ -76,7 +77,7 @@ class Index:
         return document, token_number - (int(ends[first - 1]) if first else 0)
 
 
-def open_index(prefix: str) -> Index:
+def open_index(prefix: str) -> TokenIndex:
     """Open `PREFIX.idx` and check it, and the size of `PREFIX.bin`, completely.
 
     Raises:
@@ -111,7 +112,7 @@ def open_index(prefix: str) -> Index:
     _check_pointers(path, pointers, ends, lengths, dtype.itemsize, pointers_at)
     _check_documents(path, documents, count, documents_at)
     _check_bin_size(prefix, int(ends[-1]), dtype)
-    return Index(prefix, dtype, lengths, documents)
+    return TokenIndex(prefix, dtype, lengths, documents)
 
 
 def _missing(prefix: str, path: str) -> str:
@@ -196,3 +197,58 @@ def _check_bin_size(prefix: str, num_tokens: int, dtype: numpy.dtype) -> None:
             f"{path}: {size} bytes, {wrong} than the {expected} ({num_tokens} {dtype} tokens) of {prefix}.idx; "
             "copy both files again or run tools/preprocess_data.py again"
         )
+
+
+# ---- Entropy of tokens under their own frequencies: what a model that ignores context can reach at best.
+#
+# H = -sum_v p_v ln p_v with p_v = count_v / total, in nats per token (Shannon 1948), comparable to a cross-entropy.
+
+
+def entropy_of_counts(counts: numpy.ndarray) -> float:
+    """Entropy in nats of int counts [V]; zero counts add nothing.
+
+    Raises:
+        ValueError: no counts above zero.
+    """
+    total = int(counts.sum())
+    if total <= 0:
+        raise ValueError("the entropy of no tokens is not defined")
+    p = counts[counts > 0] / total
+    return float(-(p * numpy.log(p)).sum())
+
+
+def unigram_entropy(source: str | Any) -> float:
+    """Entropy in nats per token of all tokens of an indexed dataset.
+
+    Args:
+        source: a prefix (path without .bin/.idx), or the engine's IndexedDataset, or anything that yields 1-D integer
+            arrays, one per document.
+    """
+    if isinstance(source, str):
+        return entropy_of_counts(_count(tokens for _, tokens in open_index(source).chunks()))
+    return entropy_of_counts(_count(source[i] for i in range(len(source))))
+
+
+def label_entropy(dataset: Any, num_samples: int) -> float:
+    """Entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
+
+    These are the very tokens that an evaluation over those samples predicts.
+
+    Args:
+        dataset: samples with `labels` int64 [S] and `loss_mask` float [S].
+    """
+    samples = (dataset[i] for i in range(num_samples))
+    return entropy_of_counts(_count(s["labels"][s["loss_mask"] > 0].numpy() for s in samples))
+
+
+def _count(arrays: Iterable[numpy.ndarray]) -> numpy.ndarray:
+    """Occurrences of each id, int64 [largest id + 1]."""
+    counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
+    for array in arrays:
+        new = numpy.bincount(array)
+        if len(new) > len(counts):
+            new[: len(counts)] += counts
+            counts = new
+        else:
+            counts[: len(new)] += new
+    return counts

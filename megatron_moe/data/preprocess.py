@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import DataConfig
-from megatron_moe.data.documents import Place, Unit, find_inputs, read_unit, work_units
+from megatron_moe.data.documents import DocumentPlace, InputUnit, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import token_dtype
 from megatron_moe.data.sidecar import FORMAT, Sidecar, sha256_of_file, sidecar_path
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class PreprocessOptions:
     """What to preprocess; one field per flag of tools/preprocess_data.py. `workers` None: one per available core."""
 
     input: tuple[str, ...]
@@ -143,7 +143,7 @@ class DatasetWriter:
         _sync(os.path.dirname(self.prefix) or ".")
 
 
-def preprocess(options: Options, *, show_progress: bool = True) -> dict[str, Sidecar]:
+def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dict[str, Sidecar]:
     """Write the datasets of `options`; returns prefix (`PREFIX_KEY_document`) -> sidecar, one per key.
 
     Nothing is left behind on an error, and existing files stay as they were.
@@ -179,7 +179,7 @@ def preprocess(options: Options, *, show_progress: bool = True) -> dict[str, Sid
     return sidecars
 
 
-def _check_options(options: Options, prefixes: list[str]) -> None:
+def _check_options(options: PreprocessOptions, prefixes: list[str]) -> None:
     if len(set(options.json_keys)) != len(options.json_keys):
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a key is named twice")
     for key in options.json_keys:
@@ -203,12 +203,12 @@ def _check_options(options: Options, prefixes: list[str]) -> None:
             raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")
 
 
-def _tokenizer(options: Options) -> Tokenizer:
+def _tokenizer(options: PreprocessOptions) -> Tokenizer:
     kind = "SentencePieceTokenizer" if options.train_tokenizer else options.tokenizer_type
     return build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model), options.vocab_size)
 
 
-def _train_tokenizer(options: Options, files: list[str]) -> None:
+def _train_tokenizer(options: PreprocessOptions, files: list[str]) -> None:
     texts = (text for unit in work_units(files) for _, values in read_unit(unit, options.json_keys) for text in values)
     train_sentencepiece(
         texts,
@@ -222,13 +222,13 @@ def _train_tokenizer(options: Options, files: list[str]) -> None:
 class Encoder:
     """Turns units into token bytes; each worker holds one."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PreprocessOptions) -> None:
         self.keys = options.json_keys
         self.append_eod = options.append_eod
         self.tokenizer = _tokenizer(options)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
-    def encode(self, unit: Unit) -> EncodedUnit:
+    def encode(self, unit: InputUnit) -> EncodedUnit:
         ids: list[list[int]] = [[] for _ in self.keys]
         lengths: list[list[int]] = [[] for _ in self.keys]
         for place, texts in read_unit(unit, self.keys):
@@ -242,7 +242,7 @@ class Encoder:
             unit.num_bytes,
         )
 
-    def _ids(self, text: str, place: Place) -> list[int]:
+    def _ids(self, text: str, place: DocumentPlace) -> list[int]:
         try:
             ids = self.tokenizer.tokenize(text)
         except ConfigError as error:
@@ -255,19 +255,19 @@ class Encoder:
 _encoder: Encoder | None = None
 
 
-def _start_worker(options: Options) -> None:
+def _start_worker(options: PreprocessOptions) -> None:
     """Ctrl-C reaches every process of the terminal: the parent answers it and ends the workers."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _encoder = Encoder(options)
 
 
-def _encode_in_worker(unit: Unit) -> EncodedUnit:
+def _encode_in_worker(unit: InputUnit) -> EncodedUnit:
     assert _encoder is not None
     return _encoder.encode(unit)
 
 
-def encode_units(options: Options, units: list[Unit]) -> Generator[EncodedUnit, None, None]:
+def encode_units(options: PreprocessOptions, units: list[InputUnit]) -> Generator[EncodedUnit, None, None]:
     """The units encoded, in their order, by `workers` processes that start at once (by this one, where 1 is enough)."""
     available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     workers = min(available, len(units))
@@ -289,7 +289,7 @@ def encode_units(options: Options, units: list[Unit]) -> Generator[EncodedUnit, 
 def _in_order(
     executor: ProcessPoolExecutor,
     window: deque[Future[EncodedUnit]],
-    waiting: Iterator[Unit],
+    waiting: Iterator[InputUnit],
     others: set[BaseProcess],
 ) -> Generator[EncodedUnit, None, None]:
     try:

@@ -17,8 +17,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.model.context_parallel import OverRanks, attend_lower_right, attend_on_cpu, for_kernels
-from megatron_moe.model.flash_cpu import attend_block, block_gradients, of_one_width, wide
+from megatron_moe.model.context_parallel import (
+    OverRanks,
+    attend_block,
+    attend_lower_right,
+    attend_on_cpu,
+    block_gradients,
+    for_kernels,
+    of_one_width,
+    wide,
+)
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -35,7 +43,7 @@ class SDPACoreAttention(torch.nn.Module):
         k_channels, v_channels, cp_comm_type, attention_type, attention_dropout: the protocol's.
         pg_collection: process groups, of which `cp` is used.
 
-    Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence_chunks.py`), and attends to
+    Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence.py`), and attends to
     the whole of it.
 
     Raises:

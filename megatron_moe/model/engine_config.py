@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
-from megatron_moe.model.residual import residual_dtype
+from megatron_moe.model.norm import residual_dtype
 
 
 @dataclass
-class ModelConfig(TransformerConfig):
+class EngineConfig(TransformerConfig):
     """The engine's configuration with what this project adds to it."""
 
     moe_router_group_score: str = "top2"
@@ -43,7 +43,7 @@ class ModelConfig(TransformerConfig):
 
 
 @dataclass
-class LatentModelConfig(MLATransformerConfig):
+class LatentEngineConfig(MLATransformerConfig):
     """The same for latent attention."""
 
     moe_router_group_score: str = "top2"
@@ -132,7 +132,7 @@ def params_dtype(run: Run) -> torch.dtype:
     return getattr(torch, derived.params_dtype_name(run))
 
 
-def transformer_config(run: Run) -> ModelConfig | LatentModelConfig:
+def transformer_config(run: Run) -> EngineConfig | LatentEngineConfig:
     """The engine's model configuration, for this machine's device."""
     fields = {
         **_sizes(run),
@@ -147,8 +147,8 @@ def transformer_config(run: Run) -> ModelConfig | LatentModelConfig:
         "init_method_std": run.model.init_method_std,
     }
     if run.model.multi_latent_attention:
-        return LatentModelConfig(**fields, **_latent_attention(run))
-    return ModelConfig(**fields)
+        return LatentEngineConfig(**fields, **_latent_attention(run))
+    return EngineConfig(**fields)
 
 
 def _sizes(run: Run) -> dict[str, Any]:

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_moe.config import module_names
+from megatron_moe.config import derived, module_names
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import global_name
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.precision.islands import Emits, make_island
+from megatron_moe.precision.contract import Emits, declared_fp32_parameters, declared_fp32_state, make_island
+from megatron_moe.precision.guard import HeldTensor
+
+# ---- The model's tensors, each beside the dtype that the precision contract wants.
+
+
+def held_by_model(run: Run, chunks: Sequence[torch.nn.Module]) -> Iterator[HeldTensor]:
+    """Every weight, its gradient buffer where there is one, and all declared fp32 state of these chunks.
+
+    Args:
+        run: says the model's dtype and that of the gradients.
+        chunks: at any stage: built, cast, or wrapped for data parallelism.
+    """
+    model = getattr(torch, derived.params_dtype_name(run))
+    for index, chunk in enumerate(chunks):
+        chunk_name = f"model{index}." if len(chunks) > 1 else ""
+        islands = {id(parameter) for _, parameter in declared_fp32_parameters(chunk)}
+        for name, parameter in chunk.named_parameters():
+            name = chunk_name + without_wrappers(name)
+            wanted = torch.float32 if id(parameter) in islands else model
+            yield HeldTensor(name, "weight", parameter.dtype, wanted)
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                summed = torch.float32 if derived.grads_in_fp32(run) else wanted
+                yield HeldTensor(name, "accumulated gradient", gradient.dtype, summed)
+        for name, tensor in declared_fp32_state(chunk):
+            yield HeldTensor(chunk_name + without_wrappers(name), "fp32 state", tensor.dtype, torch.float32)
+
+
+def without_wrappers(name: str) -> str:
+    """A tensor's name in the model itself: each wrapper holds what it wraps as `module`."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+# ----
 
 
 def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:

@@ -23,10 +23,9 @@ from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
-from megatron_moe.model.generate import evaluation
+from megatron_moe.model.generate import Sampling, choose, evaluation
 from megatron_moe.model.mla import LatentAttention
 from megatron_moe.model.rotary import rotated
-from megatron_moe.model.sampling import Sampling, choose
 
 Step = Callable[[Tensor], Tensor]
 """Tokens [B, S] int64 that follow those before -> logits [B, padded vocabulary] fp32 of what follows the last one. The

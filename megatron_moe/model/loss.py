@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_moe.parallel.collectives import sum_over_ranks
+from megatron_moe import platform
+from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
+from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.precision.contract import PrecisionError, returns_wider
 
 
 def loss_func(
@@ -34,3 +42,323 @@ def loss_func(
     if shared_by is not None and shared_by.size() > 1:
         total, tokens = total * shared_by.size(), sum_over_ranks(tokens, shared_by)
     return total, tokens.to(torch.int), {"lm loss": logged}
+
+
+# ---- Output layer and cross entropy in one, without the logits: they exist as tiles of [chunk of tokens, block of
+# rows].
+#
+# logits = hidden weight^T        loss = log(sum(exp(logits))) - logits[label]
+#
+# The forward pass keeps the maximum and the sum of exponentials of each token, found on the way over the blocks; the
+# backward pass computes each tile again, turns it into its own gradient in place and multiplies on. Both passes take
+# the weight block by block on the outside, so that a half-precision weight is widened, and its gradient summed over all
+# tokens in fp32 and rounded once, one block at a time.
+
+
+# An fp32 tile of 32 MiB: narrower and shorter ones were slower on a CPU, larger ones not faster.
+BLOCK_ROWS = 8192
+DEFAULT_CHUNK_TOKENS = 1024
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+    weight_name: str = "output_layer.weight",
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Cross entropy of each token, in nats.
+
+    A label outside [0, V) has no logit, as in the engine's loss: it must carry no weight afterwards. Products add in
+    fp32 (fp64 for fp64), logits and softmax are never rounded to half precision, each gradient is rounded once.
+
+    Args:
+        hidden: [T, H], the same on every rank of the group.
+        weight: [V / size of the group, H], this rank's rows, in the dtype of `hidden`.
+        labels: [T], int64.
+        group: the ranks among which the vocabulary is split, in the order of their rows; None: it is whole here.
+        chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
+        weight_name: what an error calls the weight.
+        vocab_size: V, where the rows behind it only pad the table: they take no part, and their gradient is 0.
+
+    Returns:
+        [T], fp32 (fp64 for fp64), the same on every rank. Gradients: of `hidden`, what this rank's rows contribute,
+        which the caller sums over the group; of `weight`, whole.
+
+    Raises:
+        PrecisionError: hidden and weight are of different dtypes.
+    """
+    if hidden.dtype != weight.dtype:
+        raise PrecisionError(
+            f"fused cross entropy: hidden states are {hidden.dtype} and {weight_name} is {weight.dtype}; both must be "
+            f"of one dtype: cast the hidden states to {weight.dtype} before the output layer, or keep it in "
+            f"{hidden.dtype}"
+        )
+    first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+    rows = weight.shape[0] if vocab_size is None else min(max(vocab_size - first_row, 0), weight.shape[0])
+    size = chunk_tokens or DEFAULT_CHUNK_TOKENS
+    return _LinearCrossEntropy.apply(hidden, weight, labels - first_row, rows, group, size)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        group: ProcessGroup | None,
+        chunk_tokens: int,
+    ) -> Tensor:
+        tiles = _Tiles(hidden.detach(), weight.detach()[:rows], labels, chunk_tokens)
+        maximum, exp_sum, label_logit = _statistics(tiles)
+        owned = (tiles.labels >= 0) & (tiles.labels < rows)
+        if group is not None and group.size() > 1:
+            own_maximum = maximum.clone()
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+            exp_sum *= torch.exp(own_maximum - maximum)
+        # From here on logits are relative to the maximum: the difference of two large numbers is never formed.
+        label_logit = torch.where(owned, label_logit - maximum, 0)
+        if group is not None and group.size() > 1:
+            sums = torch.stack((exp_sum, label_logit))
+            dist.all_reduce(sums, group=group)
+            exp_sum, label_logit = sums
+        ctx.save_for_backward(hidden, weight, tiles.labels, maximum, exp_sum)
+        ctx.rows, ctx.chunk_tokens = rows, chunk_tokens
+        return torch.log(exp_sum) - label_logit
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, labels, maximum, exp_sum = ctx.saved_tensors
+        tiles = _Tiles(hidden, weight[: ctx.rows], labels, ctx.chunk_tokens)
+        grad_hidden = tiles.wide_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if grad_weight is not None:
+            grad_weight[ctx.rows :] = 0
+        for rows in tiles.blocks():
+            block = tiles.widened(weight[rows])
+            # In fp32 the block's gradient is summed where it belongs, in half precision on the side.
+            block_grad = None
+            if grad_weight is not None:
+                in_place = grad_weight.dtype == tiles.dtype
+                block_grad = grad_weight[rows].zero_() if in_place else tiles.wide_zeros(block.shape)
+            for tokens in tiles.chunks():
+                tile = tiles.logits(tokens, block)
+                # The tile becomes its own gradient: (softmax - onehot) x grad.
+                tile.sub_(maximum[tokens, None]).exp_().mul_((grad[tokens] / exp_sum[tokens])[:, None])
+                here, column = tiles.labels_in(rows, tokens)
+                tile[torch.arange(tile.shape[0], device=tile.device), column] -= torch.where(here, grad[tokens], 0)
+                tile = tiles.operand(tile)
+                if grad_hidden is not None:
+                    tiles.add_product(grad_hidden[tokens], tile, block)
+                if block_grad is not None:
+                    tiles.add_product(block_grad, tile.t(), tiles.hidden[tokens])
+            if grad_weight is not None and block_grad is not None and not in_place:
+                grad_weight[rows] = block_grad
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's logits, per token: the maximum, sum(exp(logits - maximum)), and the label's logit, or 0."""
+    count = tiles.labels.shape[0]
+    maximum = tiles.wide_zeros((count,)).fill_(-torch.inf)
+    exp_sum, label_logit = tiles.wide_zeros((count,)), tiles.wide_zeros((count,))
+    for rows in tiles.blocks():
+        block = tiles.widened(tiles.weight[rows])
+        for tokens in tiles.chunks():
+            tile = tiles.logits(tokens, block)
+            here, column = tiles.labels_in(rows, tokens)
+            label_logit[tokens] += torch.where(here, tile.gather(1, column[:, None])[:, 0], 0)
+            new_maximum = torch.maximum(maximum[tokens], tile.amax(dim=-1))
+            earlier = exp_sum[tokens] * torch.exp(maximum[tokens] - new_maximum)
+            exp_sum[tokens] = earlier + tile.sub_(new_maximum[:, None]).exp_().sum(dim=-1)
+            maximum[tokens] = new_maximum
+    return maximum, exp_sum, label_logit
+
+
+class _Tiles:
+    """How the logits are cut, and the products on them.
+
+    On a CPU half-precision operands are widened to fp32 first: it has no product with half operands and an fp32
+    result, and without bf16 instructions fp32 is faster as well (`platform/half_products.py`). CUDA has one.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.half_operands = hidden.dtype != self.dtype and not platform.on_cpu(hidden)
+        self.hidden, self.weight, self.labels = self.widened(hidden), weight, labels
+        self.chunk_tokens = max(1, min(chunk_tokens, hidden.shape[0]))
+        self._tile = torch.empty(0, dtype=self.dtype, device=hidden.device)
+
+    def widened(self, operand: Tensor) -> Tensor:
+        """An operand of a product, as this device wants it."""
+        return operand if self.half_operands else operand.to(self.dtype)
+
+    def operand(self, tile: Tensor) -> Tensor:
+        """A tile as an operand."""
+        return tile.to(self.hidden.dtype) if self.half_operands else tile
+
+    def wide_zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)
+
+    def blocks(self) -> Iterator[slice]:
+        """Blocks of the weight's rows."""
+        total = self.weight.shape[0]
+        return (slice(start, min(start + BLOCK_ROWS, total)) for start in range(0, total, BLOCK_ROWS))
+
+    def chunks(self) -> Iterator[slice]:
+        """Chunks of the tokens."""
+        total = self.labels.shape[0]
+        return (slice(start, min(start + self.chunk_tokens, total)) for start in range(0, total, self.chunk_tokens))
+
+    def logits(self, tokens: slice, block: Tensor) -> Tensor:
+        """[chunk, block]; one buffer, overwritten by the next call."""
+        hidden = self.hidden[tokens]
+        if self.half_operands:
+            return torch.mm(hidden, block.t(), out_dtype=self.dtype)
+        size = hidden.shape[0] * block.shape[0]
+        if self._tile.numel() < size:
+            self._tile = self._tile.new_empty(size)
+        return torch.mm(hidden, block.t(), out=self._tile[:size].view(hidden.shape[0], block.shape[0]))
+
+    def labels_in(self, rows: slice, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Which labels are rows of this block, and their column of the tile (0 for the others)."""
+        column = self.labels[tokens] - rows.start
+        here = (column >= 0) & (column < rows.stop - rows.start)
+        return here, torch.where(here, column, 0)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total += left @ right, summed in the wide dtype."""
+        if self.half_operands:
+            total += torch.mm(left, right, out_dtype=self.dtype)
+        else:
+            total.addmm_(left, right)
+
+
+# ---- The output layer: logits without the vocabulary's padding, or losses in place of logits.
+#
+# The table is padded so that every tensor-parallel rank holds an equal share. Columns that only pad are no tokens: left
+# as they are, they take part in the softmax, and the loss depends on how many there are, on the layout that is.
+#
+# The fused loss is computed inside the output layer's own forward pass, not beside it: with `--overlap-param-gather`
+# the engine waits for a layer's weight where that layer is called.
+
+
+class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
+    """The engine's output layer; the logit of a column that only pads the vocabulary is its dtype's least number, whose
+    exponential is 0 beside any token's. Not -inf: who looks for numbers that are not finite is to find errors.
+
+    Attributes:
+        vocab_size: columns of the whole layer that are tokens.
+    """
+
+    vocab_size: int
+
+    @classmethod
+    def take_over(cls, layer: ColumnParallelLinear, vocab_size: int) -> None:
+        """Make an output layer that GPTModel has built one of these: it builds its own without asking for the class,
+        and nothing but the forward pass differs."""
+        layer.__class__ = cls
+        layer.vocab_size = vocab_size
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden states [S, B, H] -> (logits [S, B, V / TP], None); [S, B, V] where the output is gathered."""
+        logits, bias = super().forward(input_, weight, runtime_gather_output)
+        whole = logits.shape[-1] != self.output_size_per_partition
+        first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
+        tokens = max(self.vocab_size - first, 0)
+        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
+
+
+def _without_padding(logits: Tensor, tokens: int) -> Tensor:
+    return _WithoutPadding.apply(logits, tokens)
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """The least number in the columns from `tokens` on, in place: the logits are the largest tensor there is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = tokens
+        ctx.mark_dirty(logits)
+        logits[..., tokens:] = torch.finfo(logits.dtype).min
+        return logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
+        return grad, None
+
+
+@returns_wider("the loss per token is fp32")
+class OutputLayerWithLoss(OutputLayer):
+    """The output layer, which computes the loss itself where it is given labels."""
+
+    chunk_tokens: int | None = None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden states [S, B, H] -> (logits [S, B, V / TP], None), as the engine's; with labels, (losses, None).
+
+        Args:
+            input_: hidden states; this rank's part of the sequence under sequence parallelism.
+            weight: the embedding table, where it is the output layer's too.
+            labels: [B, S], of the whole sequence.
+
+        Returns:
+            losses: [B, S] fp32, per token.
+        """
+        if labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        spread = all_gather_rows if self.sequence_parallel else shared_by_ranks
+        hidden = spread(input_, self.tp_group)
+        losses = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.weight if weight is None else weight,
+            labels.transpose(0, 1).reshape(-1),
+            self.tp_group,
+            self.chunk_tokens,
+            vocab_size=self.vocab_size,
+        )
+        return losses.view(hidden.shape[:2]).transpose(0, 1).contiguous(), None
+
+
+class FusedLoss:
+    """Mixed into the engine's GPTModel, before it."""
+
+    def fuse_loss(self, chunk_tokens: int | None) -> None:
+        """From now on the output layer, if this pipeline stage has it, computes losses itself.
+
+        GPTModel builds its output layer without asking for the class; nothing but its forward pass differs.
+
+        Args:
+            chunk_tokens: see `linear_cross_entropy`.
+        """
+        if self.post_process:  # type: ignore[attr-defined]
+            layer = self.output_layer  # type: ignore[attr-defined]
+            layer.__class__ = OutputLayerWithLoss
+            layer.chunk_tokens = chunk_tokens
+
+    def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        losses, _ = self.output_layer(hidden, weight=weight, labels=labels)
+        return losses
+
+    def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
+        """The engine's last step of a forward pass: logits without labels, losses with them."""
+        if labels is None or not self.post_process or self.config.mtp_num_layers:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
+        return self.token_losses(hidden_states, labels)

@@ -30,9 +30,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_moe.model.residual import residual_dtype
+from megatron_moe.model.norm import residual_dtype
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.parallel.sequence_shift import shifted
+from megatron_moe.parallel.sequence import shifted
 
 
 @dataclass(frozen=True)

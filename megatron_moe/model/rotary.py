@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+from megatron_moe.parallel.sequence import context_parallel_slice
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:

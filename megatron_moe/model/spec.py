@@ -30,8 +30,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.mtp import PredictionLayer, PredictionParts
-from megatron_moe.model.norm import RMSNorm
-from megatron_moe.model.residual import fp32_bias_dropout_add
+from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
 from megatron_moe.moe.recompute import recomputes
 

@@ -11,10 +11,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.padded_dispatch import build_layer_dispatcher
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups

@@ -8,14 +8,12 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_moe.moe.aux_losses import GlobalBatch, build_aux_losses
 from megatron_moe.moe.capacity import build_limit
-from megatron_moe.moe.choice import build_choice
-from megatron_moe.moe.gate_product import gate_product
+from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, count_tokens
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch, build_aux_losses, count_tokens
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, RoutingDecision, route
+from megatron_moe.moe.routing import MicroBatch, RoutingDecision, build_choice, route
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.autocast import without_autocast

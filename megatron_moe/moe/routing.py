@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
+from megatron_moe.parallel.collectives import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def route(
         options: the layer's choices.
         micro_batch: what the tokens are. The weights of padding are 0, so that it reaches no output and sends no
             gradient.
-        choose: which experts; see moe/choice.py.
+        choose: which experts; see moe/routing.py.
 
     Returns:
         The decision, and the scores [T, E] that the auxiliary losses use. The weights of a token with a logit that is
@@ -137,3 +139,115 @@ def route(
     if micro_batch.is_padding is not None:
         probs = probs.masked_fill(micro_batch.is_padding.unsqueeze(-1), 0.0)
     return RoutingDecision(expert_ids, probs), scores
+
+
+# ---- Sinkhorn's normalisation: scores that choose every expert about equally often within a micro-batch.
+#
+# S-BASE (arXiv 2202.01169), with Megatron-LM's iteration and tolerance, but in fp64, and with each token's logits taken
+# relative to their largest, so that none overflows; a token's own factor changes nothing in the order of its experts.
+
+
+TOLERANCE = 1e-4
+_EPSILON = 1e-8
+MAX_ROUNDS = 1000
+"""More are of no use: the choice stays a sound one, only less even."""
+
+
+@torch.no_grad()
+def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Tensor:
+    """exp(logits) [T, E], times the factor per expert that makes all experts' shares of the tokens alike; fp64.
+
+    Rows and columns are normalised in turn until the experts' factors change by less than 1e-4 in the mean. The sums
+    over tokens are over all ranks of `group`, so that the result does not depend on how a micro-batch is split. The end
+    is decided on the host: one synchronisation, and one all-reduce of E numbers, per round.
+
+    Args:
+        logits: [T, E] of this rank.
+        is_padding: [T] bool, True for tokens that take no part; their rows are 0.
+        group: the ranks that share the micro-batch.
+    """
+    wide = logits.double()
+    cost = torch.exp(wide - wide.amax(dim=-1, keepdim=True))
+    valid = torch.ones_like(wide[:, 0])
+    if is_padding is not None:
+        valid = (~is_padding).double()
+        cost = cost * valid.unsqueeze(-1)
+    num_tokens, num_experts = sum_over_ranks(valid.sum(), group), cost.shape[1]
+    factors = cost.new_ones(num_experts)
+    for _ in range(MAX_ROUNDS):
+        token_factors = 1 / (num_tokens * (cost @ factors + _EPSILON))
+        columns = sum_over_ranks(token_factors @ cost, group)
+        updated = 1 / (num_experts * (columns + _EPSILON))
+        change = (updated - factors).abs().mean()
+        factors = updated
+        if not bool(change > TOLERANCE):  # also where a logit is not a number: the step will not be applied
+            break
+    return cost * factors
+
+
+# ---- Which experts a token gets: by its scores, by Sinkhorn's normalisation, or round robin; a `routing.Choice` each.
+
+
+def positions(num_tokens: int, num_sequences: int, groups: MoEGroups, device: torch.device) -> Tensor:
+    """Where this rank's T tokens stand in their micro-batch: [T] int64, the index in [S, B] order that one rank
+    with the whole micro-batch would have.
+
+    Under sequence parallelism TP rank r holds the r-th piece of what its context-parallel rank holds, and that is
+    chunks c and 2 CP - 1 - c of the sequence's 2 CP chunks.
+    """
+    tp, tp_rank = groups.tp.size(), groups.tp.rank()
+    cp, cp_rank = groups.tp_cp.size() // tp, groups.tp_cp.rank() // tp  # TP ranks are neighbours
+    token = torch.arange(num_tokens, device=device)
+    length = num_tokens // num_sequences
+    place = tp_rank * length + token // num_sequences  # in the context-parallel rank's part of the sequence
+    if cp > 1:
+        half = length * tp // 2
+        chunk = torch.where(place < half, cp_rank, 2 * cp - 1 - cp_rank)
+        place = chunk * half + place % half
+    return place * num_sequences + token % num_sequences
+
+
+class ByScore:
+    """The K best by score plus bias, within the token's groups."""
+
+    def __init__(self, options: MoEOptions) -> None:
+        self.options = options
+
+    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        return choose_experts(ranked_values(logits, scores, self.options), expert_bias, self.options)
+
+
+class BySinkhorn:
+    """In training the K best after Sinkhorn's normalisation over the micro-batch's tokens, those of all TP x CP ranks
+    together; in evaluation the K best. Megatron-LM's, but that there every rank normalises its own tokens."""
+
+    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
+        self.options, self.groups = options, groups
+
+    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        if not micro_batch.training:
+            return choose_experts(scores, None, self.options)
+        balanced = balanced_scores(logits, micro_batch.is_padding, self.groups.tp_cp)
+        return balanced.topk(self.options.topk, dim=-1).indices
+
+
+class RoundRobin:
+    """Experts in turn, whatever the scores: token p of the micro-batch gets p K, p K + 1, ... modulo E.
+
+    Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
+    """
+
+    def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
+        self.options, self.groups = options, groups
+
+    def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        place = positions(logits.shape[0], micro_batch.num_sequences, self.groups, logits.device)
+        turn = torch.arange(self.options.topk, device=logits.device)
+        return (place.unsqueeze(1) * self.options.topk + turn) % self.options.num_experts
+
+
+def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
+    """The choice that the options ask for."""
+    if options.force_load_balancing:
+        return RoundRobin(options, groups)
+    return BySinkhorn(options, groups) if options.sinkhorn else ByScore(options)

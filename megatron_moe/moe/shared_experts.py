@@ -10,11 +10,11 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_moe.moe.gate_product import gate_product
+from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.autocast import without_autocast
-from megatron_moe.precision.declared import mixes_dtypes
+from megatron_moe.precision.contract import mixes_dtypes
 
 
 @mixes_dtypes("rows in the model's dtype are weighed in fp32 without a copy of them in fp32")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_moe.moe.aux_losses import GlobalBatch
+from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel.collectives import sum_over_ranks
 

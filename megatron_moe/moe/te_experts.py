@@ -9,9 +9,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from transformer_engine.pytorch import GroupedLinear
 
-from megatron_moe.moe.activation import weighted_swiglu
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.experts import LocalExperts, mark_expert_parameter
+from megatron_moe.moe.experts import LocalExperts, mark_expert_parameter, weighted_swiglu
 from megatron_moe.moe.groups import MoEGroups
 
 

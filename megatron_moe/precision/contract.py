@@ -2,13 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_moe.precision.fp32_state import Fp32State
-from megatron_moe.precision.islands import declared_fp32_parameters
+from megatron_moe.precision.fp32_state import Fp32State, moved_with_its_bits
+
+# ---- Where dtypes are mixed on purpose: the code says so itself, with a reason.
+#
+# A declaration costs nothing when the code runs: the decorators write a name into a register and return what they got.
+# Only the audit reads the register.
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
+
+_CODE: dict[CodeType, str] = {}
+_WIDER_OUTPUT: dict[type, str] = {}
+
+
+def mixes_dtypes(reason: str) -> Callable[[_Function], _Function]:
+    """Declare that the decorated function combines tensors of different dtypes on purpose.
+
+    It covers the function's own operations, those of helpers it calls and their backward; not those of another
+    `torch.nn.Module` that it calls. Below `@staticmethod`.
+
+    Args:
+        reason: why, in a phrase; the audit lists it beside what it excuses.
+    """
+
+    def register(function: _Function) -> _Function:
+        _CODE[function.__code__] = reason  # type: ignore[attr-defined]
+        return function
+
+    return register
+
+
+def returns_wider(reason: str) -> Callable[[_Class], _Class]:
+    """Declare that a module's output is on purpose wider than its input and its parameters.
+
+    Args:
+        reason: why, in a phrase.
+    """
+
+    def register(cls: _Class) -> _Class:
+        _WIDER_OUTPUT[cls] = reason
+        return cls
+
+    return register
+
+
+def declaration(code: CodeType) -> str | None:
+    """Why this code mixes dtypes; None if nobody said so."""
+    return _CODE.get(code)
+
+
+def wider_output(module: object) -> str | None:
+    """Why this module's output is wider than what it got; None if its class does not say so."""
+    return next((_WIDER_OUTPUT[cls] for cls in type(module).__mro__ if cls in _WIDER_OUTPUT), None)
+
+
+# ---- fp32 islands: modules that hold and compute fp32 inside a model of another dtype.
+#
+# An island's tensors keep their fp32 bits under every cast, its floating inputs are widened on entry, and its outputs
+# leave in the dtype of the model around it. Knows torch modules only; which modules, and what they emit, is told to it.
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Emits:
+    """The dtype in which an island's floating outputs leave it.
+
+    dtype: asked at every call; None: that of the first floating input. as_computed: they stay in fp32.
+    """
+
+    dtype: Callable[[], torch.dtype] | None = None
+    as_computed: bool = False
+
+
+def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
+    """Turn a module and all that it contains into an fp32 island, in place, before its weights are drawn.
+
+    Its parameters become fp32 and stay the same objects, with their attributes. A module inside an island needs no
+    call of its own: it is protected with it, and finds fp32 inputs.
+
+    Args:
+        module: holds parameters in any floating dtype. Not yet wrapped: nothing may have hooked their gradients.
+        emits: what leaves; None for a module that casts for itself and is only to be protected.
+    """
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            parameter.data = parameter.data.float()
+        part.fp32_parameters = tuple(name for name, _ in part.named_parameters(recurse=False))  # type: ignore[assignment]
+        # Bound methods, not closures: a deepcopy binds them to the copy.
+        part._apply = MethodType(_apply_around_fp32, part)  # type: ignore[method-assign]
+    if emits is not None:
+        crossing = _Crossing(emits)
+        module.register_forward_pre_hook(crossing.enter, with_kwargs=True)
+        module.register_forward_hook(crossing.leave)
+
+
+def declared_fp32_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter that lies in an island, with its qualified name."""
+    for path, part in module.named_modules():
+        for name in getattr(part, "fp32_parameters", ()):
+            yield (f"{path}.{name}" if path else name), part._parameters[name]  # type: ignore[misc]
+
+
+def _apply_around_fp32(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` for one module of an island: `fn` sees the int32 bits of its fp32 tensors, which no cast of
+    floating-point tensors touches and every move carries along."""
+
+    def around(tensor: Tensor) -> Tensor:
+        return moved_with_its_bits(tensor, fn) if tensor.dtype == torch.float32 else fn(tensor)
+
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    type(self)._apply(self, around, False)
+    return self
+
+
+class _Crossing:
+    """Both hooks of one island. A module does not call itself, so one remembered dtype is enough."""
+
+    def __init__(self, emits: Emits) -> None:
+        self.emits = emits
+        self.entered: torch.dtype | None = None
+
+    def enter(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self.entered = _first_floating_dtype((args, kwargs))
+        return _mapped(args, _widened), _mapped(kwargs, _widened)
+
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self.emits.as_computed:
+            return output
+        dtype = self.entered if self.emits.dtype is None else self.emits.dtype()
+        return output if dtype is None else _mapped(output, lambda tensor: tensor.to(dtype))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _NARROW else tensor
+
+
+def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `fn` applied to each floating tensor in it: in tuples, lists, dicts and dataclasses, nested."""
+    if isinstance(value, Tensor):
+        return fn(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, fn) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(item, fn) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, fn) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **_mapped(fields, fn))
+    return value
+
+
+def _first_floating_dtype(value: Any) -> torch.dtype | None:
+    found: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.dtype)
+        return tensor
+
+    _mapped(value, note)
+    return found[0] if found else None
+
+
+# ----
 
 
 class PrecisionError(RuntimeError):

@@ -12,7 +12,7 @@ from megatron_moe.precision.contract import PrecisionError
 _SHOWN = 10
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that the contract speaks of: its name, what it is ("weight", "Adam moment"), its dtype, and the one it
     must have."""
 
@@ -32,7 +32,7 @@ class PrecisionGuard:
     def __init__(self) -> None:
         self._right_at: dict[tuple[str, str], str] = {}
 
-    def check(self, boundary: str, tensors: Iterable[Held]) -> int:
+    def check(self, boundary: str, tensors: Iterable[HeldTensor]) -> int:
         """Compare all `tensors`.
 
         Args:
@@ -57,7 +57,7 @@ class PrecisionGuard:
             raise PrecisionError(f"precision contract broken at {boundary}: " + "; ".join([*broken[:_SHOWN], *rest]))
         return checked
 
-    def _told(self, held: Held, boundary: str) -> str:
+    def _told(self, held: HeldTensor, boundary: str) -> str:
         right_at = self._right_at.get((held.name, held.what))
         since = f"changed between {right_at} and {boundary}" if right_at else f"so from the start, {boundary}"
         return f"{held.name} ({held.what}) is {held.dtype}, must be {held.wanted}: {since}"

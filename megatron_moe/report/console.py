@@ -7,8 +7,7 @@ import os
 import time
 from typing import Any, TextIO
 
-from megatron_moe.report.health_record import glance
-from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share
+from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, glance
 from megatron_moe.report.sink import Sink
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.health_record import scalars as health_scalars
 from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, load_max_over_mean
+from megatron_moe.report.records import scalars as health_scalars
 from megatron_moe.report.sink import Sink
 
 

@@ -6,30 +6,145 @@ second look: state and gradients by name, and the step's micro-batches once more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.training.finite_state import (
+from megatron_moe.training.job import Trainer
+from megatron_moe.training.replay import StepReplay
+from megatron_moe.training.replicas import require_equal_replicas
+from megatron_moe.training.spikes import SpikeWatch
+from megatron_moe.training.state_checks import (
     damage,
     described,
+    global_names,
+    is_finite,
     non_finite_gradients,
     non_finite_state,
     places_in_words,
 )
-from megatron_moe.training.job import Job
-from megatron_moe.training.replay import Replay
-from megatron_moe.training.replicas import require_equal_replicas
-from megatron_moe.training.sightings import BACKWARD, Sighting, Sightings
-from megatron_moe.training.spikes import SpikeWatch
 from megatron_moe.training.step import StepResult
+
+# ---- Where a number that is not finite first shows: hooks on every module, router and weight of one replayed step.
+
+
+FORWARD, BACKWARD = 0, 1
+
+
+@dataclass(frozen=True, order=True)
+class NonFiniteValue:
+    """A tensor with an element that is not finite. Sorted, what came first in a step comes first.
+
+    phase, micro_batch, stage and order say when: the virtual pipeline stage counts in the direction of the pass.
+    """
+
+    phase: int
+    micro_batch: int
+    stage: int
+    order: int
+    what: str
+    value: str = field(compare=False)
+
+
+class NonFiniteHooks:
+    """Collects what shows while `watching`.
+
+    Args:
+        model: wrapped chunks.
+        num_micro_batches: of this rank in the step.
+        pp: pipeline stage of this rank, and how many there are.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module], num_micro_batches: int, pp: tuple[int, int]) -> None:
+        self._model = model
+        self._num_micro_batches = num_micro_batches
+        self._stage, self._stages = pp
+        self._order = 0
+        self._backward_of = 0
+        self._micro_batches = [-1 for _ in model]
+        self.seen: list[NonFiniteValue] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Forward and backward passes within are looked at; what they compute is what they would compute."""
+        with ExitStack() as stack:
+            for index, chunk in enumerate(self._model):
+                names = global_names(chunk)
+                stack.callback(chunk.register_forward_pre_hook(partial(self._begins, index)).remove)
+                for name, module in chunk.named_modules():
+                    hook = partial(self._output, index, names[name])
+                    stack.callback(module.register_forward_hook(hook).remove)
+                for name, parameter in chunk.named_parameters():
+                    if parameter.requires_grad:
+                        hook = partial(self._gradient, index, None, f"the gradient of {names[name]}")
+                        stack.callback(parameter.register_hook(hook).remove)
+                known = {id(module): names[name] for name, module in chunk.named_modules()}
+                for router in routers([chunk]):
+                    stack.callback(setattr, router, "probe", router.probe)
+                    router.probe = _RouterWatch(partial(self._see_forward, index), known[id(router)])  # type: ignore[assignment]
+            yield
+
+    def _begins(self, chunk: int, _module: Any, _inputs: Any) -> None:
+        # A step that counts ahead passes twice over its micro-batches.
+        self._micro_batches[chunk] = (self._micro_batches[chunk] + 1) % self._num_micro_batches
+
+    def _output(self, chunk: int, name: str, _module: Any, _inputs: Any, output: Any) -> None:
+        micro_batch = self._micro_batches[chunk]
+        what = f"the output of {name}" if name else "the loss per token, or what this stage sends on"
+        for tensor in _floating(output):
+            self._see_forward(chunk, what, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._gradient, chunk, micro_batch, f"the gradient of {what}"))
+
+    def _see_forward(self, chunk: int, what: str, tensor: Tensor) -> None:
+        self._order += 1
+        if not is_finite(tensor):
+            stage = chunk * self._stages + self._stage
+            place = (FORWARD, self._micro_batches[chunk], stage, self._order)
+            self.seen.append(NonFiniteValue(*place, what, described(tensor)))
+
+    def _gradient(self, chunk: int, micro_batch: int | None, what: str, gradient: Tensor) -> None:
+        self._order += 1
+        # A weight's gradient comes between those of activations, which know their micro-batch.
+        self._backward_of = self._backward_of if micro_batch is None else micro_batch
+        if not is_finite(gradient):
+            stage = -(chunk * self._stages + self._stage)
+            place = (BACKWARD, self._backward_of, stage, self._order)
+            self.seen.append(NonFiniteValue(*place, what, described(gradient)))
+
+
+class _RouterWatch:
+    """Stands where a router holds its probe: our MoE layer calls a router's `route`, past module hooks."""
+
+    def __init__(self, see: Any, name: str) -> None:
+        self._see, self._name = see, name
+
+    def see(self, router: TopKRouter, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, _: Any) -> None:
+        for what, tensor in (("input", hidden), ("logits", logits), ("scores", scores), ("weights", decision.probs)):
+            self._see(f"the {what} of {self._name}", tensor)
+
+
+def _floating(output: Any) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf
+
+
+# ----
 
 
 class FaultWatch:
@@ -40,9 +155,9 @@ class FaultWatch:
         batches: its iterators of training micro-batches, one per model chunk.
     """
 
-    def __init__(self, job: Job, batches: Sequence[BatchIterator]) -> None:
+    def __init__(self, job: Trainer, batches: Sequence[BatchIterator]) -> None:
         self._job = job
-        self._replay = Replay(batches, job.trained.pg_collection, lambda number: self._at(f"micro-batch {number}"))
+        self._replay = StepReplay(batches, job.trained.pg_collection, lambda number: self._at(f"micro-batch {number}"))
         self._spikes: SpikeWatch | None = None
         if job.run.faults.loss_spike_factor is not None:
             assert job.fault_folder is not None, "rules.faults.spikes_have_a_folder"
@@ -102,16 +217,16 @@ class FaultWatch:
 
 
 @dataclass(frozen=True)
-class Report:
+class FaultReport:
     """What one rank found. place: the rank in words. state, gradients: descriptions. first: of the replay."""
 
     place: str
     state: list[str]
     gradients: list[str]
-    first: Sighting | None
+    first: NonFiniteValue | None
 
 
-def look_again(run: Run, trained: Trained, place: RankFacts, replay: Replay) -> tuple[str, bool]:
+def look_again(run: Run, trained: Trained, place: RankFacts, replay: StepReplay) -> tuple[str, bool]:
     """Say where the step that has just failed went wrong. Collective over all ranks, after `train_step`.
 
     Returns:
@@ -119,16 +234,16 @@ def look_again(run: Run, trained: Trained, place: RankFacts, replay: Replay) -> 
     """
     state = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_state(trained)]
     gradients = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_gradients(trained.model)]
-    sightings = Sightings(trained.model, len(replay.held[0]), (place.pp_rank, place.pp_size))
+    sightings = NonFiniteHooks(trained.model, len(replay.held[0]), (place.pp_rank, place.pp_size))
     with sightings.watching():
         replay.again(trained.model, micro_batch_size=run.training.micro_batch_size, seq_length=run.model.seq_length)
-    own = Report(str(place), state, gradients, min(sightings.seen, default=None))
+    own = FaultReport(str(place), state, gradients, min(sightings.seen, default=None))
     reports: list[Any] = [None] * place.world_size
     dist.all_gather_object(reports, own)
     return verdict(reports), any(report.state for report in reports)
 
 
-def verdict(reports: Sequence[Report]) -> str:
+def verdict(reports: Sequence[FaultReport]) -> str:
     """The root of what all ranks found: damaged state before activations, those before gradients."""
     if any(report.state for report in reports):
         return damage([(report.place, report.state) for report in reports])

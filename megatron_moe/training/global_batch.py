@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
-from megatron_moe.moe.aux_losses import GlobalBatch
+from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.state import counting_ahead, tell_routers
 from megatron_moe.training.timers import untimed

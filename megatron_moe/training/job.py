@@ -13,7 +13,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.checkpoint.folder import step_folder
-from megatron_moe.checkpoint.state import Progress, Trained
+from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
@@ -25,8 +25,7 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
-from megatron_moe.training.finite_state import require_finite_state
-from megatron_moe.training.precision_check import check_precision
+from megatron_moe.training.state_checks import check_precision, require_finite_state
 from megatron_moe.training.watchdog import Watchdog
 
 RECORDS_KEPT = 512
@@ -43,7 +42,7 @@ class Splits:
 
 
 @dataclass
-class Job:
+class Trainer:
     """Everything the loop works on. `progress` moves; the rest is built once."""
 
     run: Run
@@ -52,7 +51,7 @@ class Job:
     schedule: BatchSchedule
     splits: Splits
     padded_vocab_size: int
-    progress: Progress
+    progress: TrainingProgress
     reporter: Reporter
     guard: PrecisionGuard
     watchdog: Watchdog | None = None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.state import Progress
+from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config import derived
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
-from megatron_moe.training.audit import auditing
 from megatron_moe.training.faults import FaultWatch
 from megatron_moe.training.health import HealthProbe
-from megatron_moe.training.job import Job
+from megatron_moe.training.job import Trainer
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
@@ -26,8 +26,15 @@ SKIPS_IN_A_ROW = 50
 """A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty steps to come down."""
 
 
-def train(job: Job, stop: StopSignals) -> str:
+StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], AbstractContextManager[None]]
+"""What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
+
+
+def train(job: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str:
     """Train until `--train-iters` or an exit condition; the last state is saved.
+
+    Args:
+        audit: with `--audit-precision`, the context around the process's second step.
 
     Returns:
         Why it ended, in words.
@@ -49,7 +56,7 @@ def train(job: Job, stop: StopSignals) -> str:
         job.wait_for_copy()
 
     started, skips, first = time.monotonic(), 0, job.progress.iteration
-    if run.precision.audit_precision and (run.training.train_iters or 0) < first + 2:
+    if audit is not None and (run.training.train_iters or 0) < first + 2:
         job.reporter.message("--audit-precision traces the second step of a process, and only one is left: no audit")
     if job.evaluation_owed and run.training.eval_iters:
         job.evaluate("valid")
@@ -59,7 +66,7 @@ def train(job: Job, stop: StopSignals) -> str:
         num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
         probe = _probe(job, num_micro_batches)
         watch.begin()
-        with _traced(job, job.progress.iteration == first + 1):
+        with _audited(job, audit if job.progress.iteration == first + 1 else None):
             result = train_step(
                 trained.model,
                 trained.optimizer,
@@ -110,14 +117,14 @@ def _nothing_learnt(iteration: int, last: StepResult) -> str:
     )
 
 
-def _traced(job: Job, second_step: bool) -> AbstractContextManager[None]:
-    """The tracer of `--audit-precision`, around the process's second step: the first one pays what is paid once."""
-    if not (second_step and job.run.precision.audit_precision):
+def _audited(job: Trainer, audit: StepAudit | None) -> AbstractContextManager[None]:
+    """Return the audit's context of the process's second step: the first one pays what is paid once."""
+    if audit is None:
         return nullcontext()
-    return auditing(job.run, job.trained.model, job.reporter.message)
+    return audit(job.run, job.trained.model, job.reporter.message)
 
 
-def _probe(job: Job, num_micro_batches: int) -> HealthProbe | None:
+def _probe(job: Trainer, num_micro_batches: int) -> HealthProbe | None:
     """What measures the coming step, at the end of each `--health-interval`; None for the others."""
     interval = derived.health_interval(job.run)
     if not interval or (job.progress.iteration + 1) % interval:
@@ -125,11 +132,11 @@ def _probe(job: Job, num_micro_batches: int) -> HealthProbe | None:
     return HealthProbe(job.trained.model, job.run.logging.health_sample_tokens, num_micro_batches)
 
 
-def _advance(job: Job, result: StepResult, meter: Meter, begin: float, probe: HealthProbe | None) -> None:
+def _advance(job: Trainer, result: StepResult, meter: Meter, begin: float, probe: HealthProbe | None) -> None:
     """Count the step, skipped or not: its sequences are consumed. Then tell about it."""
     size = job.schedule.global_batch_size(job.progress.consumed_samples)
     past = job.progress
-    job.progress = Progress(
+    job.progress = TrainingProgress(
         past.iteration + 1,
         past.consumed_samples + size,
         past.skipped_iterations + (not result.committed),
@@ -159,13 +166,13 @@ def _advance(job: Job, result: StepResult, meter: Meter, begin: float, probe: He
             job.reporter.message(times)
 
 
-def _due(job: Job, interval: int | None) -> bool:
+def _due(job: Trainer, interval: int | None) -> bool:
     """Whether this iteration ends an interval; the end of the run has its own evaluation and checkpoint."""
     done = job.progress.iteration
     return bool(interval) and done % interval == 0 and done < (job.run.training.train_iters or 0)
 
 
-def exit_reason(job: Job, stop: StopSignals, started: float) -> str | None:
+def exit_reason(job: Trainer, stop: StopSignals, started: float) -> str | None:
     """Why to stop before `--train-iters`, agreed by all ranks; None to go on.
 
     Ranks get a signal, and see the clock pass, at different iterations; the first one decides for all.

@@ -12,8 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
-from megatron_moe.report.health_record import Health
-from megatron_moe.report.records import StepRecord, load_max_over_mean
+from megatron_moe.report.records import Health, StepRecord, load_max_over_mean
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
 

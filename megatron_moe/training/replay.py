@@ -24,7 +24,7 @@ from megatron_moe.training.step import Model, run_micro_batches
 from megatron_moe.training.timers import untimed
 
 
-class Replay:
+class StepReplay:
     """Watches a run's iterators of micro-batches.
 
     Args:

@@ -21,7 +21,7 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.training.finite_state import global_names
+from megatron_moe.training.state_checks import global_names
 
 # Odd, so that a changed bit changes the sum modulo 2^64 whatever it is multiplied with; 2^64 over the golden ratio.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
@@ -47,7 +47,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A tensor whose copies differ: its name, and the hash that each rank of its group has."""
 
     name: str
@@ -64,14 +64,14 @@ class Difference:
         return f"{self.name}: the copies of ranks {halves} differ, with no majority"
 
 
-def compare_replicas(trained: Trained) -> list[Difference]:
+def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
     """Compare all replicas that this rank has a part in; what it found. Collective over all ranks.
 
     Parameters have to be gathered. Dense weights are compared over data and context parallel ranks, those that tensor
     parallelism does not split over its ranks too; experts over theirs; expert_bias over every rank of the stage; a
     tied embedding between the first and the last stage.
     """
-    found: list[Difference] = []
+    found: list[ReplicaDifference] = []
     for group, named in _by_group(trained):
         if group is None or group.size() == 1 or not named:
             continue
@@ -81,7 +81,7 @@ def compare_replicas(trained: Trained) -> list[Difference]:
         table = torch.stack(every)
         ranks = dist.get_process_group_ranks(group)
         for column in (table != table[0]).any(dim=0).nonzero().flatten().tolist():
-            found.append(Difference(named[column][0], tuple(zip(ranks, table[:, column].tolist()))))
+            found.append(ReplicaDifference(named[column][0], tuple(zip(ranks, table[:, column].tolist()))))
     return found
 
 

@@ -15,24 +15,24 @@ from megatron_moe import platform
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.async_save import Saver
 from megatron_moe.checkpoint.load import Loaded, load
+from megatron_moe.checkpoint.load import verified as verified_plan
 from megatron_moe.checkpoint.origin import Origin
-from megatron_moe.checkpoint.plan import Plan, plan
+from megatron_moe.checkpoint.plan import CheckpointPlan, plan
 from megatron_moe.checkpoint.ranks import read_on_rank_zero
 from megatron_moe.checkpoint.save import claim, target
-from megatron_moe.checkpoint.state import Progress, Trained
-from megatron_moe.checkpoint.verify import verified as verified_plan
+from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config import derived, rules
-from megatron_moe.config.errors import RunFault
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.module_names import kept_in_fp32
-from megatron_moe.config.schema import Run
-from megatron_moe.conversion.importing import Import, fill, plan_import
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.entropy import label_entropy
-from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data
-from megatron_moe.data.order import require_same_order
+from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
+from megatron_moe.data.index_file import label_entropy
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_moe.hf.importing import Import, fill, plan_import
 from megatron_moe.model.build import build_model
+from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.parallel.seeds import seed_everything
@@ -42,20 +42,48 @@ from megatron_moe.report.records import StepRecord, exact
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
-from megatron_moe.training.job import Job, Splits
-from megatron_moe.training.loop import agreed_stop, train
+from megatron_moe.training.evaluate import gathered_parameters
+from megatron_moe.training.job import Splits, Trainer
+from megatron_moe.training.loop import StepAudit, agreed_stop, train
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-from megatron_moe.training.precision_check import check_precision
-from megatron_moe.training.sample import sample_text
 from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.state_checks import check_precision
 from megatron_moe.training.watchdog import Watchdog
 
+# ---- A short text by the trained model, for the person who waited.
 
-def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
+
+# The likeliest token each time leads a small model into a loop; this keeps to likely ones.
+TEMPERATURE = 0.7
+
+
+def sample_text(job: Trainer, tokenizer: Tokenizer, prompt: str, num_tokens: int) -> str:
+    """The prompt and its continuation, drawn with the run's seed; the same on every rank."""
+    prompt_ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
+    with gathered_parameters(job.trained.model):
+        new_ids = generate(
+            job.trained.model,
+            prompt_ids,
+            num_tokens,
+            job.run.model.seq_length,
+            vocab_size=tokenizer.vocab_size,
+            temperature=TEMPERATURE,
+            seed=job.run.training.seed,
+            end_id=tokenizer.eod,
+        )
+    return prompt + tokenizer.detokenize([token for token in new_ids if token != tokenizer.eod])
+
+
+# ----
+
+
+def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
     Args:
-        also: told of everything too, on rank 0, beside what the flags ask for.
+        also: sinks that are told of everything too, on rank 0, next to those that the flags ask for.
+        audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
+            `apps.audit.step.auditing`.
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -64,6 +92,11 @@ def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rules.check(run, world_size)
+    if run.precision.audit_precision and audit is None:
+        raise ConfigError(
+            "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
+            "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
+        )
     platform.backend(run.parallel.distributed_backend)
     schedule = batch_schedule(run, world_size)
     start_from = plan(run)
@@ -85,7 +118,7 @@ def pretrain(run: Run, also: Sequence[Sink] = ()) -> dict[str, Any]:
                 job = _build(run, tokenizer, schedule, start_from, imported, verified, data, held, also)
                 stop.last_words = None if job.watchdog is None else job.watchdog.last_words
                 with job.reporter:
-                    summary = _train_and_tell(job, tokenizer, stop)
+                    summary = _train_and_tell(job, tokenizer, stop, audit if run.precision.audit_precision else None)
             clean = True
             return summary
         finally:
@@ -103,13 +136,15 @@ class _Records(Sink):
 
 
 def recorded(run: Run) -> list[dict[str, Any]]:
-    """Train as `run` says; the exact record of every step on rank 0, nothing on the others."""
+    """Train as `run` says, without an audit; return the exact record of every step on rank 0, nothing on the others."""
     kept = _Records()
-    pretrain(run, also=(kept,))
+    pretrain(
+        replace(run, audit_precision=False, audit_precision_output=Run().precision.audit_precision_output), (kept,)
+    )
     return kept.records
 
 
-def _same_data(run: Run, data: Fingerprint, start_from: Plan) -> list[str]:
+def _same_data(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> list[str]:
     """Refuse to continue on other data than the step was trained on; what to tell where that is accepted."""
     source = start_from.source
     if source is None or source.weights_only or run.checkpoint.finetune:
@@ -125,13 +160,13 @@ def _build(
     run: Run,
     tokenizer: Tokenizer,
     schedule: BatchSchedule,
-    start_from: Plan,
+    start_from: CheckpointPlan,
     imported: Import | None,
     verified: list[str],
     data: Fingerprint,
     held: ExitStack,
     also: Sequence[Sink],
-) -> Job:
+) -> Trainer:
     """Process groups, seeds, model, optimizer, data, and what a checkpoint holds of them; `held` is left at the end."""
     pg_collection = groups.initialize(run)
     place = groups.rank_facts()
@@ -150,10 +185,10 @@ def _build(
     optimizer = build_optimizer(run, model, pg_collection)
     trained = Trained(model, optimizer, build_scheduler(run, optimizer), pg_collection)
     check_precision(guard, "building the optimizer", run, trained)
-    loaded = Loaded(Progress(), [], [])
+    loaded = Loaded(TrainingProgress(), [], [])
     if imported is not None:
         filled = fill(run, imported, trained, _say)
-        loaded = Loaded(Progress(), [*imported.notes, *filled.notes], filled.precision_warnings)
+        loaded = Loaded(TrainingProgress(), [*imported.notes, *filled.notes], filled.precision_warnings)
         check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
     elif start_from.source is not None:
         loaded = load(run, start_from.source, trained)
@@ -166,7 +201,7 @@ def _build(
         run, tokenizer, train_samples, evaluated, evaluated if _has_test(run) else 0, pg_collection=pg_collection
     )
     reporter = Reporter(run, is_writer=place.rank == 0, start_iteration=loaded.progress.iteration, also=also)
-    job = Job(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
+    job = Trainer(run, place, trained, schedule, Splits(*splits), padded_vocab_size, loaded.progress, reporter, guard)
     job.vocab_size = vocab_size
     job.data = data
     job.watchdog = watchdog
@@ -204,12 +239,12 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _is_imported(run: Run, start_from: Plan) -> bool:
+def _is_imported(run: Run, start_from: CheckpointPlan) -> bool:
     """Whether weights come from a Hugging Face folder: a step that training has saved since goes before it."""
     return run.checkpoint.load_hf is not None and start_from.source is None
 
 
-def _origin(start_from: Plan, imported: Import | None) -> tuple[Origin, list[str]]:
+def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Origin, list[str]]:
     """What the steps keep of the source the model was imported from, and what to tell about it."""
     if imported is not None:
         return imported.origin()
@@ -244,7 +279,7 @@ def _precision_notes(run: Run) -> list[str]:
     return notes
 
 
-def _balancing_notes(job: Job) -> list[str]:
+def _balancing_notes(job: Trainer) -> list[str]:
     """What the balancing of the experts costs or leaves out, a line each."""
     moe = job.run.moe
     notes: list[str] = []
@@ -268,7 +303,7 @@ def _balancing_notes(job: Job) -> list[str]:
     return notes
 
 
-def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
+def _train_and_tell(job: Trainer, tokenizer: Tokenizer, stop: StopSignals, audit: StepAudit | None) -> dict[str, Any]:
     run = job.run
     if job.progress.iteration >= (run.training.train_iters or 0):
         job.reporter.message(
@@ -276,7 +311,7 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
             f"{run.training.train_iters}"
         )
     try:
-        job.reporter.message(train(job, stop))
+        job.reporter.message(train(job, stop, audit))
     except RunFault:  # on all ranks; what is being written in the background is of before
         job.leave_save()
         raise
@@ -298,7 +333,7 @@ def _train_and_tell(job: Job, tokenizer: Tokenizer, stop: StopSignals) -> dict[s
     return summary
 
 
-def _unigram_entropy(job: Job) -> float | None:
+def _unigram_entropy(job: Trainer) -> float | None:
     """Entropy in nats per token of the very tokens that the validation predicts, under their own frequencies.
 
     Computed where rank 0 reads; None where there is no validation, and on the other ranks.
@@ -316,7 +351,7 @@ def _has_test(run: Run) -> bool:
     return run.data.test_data_path is not None or (len(shares) > 2 and shares[2] > 0)
 
 
-def _facts(job: Job) -> dict[str, Any]:
+def _facts(job: Trainer) -> dict[str, Any]:
     """What is worth knowing at the start, in the order to show."""
     run, place = job.run, job.place
     parameters = derived.parameter_count(run, job.padded_vocab_size)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.report.files import replacing
-from megatron_moe.training.job import Job
-from megatron_moe.training.replay import Replay
+from megatron_moe.training.job import Trainer
+from megatron_moe.training.replay import StepReplay
 
 WINDOW, LEAST = 128, 16
 _NORMAL, _FLOOR = 1.4826, 0.005
@@ -62,7 +62,7 @@ class SpikeWatch:
         folder: of the files.
     """
 
-    def __init__(self, job: Job, replay: Replay, folder: Path) -> None:
+    def __init__(self, job: Trainer, replay: StepReplay, folder: Path) -> None:
         assert job.run.faults.loss_spike_factor is not None
         self._detector = SpikeDetector(job.run.faults.loss_spike_factor)
         self._job, self._replay, self._folder = job, replay, folder

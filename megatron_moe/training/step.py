@@ -18,8 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import Batch, BatchIterator
-from megatron_moe.data.sample_hash import NOTHING, added, hex_of, words_of
+from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, added, hex_of, words_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.platform.autocast import without_autocast
@@ -47,7 +46,7 @@ class StepResult:
     before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
     is False where a loss or a gradient was not finite, and where the step is `empty`: weights, moments, expert_bias and
     the learning-rate schedule are then as they were. mtp_losses: of each depth of multi-token prediction, unweighted,
-    in nats per target. data_hash: of the samples of the step (`data/sample_hash.py`), none where the batches are not a
+    in nats per target. data_hash: of the samples of the step (`data/batches.py`), none where the batches are not a
     run's own. expert_bias_hash: of every layer's expert_bias after the step, none where there is none or the step was
     not committed. overflow: not committed for what fp16 is expected to do now and then: a smaller loss scale follows.
     damaged: not committed because a weight, moment or expert_bias was not finite before it, which no later step heals.

@@ -24,9 +24,20 @@ from typing import Any, Protocol
 
 from megatron_moe.checkpoint.durable import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.training import whereabouts
-from megatron_moe.training.processes import Process, this_process
-from megatron_moe.training.verdict import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, STOPPED, LastWords, conclude
+from megatron_moe.training import hang_report
+from megatron_moe.training.hang_report import (
+    DOING,
+    FAILED,
+    GONE,
+    GONE_WORDS,
+    LEFT,
+    SILENT,
+    STOPPED,
+    LastWords,
+    Process,
+    conclude,
+    this_process,
+)
 
 BROKEN = 1
 """Exit status of every rank of a job that the watchdog ended."""
@@ -112,7 +123,7 @@ class Watchdog:
         if self._alone or self._stop.is_set():
             return
         _ignore_sigterm()
-        now, doing = time.time(), whereabouts.of_error(error)
+        now, doing = time.time(), hang_report.of_error(error)
         if doing.waits_in is None:  # a collective that fails tells of another rank
             _say("".join(traceback.format_exception(error)))
             _tell_launcher(error)
@@ -157,13 +168,13 @@ class Watchdog:
         return self._store.check([self._key("end")])
 
     def _words(self) -> LastWords:
-        doing = whereabouts.of_this_process((threading.get_ident(), *self._own_threads()))
+        doing = hang_report.of_this_process((threading.get_ident(), *self._own_threads()))
         return self._said(DOING, doing)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
 
-    def _said(self, state: str, doing: whereabouts.Doing, text: str = "", failed_at: float = 0.0) -> LastWords:
+    def _said(self, state: str, doing: hang_report.ThreadActivity, text: str = "", failed_at: float = 0.0) -> LastWords:
         known = (doing.at, doing.waits_in, doing.tensor, doing.number)
         return LastWords(self._rank, state, self._mark, *known, text, failed_at)
 
@@ -303,7 +314,7 @@ class Watchdog:
             process.send(signal.SIGKILL)
 
     def _write_stacks(self, words: LastWords) -> None:
-        text = whereabouts.stacks(self._own_threads())
+        text = hang_report.stacks(self._own_threads())
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
         text = f"==== {head.rstrip()}\n{text}\n"

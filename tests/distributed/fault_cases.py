@@ -46,7 +46,7 @@ def spoiled(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 def _module(model: Any, end: str) -> torch.nn.Module:
     """The module whose name in the whole model ends so; under pipeline parallelism only one rank has it."""
-    from megatron_moe.training.finite_state import global_names
+    from megatron_moe.training.state_checks import global_names
 
     names = global_names(model[0])
     return next(module for name, module in model[0].named_modules() if names[name].endswith(end))
@@ -230,7 +230,7 @@ def poisoned_saves(root: str) -> dict[str, Any]:
     from megatron_moe.training.run import pretrain
 
     refusals: list[str] = []
-    save = job_file.Job.save
+    save = job_file.Trainer.save
 
     def spoiling(job: Any) -> None:
         if job.progress.iteration == 2 and job.saved is None:
@@ -242,11 +242,11 @@ def poisoned_saves(root: str) -> dict[str, Any]:
                         refusals.append(str(fault))
         save(job)
 
-    job_file.Job.save = spoiling  # type: ignore[method-assign]
+    job_file.Trainer.save = spoiling  # type: ignore[method-assign]
     try:
         pretrain(small(train_iters=2, save=root, save_interval=1))
     finally:
-        job_file.Job.save = save  # type: ignore[method-assign]
+        job_file.Trainer.save = save  # type: ignore[method-assign]
     return {"refusals": refusals, "steps": sorted(path.name for path in Path(root).glob("iter_*"))}
 
 

@@ -17,7 +17,7 @@ SEQUENCES, LENGTH = 2, 16
 
 def flags_of(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that starts from the folder, as the command line makes them."""
-    from megatron_moe.conversion.architecture import filled_in
+    from megatron_moe.hf.architecture import filled_in
 
     training = {
         "seq_length": LENGTH,
@@ -62,9 +62,9 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     """
     from dataclasses import asdict
 
+    from megatron_moe.apps.doctor.assemble import router_names
     from megatron_moe.checkpoint.state import Trained
-    from megatron_moe.conversion.importing import fill, plan_import
-    from megatron_moe.doctor.names import router_names
+    from megatron_moe.hf.importing import fill, plan_import
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.seeds import seed_everything
@@ -109,7 +109,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
 
 
 def places(chunks: Any) -> Any:
-    from megatron_moe.doctor.names import parameter_places
+    from megatron_moe.apps.doctor.assemble import parameter_places
 
     return [found for chunk in chunks for found in parameter_places(chunk)]
 
@@ -130,7 +130,7 @@ class _Seen:
     """Logits and chosen experts of the forward passes that are watched."""
 
     def __init__(self, chunks: Any) -> None:
-        from megatron_moe.doctor.names import router_names, unwrapped
+        from megatron_moe.apps.doctor.assemble import router_names, unwrapped
 
         self.routers = [found for chunk in chunks for found in router_names(chunk)]
         self.models = [unwrapped(chunk) for chunk in chunks]
@@ -161,7 +161,7 @@ class _Choices:
 def refused(folder: str, layout: dict[str, Any], mistake: str | None = None, on: int | None = None) -> str:
     """What importing a folder is refused with. mistake: made on purpose, on rank `on` alone or on all."""
     from megatron_moe.config.errors import ConfigError
-    from megatron_moe.conversion import importing
+    from megatron_moe.hf import importing
 
     with ExitStack() as stack:
         if mistake is not None and on in (None, dist.get_rank()):
@@ -240,7 +240,7 @@ MISTAKES = {
 def trained(argv: list[str]) -> dict[str, Any]:
     """A whole run from its command line; its summary."""
     from megatron_moe.config import cli
-    from megatron_moe.conversion.architecture import filled_in
+    from megatron_moe.hf.architecture import filled_in
     from megatron_moe.training.run import pretrain
 
     return pretrain(cli.parse(argv, filled_in))

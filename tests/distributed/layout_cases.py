@@ -24,7 +24,7 @@ def measure_all(jobs: list[Job], limit: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_moe.doctor.measure import join, measure
+    from megatron_moe.apps.doctor.measure import join, measure
 
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ def forward_backward(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+    from megatron_moe.parallel.sequence import context_parallel_slice
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
     from megatron_moe.training.step import forward_step, local_loss, sum_over_job
 
@@ -89,7 +89,7 @@ def forward_backward(
 
 
 def _tensors(ddp: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    from megatron_moe.doctor.names import parameter_places
+    from megatron_moe.apps.doctor.assemble import parameter_places
 
     names = {id(parameter): name for name, parameter in ddp.named_parameters()}
     return {

@@ -67,7 +67,7 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
 
 def share_of_global_batch(run: Run, pg_collection: Any) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of the four sequences."""
-    from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+    from megatron_moe.parallel.sequence import context_parallel_slice
 
     cp, dp = pg_collection.cp, pg_collection.dp
     share, size = SEQUENCES // dp.size(), run.training.micro_batch_size
@@ -85,8 +85,7 @@ def moved(length: int, steps: list[int], cp_size: int) -> dict[int, dict[str, to
     """A sequence of counted tokens shifted by each of `steps`, and the gradient of (shifted x 1, 2, 3, ...) by it."""
     from megatron_moe.config.schema import replace
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.sequence_chunks import all_gather_sequence, context_parallel_slice
-    from megatron_moe.parallel.sequence_shift import shifted
+    from megatron_moe.parallel.sequence import all_gather_sequence, context_parallel_slice, shifted
 
     group = groups.initialize(replace(Run(), context_parallel_size=cp_size)).cp
     whole = torch.stack([torch.arange(1, length + 1), torch.arange(101, length + 101)])

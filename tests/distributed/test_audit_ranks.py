@@ -16,7 +16,7 @@ FLAGS = {"audit_precision": True, "train_iters": 2}
 
 def traced_step(folder: str, fail_on: int | None = None) -> list[str]:
     """One matrix product under the audit; rank 1's is followed by a promotion."""
-    from megatron_moe.training.audit import auditing
+    from megatron_moe.apps.audit.step import auditing
 
     rank = torch.distributed.get_rank()
     told: list[str] = []

@@ -219,7 +219,7 @@ def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_moe.model.build import build_model
-    from megatron_moe.moe.aux_losses import GlobalBatch
+    from megatron_moe.moe.load_balance import GlobalBatch
     from megatron_moe.moe.state import routers, tell_routers
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.seeds import seed_everything

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.batches import context_parallel_slice
-from megatron_moe.moe.aux_losses import GlobalBatch
+from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.state import counting_ahead, tell_routers
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers

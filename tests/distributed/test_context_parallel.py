@@ -12,7 +12,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.parallel.sequence_chunks import in_order
+from megatron_moe.parallel.sequence import in_order
 from megatron_moe.precision import table
 from tests.distributed import model_cases as cases
 from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, VPP2, oracle, relative_error  # noqa: F401
@@ -63,7 +63,7 @@ def attention_on_a_rank() -> dict[tuple, list[torch.Tensor]]:
     from megatron_moe.model.attention import SDPACoreAttention
     from megatron_moe.model.context_parallel import OverRanks, attend_lower_right
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+    from megatron_moe.parallel.sequence import context_parallel_slice
 
     world = torch.distributed.get_world_size()
     pg_collection = groups.initialize(replace(Run(), context_parallel_size=world))

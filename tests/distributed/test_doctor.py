@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron_moe.apps.doctor import launch
+from megatron_moe.apps.doctor.compare import rounding_error
+from megatron_moe.apps.doctor.default_visit import model
+from megatron_moe.apps.doctor.launch import RankFailure, Ranks
+from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, small
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.doctor import launch
-from megatron_moe.doctor.compare import rounding_error
-from megatron_moe.doctor.default_visit import model
-from megatron_moe.doctor.launch import RankFailure, Ranks
-from megatron_moe.doctor.measure import Request
-from megatron_moe.doctor.shrink import PADDED_VOCABULARY, small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_p
     ],
 )
 def test_a_mistake_in_the_flags_ends_in_two(words: list[str], named: str, capsys: Any) -> None:
-    from megatron_moe.doctor import cli
+    from megatron_moe.apps.doctor import cli
 
     assert cli.main(words) == 2
     assert named in capsys.readouterr().err

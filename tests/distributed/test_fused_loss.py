@@ -17,10 +17,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 def losses_and_gradients(dtype, sequence_parallel, vocab_size):
     """Of the output layer, fused and plain: per rank (losses, gradient of its hidden states, of its rows)."""
-    import megatron_moe.model.linear_cross_entropy as fused
+    import megatron_moe.model.loss as fused
     from megatron_moe.config.schema import Run, replace
     from megatron_moe.model.engine_config import transformer_config
-    from megatron_moe.model.loss_head import OutputLayerWithLoss
+    from megatron_moe.model.loss import OutputLayerWithLoss
     from megatron_moe.parallel import groups
 
     run = replace(Run(), tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, hidden_size=WIDTH)

@@ -82,7 +82,7 @@ def test_dense_and_expert_norms_are_those_of_one_rank(
 
 def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, Any]:
     """Some steps, measured or not: every bit they left, and what was found in the last one."""
-    from megatron_moe.checkpoint.state import Progress
+    from megatron_moe.checkpoint.state import TrainingProgress
     from megatron_moe.training.health import HealthProbe
     from megatron_moe.training.metrics import expert_load
     from megatron_moe.training.step import train_step
@@ -103,7 +103,7 @@ def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, 
         losses.append((result.loss.hex(), result.grad_norm.hex()))
         load = expert_load(result.router_update, pg_collection)
         if probe is not None:
-            health = probe.health(load.tokens_per_expert, Progress(4, 32, 1), pg_collection.pp)
+            health = probe.health(load.tokens_per_expert, TrainingProgress(4, 32, 1), pg_collection.pp)
     bits = {**trainer.state(), "generator": steps.digest(torch.get_rng_state())}
     main_grads = sum(p.numel() for chunk in trainer.model for p in chunk.parameters())
     return {

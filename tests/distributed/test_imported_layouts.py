@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_moe.parallel.sequence_chunks import in_order
+from megatron_moe.parallel.sequence import in_order
 from tests.distributed import imported_cases as cases
 from tests.unit.conversion import tiny_models
 
@@ -109,7 +109,7 @@ def pairs() -> list[Any]:
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:
     """Whole tensors by key, out of all ranks' parts; ranks that hold the same elements agree to the bit."""
-    from megatron_moe.doctor.assemble import assemble
+    from megatron_moe.apps.doctor.assemble import assemble
 
     records = [{"place": rank["place"], "tensors": {quantity: rank[quantity]}, "steps": []} for rank in ranks]
     whole = assemble(records)
@@ -120,8 +120,8 @@ def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Ten
 def by_hf_name(folder: str, flags: dict[str, Any], native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the table makes of tensors by our keys; keys that are not there make nothing."""
     from megatron_moe.config.schema import build
-    from megatron_moe.conversion.families import family_of
-    from megatron_moe.conversion.mapping import mapping
+    from megatron_moe.hf.families import family_of
+    from megatron_moe.hf.mapping import mapping
 
     table = mapping(
         build(cases.flags_of(folder, flags)),

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
+from megatron_moe.apps.doctor.compare import FP32, compare, tolerances_of
+from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.report import said
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.doctor.assemble import Whole, assemble
-from megatron_moe.doctor.compare import FP32, compare, tolerances_of
-from megatron_moe.doctor.measure import Request
-from megatron_moe.doctor.report import said
 from tests.distributed.layout_cases import Job, measure_all
 
 STEPS, CLEAR = 10, 2e-5
@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
     "eval_iters": 0,
     "mock_data": True,
     "lr": 1e-3,
-    # see doctor/shrink.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
+    # see apps/doctor/shrink.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
     "adam_eps": 1e-6,
     "lr_decay_style": "constant",
 }
@@ -238,7 +238,7 @@ class Measured:
             jobs.append(Job(asked, ranks, str(self._folder / name)))
         self._gloo.run_within(900, processes, measure_all, jobs=jobs, limit=120)
 
-    def whole(self, name: str) -> Whole:
+    def whole(self, name: str) -> AssembledModel:
         files = [self._folder / name / f"{rank}.pt" for rank in range(self._ranks[name])]
         records = [torch.load(file, weights_only=True) for file in files]
         errors = [f"rank {rank}:\n{record['error']}" for rank, record in enumerate(records) if "error" in record]
@@ -261,9 +261,9 @@ def measured(gloo: Any, tmp_path_factory: Any) -> Measured:
 
 @pytest.fixture(scope="module")
 def oracle(measured: Measured) -> Any:
-    known: dict[str, Whole] = {}
+    known: dict[str, AssembledModel] = {}
 
-    def of(model: str) -> Whole:
+    def of(model: str) -> AssembledModel:
         name = name_of(model, 1, {})
         if name not in known:
             known[name] = measured.whole(name)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_moe.apps.plan.memory import rank_memory
+from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.planning.memory import rank_memory
-from megatron_moe.planning.tracing import trace_ranks
 from megatron_moe.platform import switches
 from tests.distributed.measured_memory import measured
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_moe.doctor import cli, launch
+from megatron_moe.apps.doctor import cli, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ PLANTS = {
         ("gradient, step 1", "mlp.router.weight"),
     ),
     "an auxiliary loss is scaled by nothing, on any layout": Plant(
-        "moe/aux_losses.py",
+        "moe/load_balance.py",
         "value * coeff * weight)",
         "value * coeff)",
         "--preset demo --layouts micro-batches-of-1",
@@ -81,7 +81,7 @@ PLANTS = {
         ("the loss does not differ, gradients do", "is not weighed per token of the global batch"),
     ),
     "an auxiliary loss of DeepSeek-V3's size counts twice under TP": Plant(
-        "moe/aux_losses.py",
+        "moe/load_balance.py",
         "value * coeff * weight)",
         "value * coeff * weight * self.groups.tp_cp.size())",
         "--preset deepseek-v3 --layouts tp2",
@@ -111,7 +111,7 @@ PLANTS = {
         ("dropped choices decoder.layers.1",),
     ),
     "multi-token prediction looks ahead within a rank's part of the sequence": Plant(
-        "parallel/sequence_shift.py",
+        "parallel/sequence.py",
         "whole = all_gather_sequence(x.t(), group).t()",
         "whole = torch.cat([x] * group.size(), dim=1)",
         "--layouts cp2-ep2+mtp",
@@ -126,7 +126,7 @@ PLANTS = {
         spared=("router.weight", "loss"),
     ),
     "aux_loss counts twice under TP": Plant(
-        "moe/aux_losses.py",
+        "moe/load_balance.py",
         "balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True))",
         "balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True)) * self.groups.tp_cp.size()",
         "--layouts tp2+mtp",
@@ -134,7 +134,7 @@ PLANTS = {
         spared=("seq aux loss", "z loss"),
     ),
     "seq_aux_loss counts twice under TP": Plant(
-        "moe/aux_losses.py",
+        "moe/load_balance.py",
         "balance_share(seen.scores, seen.counts)",
         "balance_share(seen.scores, seen.counts) * self.groups.tp_cp.size()",
         "--layouts tp2+mtp",
@@ -142,7 +142,7 @@ PLANTS = {
         spared=("z loss",),
     ),
     "z-loss counts twice under TP": Plant(
-        "moe/aux_losses.py",
+        "moe/load_balance.py",
         "options.z_loss_coeff, _z_loss_share)",
         "options.z_loss_coeff, lambda seen: groups.tp_cp.size() * _z_loss_share(seen))",
         "--layouts tp2+mtp",
@@ -176,7 +176,7 @@ PLANTS = {
         spared=("loss",),
     ),
     "the router's product is in the model's dtype": Plant(
-        "moe/gate_product.py",
+        "moe/grouped_gemm.py",
         "return F.linear(hidden.to(dtype), weight.to(dtype))",
         "return F.linear(hidden, weight).to(dtype)",
         "--layouts bf16-against-fp32 dp2-ep2+demo",

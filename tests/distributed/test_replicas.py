@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.training.replicas import Difference, bit_hash
+from megatron_moe.training.replicas import ReplicaDifference, bit_hash
 from tests.distributed.replica_cases import flip, flipped_bits
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
@@ -33,10 +33,10 @@ def test_every_single_bit_changes_the_hash(dtype):
 
 
 def test_the_odd_copy_is_named_where_there_is_a_majority():
-    assert str(Difference("w", ((0, 7), (2, 7), (4, 9)))) == (
+    assert str(ReplicaDifference("w", ((0, 7), (2, 7), (4, 9)))) == (
         "w: of 3 copies (ranks 0, 2, 4) that of rank 4 differs from the others"
     )
-    assert str(Difference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
+    assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
 @pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")

@@ -10,7 +10,7 @@ import pytest
 import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.data.preprocess import Options, preprocess
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.unit.checkpoint.plain_steps import write_step
 
 
@@ -31,7 +31,7 @@ def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     (root / "text.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 20}) + "\n" for n in range(40)))
     preprocess(
-        Options((str(root / "text.jsonl"),), str(root / "all"), "ByteTokenizer", append_eod=True, workers=1),
+        PreprocessOptions((str(root / "text.jsonl"),), str(root / "all"), "ByteTokenizer", append_eod=True, workers=1),
         show_progress=False,
     )
     return root

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_moe.apps.convert import cli
 from megatron_moe.checkpoint.origin import FOLDER
-from megatron_moe.conversion import convert_cli
 from tests.distributed import imported_cases as cases
 from tests.end_to_end.launchers import Torchrun
 from tests.unit.conversion import tiny_models
@@ -46,7 +46,7 @@ def losses(metrics: Path) -> list[float]:
 def exported(root: Path, to: Path) -> Path:
     """The newest step of a run as a Hugging Face folder."""
     argv = ["--from", "native", "--to", "hf", "--load", str(root), "--save", str(to)]
-    assert convert_cli.main(argv) == convert_cli.DONE
+    assert cli.main(argv) == cli.DONE
     return to
 
 
@@ -102,7 +102,7 @@ def loads_and_generates(folder: Path) -> None:
 def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came_with(gloo, source, tmp_path):
     native = tmp_path / "native"
     words = ["--from", "hf", "--to", "native", "--load", str(source), "--save", str(native)]
-    assert convert_cli.main(words) == convert_cli.DONE
+    assert cli.main(words) == cli.DONE
     ways = {
         "folder": ["--load-hf", str(source), "--save", str(tmp_path / "other")],
         "native": ["--load", str(native), "--save", str(native), "--use-checkpoint-args"],
@@ -131,6 +131,6 @@ def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came
         "--save",
         str(tmp_path / "back"),
     ]
-    assert convert_cli.main(words) == convert_cli.DONE
+    assert cli.main(words) == cli.DONE
     back, held = tensors(tmp_path / "back"), load_file(source / "model.safetensors")
     assert back.keys() == held.keys() and all(torch.equal(back[name], held[name]) for name in held)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.data.preprocess import Options, preprocess
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 28
@@ -27,7 +27,7 @@ def prepare(folder: Path) -> list[str]:
         with open(folder / f"{split}.jsonl", "w") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in part)
         preprocess(
-            Options(
+            PreprocessOptions(
                 (str(folder / f"{split}.jsonl"),), str(folder / split), tokenizer_type="ByteTokenizer", append_eod=True,
                 workers=1,
             ),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_moe.training import verify_resume_cli
+from megatron_moe.apps.verify_resume import cli
 from tests.distributed import reshard_cases as cases
 
 
@@ -22,9 +22,9 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     replays = []
-    replay = verify_resume_cli.records_of
-    monkeypatch.setattr(verify_resume_cli, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
-    assert verify_resume_cli.main([str(save), "--json", str(report)]) == verify_resume_cli.EQUAL
+    replay = cli.records_of
+    monkeypatch.setattr(cli, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
+    assert cli.main([str(save), "--json", str(report)]) == cli.EQUAL
     assert "2 steps behind step 2, compared to the bit: all agree" in capsys.readouterr().out
     told = json.loads(report.read_text())
     assert told["agrees"] and told["to_the_bit"] and [step["iteration"] for step in told["steps"]] == [3, 4]
@@ -32,11 +32,11 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
 
     off = dict(replays[0][1])
     off["loss_hex"] = math.nextafter(float.fromhex(off["loss_hex"]), 0.0).hex()
-    monkeypatch.setattr(verify_resume_cli, "records_of", lambda *given: [replays[0][0], off])
-    assert verify_resume_cli.main([str(save)]) == verify_resume_cli.DIFFERENT
+    monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
+    assert cli.main([str(save)]) == cli.DIFFERENT
     assert "WRONG: loss" in capsys.readouterr().out
-    assert verify_resume_cli.main([str(tmp_path / "none")]) == verify_resume_cli.USER_ERROR
-    assert verify_resume_cli.main([str(save), "--steps", "0"]) == verify_resume_cli.USER_ERROR
+    assert cli.main([str(tmp_path / "none")]) == cli.USER_ERROR
+    assert cli.main([str(save), "--steps", "0"]) == cli.USER_ERROR
     # a flag that the run would refuse is refused before anything starts
-    assert verify_resume_cli.main([str(save), "--moe-router-topk", "99"]) == verify_resume_cli.USER_ERROR
-    assert verify_resume_cli.main([str(save), "--no-such-flag"]) == verify_resume_cli.USER_ERROR
+    assert cli.main([str(save), "--moe-router-topk", "99"]) == cli.USER_ERROR
+    assert cli.main([str(save), "--no-such-flag"]) == cli.USER_ERROR

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.checkpoint.load import verified
 from megatron_moe.checkpoint.plan import plan
-from megatron_moe.checkpoint.verify import verified
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
 from tests.unit.checkpoint import damage

@@ -28,11 +28,10 @@ ROOMS = (
     "moe",
     "model",
     "checkpoint",
-    "conversion",
+    "hf",
     "report",
     "training",
-    "planning",
-    "doctor",
+    "apps",
 )
 
 # Engine module (`megatron.core.` left out) -> the files that may import from it, or from below it. The longest entry
@@ -40,8 +39,8 @@ ROOMS = (
 DOORS: dict[str, set[str]] = {
     # whole subsystems behind one file
     "datasets": {"data/datasets.py"},
-    "datasets.gpt_dataset": {"data/datasets.py", "data/epochs.py"},
-    "datasets.megatron_dataset": {"data/epochs.py"},
+    "datasets.gpt_dataset": {"data/datasets.py"},
+    "datasets.megatron_dataset": {"data/datasets.py"},
     "dist_checkpointing": {"checkpoint/dist.py", "checkpoint/writer.py"},
     "extensions.transformer_engine": {"model/spec.py"},
     "fusions": {"model/spec.py"},
@@ -54,7 +53,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.spec_utils": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_layer": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_config": {"model/engine_config.py"},
-    "transformer.moe": {"moe/aux_losses.py", "platform/loss_scale.py"},
+    "transformer.moe": {"moe/load_balance.py", "platform/loss_scale.py"},
     # the engine's own configurations, all made in one place
     "distributed.DistributedDataParallelConfig": {"model/engine_config.py"},
     "optimizer.OptimizerConfig": {"model/engine_config.py"},
@@ -71,15 +70,15 @@ DOORS: dict[str, set[str]] = {
     "distributed.finalize_model_grads": {"training/finalize_model_grads.py"},
     # bricks: what our own modules are built of, or put into the engine's
     "tensor_parallel": {"model/mla.py", "model/mtp.py", "model/spec.py", "moe/layer.py"},
-    "tensor_parallel.mappings": {"model/embedding.py", "model/mtp.py"},
+    "tensor_parallel.mappings": {"model/build.py", "model/mtp.py"},
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
-    "tensor_parallel.random": {"checkpoint/random_state.py", "training/global_batch.py", "training/replay.py"},
+    "tensor_parallel.random": {"checkpoint/state.py", "training/global_batch.py", "training/replay.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
     "tensor_parallel.layers": {
         "model/spec.py",
-        "model/embedding.py",
-        "model/loss_head.py",
+        "model/build.py",
+        "model/loss.py",
         "moe/layer.py",
         "model/initialize.py",
     },
@@ -94,7 +93,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
     "dist_checkpointing.ShardedTensor": {"moe/experts.py", "moe/te_experts.py"},
     # types that are passed through, and small questions
-    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py", "training/precision_check.py"},
+    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py", "training/state_checks.py"},
     "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},
     "process_groups_config.ProcessGroupCollection": {
         "parallel/groups.py",
@@ -122,7 +121,7 @@ DOORS: dict[str, set[str]] = {
 # torch.cuda outside platform/, each with its reason.
 CUDA_OUTSIDE_PLATFORM = {
     "parallel/groups.py": "NCCL binds a process group to the current device, which is chosen beside the group",
-    "checkpoint/random_state.py": "the device's random state is saved and restored beside the CPU's",
+    "checkpoint/state.py": "the device's random state is saved and restored beside the CPU's",
 }
 
 # Files that may read pickled bytes, each with its reason.
@@ -132,6 +131,7 @@ UNPICKLING = {
 
 LONGEST_FILE = 450
 LONGEST_DOOR = 80
+LONGEST_TOOL = 30
 
 
 def sources(*folders: str) -> list[Path]:
@@ -187,6 +187,29 @@ def test_a_room_imports_only_rooms_before_it():
             if parts[0] == "megatron_moe" and len(parts) > 1 and parts[1] in ROOMS and parts[1] not in allowed:
                 wrong.append(f"{name_of(path)}:{line}: {room} imports {name}")
     assert wrong == []
+
+
+def test_no_app_imports_another():
+    """A program stands on the library: what two of them need belongs there."""
+    wrong = []
+    for path in sources("megatron_moe/apps"):
+        app = path.relative_to(PACKAGE / "apps").with_suffix("").parts[0]
+        for name, line in imported(path):
+            parts = name.split(".")
+            if parts[:2] == ["megatron_moe", "apps"] and len(parts) > 2 and parts[2] != app:
+                wrong.append(f"{name_of(path)}:{line}: imports {name}")
+    assert wrong == []
+
+
+def test_every_app_has_a_door_in_tools_that_only_calls_it():
+    apps = {path.stem for path in (PACKAGE / "apps").iterdir() if path.stem not in ("__init__", "__pycache__")}
+    doors = {}
+    for path in sources("tools"):
+        entered = {name.split(".")[2] for name, _ in imported(path) if name.startswith("megatron_moe.apps.")}
+        for app in entered:
+            assert len(path.read_text().splitlines()) < LONGEST_TOOL, path
+            doors[app] = path.name
+    assert set(doors) == apps
 
 
 def test_nothing_in_the_package_imports_scripts_or_tests():

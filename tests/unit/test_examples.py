@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.apps import prepare
+from megatron_moe.apps.doctor import cli as doctor_cli
+from megatron_moe.apps.plan import cli as planning_cli
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.data import preprocess_cli
-from megatron_moe.doctor import cli as doctor_cli
-from megatron_moe.planning import cli as planning_cli
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*REPO.glob("examples/*.sh"), *REPO.glob("examples/**/*.sbatch")])
@@ -126,7 +126,7 @@ def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkey
 def test_the_preprocessing_command_of_an_example_is_accepted(name, tmp_path):
     commands = [words for words in recorded(REPO / "examples" / name, tmp_path) if "tools/preprocess_data.py" in words]
     assert len(commands) == 1
-    options = preprocess_cli.parser().parse_args(commands[0][2:])
+    options = prepare.parser().parse_args(commands[0][2:])
     training = next(filter(None, map(training_command, recorded_again(tmp_path))))
     prefix = f"{options.output_prefix}_{options.json_keys[0]}_document"
     assert prefix in training.flags, "the training reads another dataset than the one that was written"
@@ -162,7 +162,7 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):
         if any(word.endswith("preprocess_data.py") for word in words):
             at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
-            preprocess_cli.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
+            prepare.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
             continue
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])

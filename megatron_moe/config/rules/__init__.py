@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import balancing, faults, model, moe, parallel, precision, ranges, sources, training
+from megatron_moe.config.rules import model, moe, parallel, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -48,13 +48,13 @@ RULES: tuple[Rule, ...] = (
     moe.softmax_over_chosen_is_normalised,
     moe.balancing_lists_match,
     moe.balancing_coefficients_are_read,
-    balancing.global_counts_need_the_global_loss,
-    balancing.sinkhorn_chooses_by_itself,
-    balancing.sinkhorn_has_no_capacity,
-    balancing.dropping_flags_need_a_capacity,
-    balancing.forced_balance_is_not_saved,
-    balancing.forced_balance_is_the_only_choice,
-    balancing.forced_balance_is_even,
+    moe.global_counts_need_the_global_loss,
+    moe.sinkhorn_chooses_by_itself,
+    moe.sinkhorn_has_no_capacity,
+    moe.dropping_flags_need_a_capacity,
+    moe.forced_balance_is_not_saved,
+    moe.forced_balance_is_the_only_choice,
+    moe.forced_balance_is_even,
     moe.shared_gate_needs_shared_expert,
     moe.experts_are_gated_and_unbiased,
     # the layout
@@ -84,9 +84,9 @@ RULES: tuple[Rule, ...] = (
     training.loss_scales_are_ordered,
     training.bf16_reduction_needs_bf16,
     training.fp32_exceptions_need_half_precision,
-    precision.fp32_patterns_name_modules,
-    precision.tied_weights_stay_together,
-    precision.fp32_compute_is_our_own,
+    model.fp32_patterns_name_modules,
+    model.tied_weights_stay_together,
+    model.fp32_compute_is_our_own,
     training.audit_output_needs_audit,
     training.health_sample_needs_health,
     training.chunk_tokens_need_the_fused_loss,
@@ -108,7 +108,7 @@ RULES: tuple[Rule, ...] = (
     model.softmax_flag_is_read,
     model.transformer_engine_is_installed,
     # faults
-    faults.spikes_have_a_folder,
+    training.spikes_have_a_folder,
     # what is read and written
     sources.one_data_source,
     sources.blend_is_weighted,

@@ -277,3 +277,16 @@ def recomputed_modules_do_not_nest(run: Run, world_size: int) -> None:
     inner = [module for module in ("moe_act", "shared_experts") if module in modules]
     if "moe" in modules and inner:
         raise refuse(run, ("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")
+
+
+# ---- Rules about what is done when numbers go wrong or ranks die.
+
+
+def spikes_have_a_folder(run: Run, world_size: int) -> None:
+    """The batch of a spike is written somewhere."""
+    if run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None:
+        raise refuse(
+            run,
+            ("loss_spike_factor", "fault_dir", "save"),
+            "there is no folder for the batches; add --fault-dir FOLDER or --save FOLDER",
+        )

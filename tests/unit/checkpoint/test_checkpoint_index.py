@@ -20,7 +20,7 @@ from tests.unit.checkpoint.steps import contents, make_step, put_step, saved, se
 KEY = "embedding.word_embeddings.weight"
 
 
-def read(step: Path) -> index.Index:
+def read(step: Path) -> index.StepIndex:
     return index.read(step, manifest.read(step).files)
 
 

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, inspect_steps, inspect_tensors, manifest, writer_lock
+from megatron_moe.apps.convert.native_step import DataFile, data_name, write_index
+from megatron_moe.apps.inspect import steps
+from megatron_moe.apps.inspect import tensors as inspect_tensors
+from megatron_moe.apps.inspect.cli import main
+from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.checkpoint.durable import new_file
-from megatron_moe.checkpoint.inspect_cli import main
-from megatron_moe.conversion.native_step import DataFile, data_name, write_index
 from tests.unit.checkpoint.steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[3]
@@ -255,9 +258,9 @@ def test_prune_refuses_numbers_that_mean_nothing(inspect, root, argv):
 
 
 def test_progress_is_told_while_much_is_read(root, monkeypatch):
-    monkeypatch.setattr(inspect_steps, "_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(steps, "_BETWEEN_LINES", 0.0)
     lines: list[str] = []
-    assert inspect_steps.damage(root / "iter_0000150", lines.append) is None
+    assert steps.damage(root / "iter_0000150", lines.append) is None
     assert lines and "iter_0000150: " in lines[0] and "s left" in lines[0]
 
 
@@ -269,7 +272,7 @@ def test_a_json_file_in_a_folder_that_is_not_there_is_a_mistake(root):
 def test_all_but_reading_tensors_works_without_torch_and_the_engine(root):
     program = (
         "import sys\n"
-        "from megatron_moe.checkpoint.inspect_cli import main\n"
+        "from megatron_moe.apps.inspect.cli import main\n"
         "commands = [['list'], ['config'], ['verify'], ['prune', '--keep-last', '1', '--dry-run']]\n"
         f"status = max(main([*command, {str(root)!r}]) for command in commands)\n"
         "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules], file=sys.stderr)\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.checkpoint import folder, manifest, verify
+from megatron_moe.checkpoint import folder, load, manifest
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -30,15 +30,15 @@ def alone() -> Iterator[None]:
 
 def found(flags: dict[str, Any], round_seconds: float | None = None) -> tuple[str | None, list[str], list[str]]:
     """Name of the step that these flags load, or the error; the warnings; the lines of progress. On any rank."""
-    from megatron_moe.checkpoint import verify
+    from megatron_moe.checkpoint import load
     from megatron_moe.checkpoint.plan import plan
 
     if round_seconds is not None:
-        verify.ROUND_SECONDS = round_seconds
+        load.ROUND_SECONDS = round_seconds
     told: list[str] = []
     run = replace(Run(), **flags)
     try:
-        chosen = verify.verified(run, plan(run), told.append)
+        chosen = load.verified(run, plan(run), told.append)
     except ConfigError as error:
         return str(error), [], told
     return chosen.source.step.name if chosen.source else None, chosen.warnings, told
@@ -84,7 +84,7 @@ def test_a_step_that_was_asked_for_is_an_error_where_it_is_damaged(alone, root):
 def test_going_back_does_not_meet_the_damaged_step_when_saving(alone, root):
     flip(root / "iter_0000150" / "__0_0.distcp")
     run = replace(Run(), load=str(root), save=str(root))
-    chosen = verify.verified(run, plan(run), print)
+    chosen = load.verified(run, plan(run), print)
     assert chosen.continues and chosen.start_iteration == 100
 
 
@@ -157,7 +157,7 @@ def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
 
 def test_what_was_verified_is_told_and_is_no_warning(alone, root):
     run = replace(Run(), load=str(root))
-    chosen = verify.verified(run, plan(run), print)
+    chosen = load.verified(run, plan(run), print)
     assert f"verified {root / 'iter_0000150'}: 9 files" in chosen.notes[-1] and chosen.warnings == []
 
 

@@ -223,7 +223,7 @@ def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gl
 
 HOLDER = """
 from pathlib import Path
-from megatron_moe.checkpoint import writer_lock
+from megatron_moe.checkpoint import lock as writer_lock
 writer_lock.acquire(Path({root!r}))
 print("held", flush=True)
 input()
@@ -232,7 +232,7 @@ input()
 
 def second_job(flags: dict[str, Any]) -> str:
     """What a job is told whose folder another process of this host writes to."""
-    from megatron_moe.checkpoint import writer_lock
+    from megatron_moe.checkpoint import lock as writer_lock
     from megatron_moe.config.errors import ConfigError
 
     root = Path(flags["save"])
@@ -313,7 +313,9 @@ def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, t
 
 def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
     """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent."""
-    from megatron_moe.checkpoint import dist, optimizer_gather, optimizer_state
+    from megatron_moe.checkpoint import dist
+    from megatron_moe.checkpoint import optimizer as optimizer_gather
+    from megatron_moe.checkpoint import optimizer as optimizer_state
     from megatron_moe.checkpoint.async_save import Saver
     from megatron_moe.checkpoint.state import metadata, model_state
 

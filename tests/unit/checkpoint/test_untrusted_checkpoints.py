@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.checkpoint.inspect_cli import main as inspect
+from megatron_moe.apps.inspect.cli import main as inspect
 from tests.unit.checkpoint.payloads import CARRIES_NO_CODE, NOT_READ_BY_LOAD, PAYLOADS, plant, read_without_protection
 from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
 

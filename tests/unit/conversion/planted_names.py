@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.conversion.transforms import ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
+from megatron_moe.hf.transforms import ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
 from tests.unit.conversion.planting import (
     COVERAGE,
     EXPERTS,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.conversion import source
-from megatron_moe.conversion.hf_tensors import TensorReader
-from megatron_moe.conversion.mapping import Mapping, Piece
+from megatron_moe.hf import source
+from megatron_moe.hf.mapping import Mapping, Piece
+from megatron_moe.hf.tensors import TensorReader
 
 PARITY, COVERAGE, RULES = "parity", "coverage", "rules"
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from megatron_moe.conversion.opened import opened
-from megatron_moe.conversion.source import locate
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
 from tests.unit.conversion import tiny_models
 
 YARN = {

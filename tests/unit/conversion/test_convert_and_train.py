@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
-from megatron_moe.conversion.convert_cli import main
 from tests.distributed import imported_cases
 from tests.unit.checkpoint.test_checkpoint_roundtrip import differing, tensors, trained
 from tests.unit.conversion import tiny_models

@@ -17,14 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_moe.apps.convert import certificate, parity
+from megatron_moe.apps.convert.cli import main
+from megatron_moe.apps.convert.native_step import DataFile, copy_file
+from megatron_moe.apps.convert.workspace import Workspace, hidden_folder
 from megatron_moe.checkpoint import durable, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion import certificate, parity, transforms
-from megatron_moe.conversion.convert_cli import main
-from megatron_moe.conversion.hf_tensors import TensorReader
-from megatron_moe.conversion.native_step import DataFile, copy_file
-from megatron_moe.conversion.workspace import Workspace, hidden_folder
+from megatron_moe.hf import transforms
+from megatron_moe.hf.tensors import TensorReader
 from tests.unit.conversion import small_folders, tiny_models
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -193,7 +194,7 @@ def _damaged_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_moe.conversion.to_native import ToNative
+    from megatron_moe.apps.convert.to_native import ToNative
 
     write = ToNative.write
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.conversion.convert_cli import main
+from megatron_moe.apps.convert.cli import main
 from tests.unit.checkpoint.test_checkpoint_roundtrip import tensors
 from tests.unit.conversion import small_folders, tiny_models
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion.filling import Block, fill
+from megatron_moe.hf.source import Block, fill
 
 
 def held() -> dict[str, torch.Tensor]:

@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 import torch
 
-from megatron_moe.conversion import convert_cli, generate_cli
-from megatron_moe.conversion.opened import opened
-from megatron_moe.conversion.source import locate
+from megatron_moe.apps import generate
+from megatron_moe.apps.convert import cli
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
 from megatron_moe.model.key_value_cache import continuation
 from tests.unit.conversion import tiny_models
 
@@ -62,13 +63,13 @@ def folder(tmp_path_factory):
 def native(folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("native") / "root"
     convert = ["--from", "hf", "--to", "native", "--load", str(folder[0]), "--save", str(root)]
-    assert convert_cli.main(convert) == 0
+    assert cli.main(convert) == 0
     return root
 
 
 def run(capsys, *flags):
     """(exit code, stdout, stderr without its prefix)."""
-    code = generate_cli.main([str(flag) for flag in flags])
+    code = generate.main([str(flag) for flag in flags])
     told = capsys.readouterr()
     return code, told.out, [line.removeprefix("generate.py: ") for line in told.err.splitlines()]
 
@@ -154,7 +155,7 @@ def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate_cli, "continuation", interrupted)
+    monkeypatch.setattr(generate, "continuation", interrupted)
     assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
 
 

@@ -14,8 +14,8 @@ from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.conversion import hf_config
-from megatron_moe.conversion.families import FAMILIES, family_of_run
+from megatron_moe.hf import config as hf_config
+from megatron_moe.hf.families import FAMILIES, family_of_run
 from megatron_moe.model import rotary
 from tests.unit.conversion import tiny_models
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion import hf_config
+from megatron_moe.hf import config as hf_config
 from tests.unit.conversion import tiny_models
 
 MISSING = "(the key is not there)"

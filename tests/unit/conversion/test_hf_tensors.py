@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.hf_tensors import TensorReader, to_bytes
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.tensors import TensorReader, to_bytes
 
 
 def quantised(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

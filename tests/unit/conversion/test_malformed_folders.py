@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.measured_process import measured
+from megatron_moe.apps.convert.cli import main as convert
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion import hf_folder
-from megatron_moe.conversion.convert_cli import main as convert
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.hf_tensors import TensorReader
+from megatron_moe.hf import folder as hf_folder
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.tensors import TensorReader
 from tests.unit.conversion import small_folders
 from tests.unit.conversion.malformed import Malformed
 from tests.unit.conversion.malformed_models import CASES
@@ -289,7 +289,7 @@ def test_a_folder_is_opened_without_torch(folders):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from megatron_moe.conversion.hf_folder import HFFolder\n"
+        "from megatron_moe.hf.folder import HFFolder\n"
         f"HFFolder.open(Path({str(folders / 'fp8')!r}))\n"
         "print([name for name in ('torch', 'numpy', 'safetensors', 'transformers') if name in sys.modules])\n"
     )

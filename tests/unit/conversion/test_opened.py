@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.conversion.opened import one_process as one_process_of
-from megatron_moe.conversion.opened import opened
-from megatron_moe.conversion.source import locate
+from megatron_moe.hf.opened import one_process as one_process_of
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
 from tests.unit.conversion import tiny_models
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_moe.apps.convert import parity
+from megatron_moe.apps.convert.convert import Conversion, ConversionOptions, convert
+from megatron_moe.apps.convert.parity import compare, compare_with
+from megatron_moe.apps.convert.reference_model import ReferenceResult, load_reference, run_model
+from megatron_moe.apps.convert.ties import TIE, choice_margin
+from megatron_moe.apps.convert.to_hf import ToHF
+from megatron_moe.apps.convert.to_native import ToNative
+from megatron_moe.apps.convert.workspace import Workspace
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion import parity
-from megatron_moe.conversion.convert import Conversion, Options, convert
-from megatron_moe.conversion.families import FAMILIES
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.opened import one_process, opened
-from megatron_moe.conversion.parity import compare, compare_with
-from megatron_moe.conversion.reference_model import ReferenceResult, load_reference, run_model
-from megatron_moe.conversion.source import locate
-from megatron_moe.conversion.ties import TIE, choice_margin
-from megatron_moe.conversion.to_hf import ToHF
-from megatron_moe.conversion.to_native import ToNative
-from megatron_moe.conversion.workspace import Workspace
+from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.opened import one_process, opened
+from megatron_moe.hf.source import locate
 from megatron_moe.moe.routing import choose_experts
 from tests.unit.conversion import tiny_models
 
@@ -155,7 +155,7 @@ def test_a_gradient_of_another_size_or_name_is_no_agreement(tmp_path: Path) -> N
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
     tiny_models.make("deepseek-v3", 9, folder / "hf")
-    published(ToNative(HFFolder.open(folder / "hf"), Options(dtype=torch.bfloat16)), folder / "bf16")
+    published(ToNative(HFFolder.open(folder / "hf"), ConversionOptions(dtype=torch.bfloat16)), folder / "bf16")
     return folder
 
 
@@ -178,8 +178,8 @@ def test_a_checkpoint_that_was_rounded_is_compared_with_a_model_that_is_rounded_
 
 def test_a_folder_that_was_rounded_is_compared_with_a_checkpoint_that_is_rounded_too(tmp_path: Path) -> None:
     tiny_models.make("qwen2-moe", 9, tmp_path / "hf")
-    root = published(ToNative(HFFolder.open(tmp_path / "hf"), Options()), tmp_path / "native")
-    narrow = published(ToHF(locate(root), Options(dtype=torch.bfloat16)), tmp_path / "bf16")
+    root = published(ToNative(HFFolder.open(tmp_path / "hf"), ConversionOptions()), tmp_path / "native")
+    narrow = published(ToHF(locate(root), ConversionOptions(dtype=torch.bfloat16)), tmp_path / "bf16")
     result = compare(narrow, root, length=16)
     assert result.passed, result.failures
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.apps.convert.parity import Parity, compare_with
+from megatron_moe.apps.convert.reference_model import ReferenceResult, run_model
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.conversion import opened as opening
-from megatron_moe.conversion.opened import opened
-from megatron_moe.conversion.parity import Parity, compare_with
-from megatron_moe.conversion.reference_model import ReferenceResult, run_model
-from megatron_moe.conversion.source import locate
+from megatron_moe.hf import opened as opening
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
 from tests.unit.conversion import tiny_models
 from tests.unit.conversion.planted_names import NAMES, NUMBERS, TRANSFORMS

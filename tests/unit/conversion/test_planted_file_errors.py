@@ -15,25 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_moe.apps.convert import to_hf, to_native
+from megatron_moe.apps.convert.convert import ConversionOptions, convert
+from megatron_moe.apps.convert.native_step import DataFile
+from megatron_moe.apps.convert.parity import compare
+from megatron_moe.apps.convert.to_hf import ToHF
+from megatron_moe.apps.convert.to_native import ToNative
+from megatron_moe.apps.convert.workspace import Workspace
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.conversion import to_hf, to_native
-from megatron_moe.conversion.convert import Options, convert
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.hf_tensors import TensorReader
-from megatron_moe.conversion.native_step import DataFile
-from megatron_moe.conversion.parity import compare
-from megatron_moe.conversion.source import locate
-from megatron_moe.conversion.to_hf import ToHF
-from megatron_moe.conversion.to_native import ToNative
-from megatron_moe.conversion.transforms import (
-    Copy,
-    ExpertDown,
-    ExpertGateUp,
-    GateThenUp,
-    QueryKeyValue,
-    Vocabulary,
-)
-from megatron_moe.conversion.workspace import Workspace
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.source import locate
+from megatron_moe.hf.tensors import TensorReader
+from megatron_moe.hf.transforms import Copy, ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
 from tests.unit.conversion import tiny_models
 from tests.unit.conversion.planting import EXPERTS, LOGITS, replaced
 
@@ -74,11 +67,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def imported(hf: Path, target: Path) -> dict[str, Any]:
-    return converted(ToNative(HFFolder.open(hf), Options()), target)
+    return converted(ToNative(HFFolder.open(hf), ConversionOptions()), target)
 
 
 def exported(native: Path, target: Path) -> dict[str, Any]:
-    return converted(ToHF(locate(native), Options()), target)
+    return converted(ToHF(locate(native), ConversionOptions()), target)
 
 
 def converted(conversion: Any, target: Path) -> dict[str, Any]:

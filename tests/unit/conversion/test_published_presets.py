@@ -12,8 +12,8 @@ import transformers
 from megatron_moe.config import derived
 from megatron_moe.config.presets_published import PUBLISHED
 from megatron_moe.config.schema import build, flatten, replace
-from megatron_moe.conversion import hf_config
-from megatron_moe.conversion.families import family_of_run
+from megatron_moe.hf import config as hf_config
+from megatron_moe.hf.families import family_of_run
 
 # What lies on the hub beside the weights, but for what has no meaning for the architecture (some of it is kept, so that
 # it is seen to be passed over). Where each comes from stands at its preset.

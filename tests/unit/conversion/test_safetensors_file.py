@@ -14,11 +14,12 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.conversion import hf_tensors, streamed_file
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.hf_tensors import TensorReader, layout_of, write_tensor
-from megatron_moe.conversion.safetensors_file import DTYPES, FormatError, read_header
-from megatron_moe.conversion.streamed_file import StreamedFile
+from megatron_moe.hf import streamed_file
+from megatron_moe.hf import tensors as hf_tensors
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.safetensors_file import DTYPES, FormatError, read_header
+from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.tensors import TensorReader, layout_of, write_tensor
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OTHERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]

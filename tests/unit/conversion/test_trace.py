@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_moe.conversion import opened as opening
-from megatron_moe.conversion import trace as tracing
-from megatron_moe.conversion.convert import Options, convert
-from megatron_moe.conversion.hf_folder import HFFolder
-from megatron_moe.conversion.reference_model import ReferenceResult, run_model
-from megatron_moe.conversion.to_native import ToNative
-from megatron_moe.conversion.trace_cli import main
-from megatron_moe.conversion.workspace import Workspace
+from megatron_moe.apps.convert.convert import ConversionOptions, convert
+from megatron_moe.apps.convert.reference_model import ReferenceResult, run_model
+from megatron_moe.apps.convert.to_native import ToNative
+from megatron_moe.apps.convert.workspace import Workspace
+from megatron_moe.apps.trace import main
+from megatron_moe.hf import opened as opening
+from megatron_moe.hf import trace as tracing
+from megatron_moe.hf.folder import HFFolder
 from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
 from tests.unit.conversion import tiny_models
 
@@ -42,7 +42,7 @@ def traced(load: Path, folder: Path, *flags: str, tokens: Tensor | None = None) 
 
 
 def native(hf: Path, target: Path, **options: Any) -> Path:
-    conversion = ToNative(HFFolder.open(hf), Options(**options))
+    conversion = ToNative(HFFolder.open(hf), ConversionOptions(**options))
     workspace = Workspace(target, conversion.identity())
     with workspace.open():
         convert(conversion, workspace)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.data.preprocess import Options, preprocess
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def write_ids(write_jsonl: Callable[..., str], tmp_path: Path) -> Callable[..., 
 
     def write(documents: list[list[int]], name: str = "data", vocab_size: int = 1000) -> str:
         source = write_jsonl([" ".join(map(str, document)) for document in documents], f"{name}.jsonl")
-        options = Options(
+        options = PreprocessOptions(
             input=(source,),
             output_prefix=str(tmp_path / name),
             tokenizer_type="NullTokenizer",

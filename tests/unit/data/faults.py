@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy
 
 import pretrain_moe
+from megatron_moe.apps import prepare
 from megatron_moe.config.schema import Run, build
-from megatron_moe.data import preprocess_cli
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import DTYPES, HEADER_BYTES
-from megatron_moe.data.preprocess import Options, preprocess
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import NullTokenizer
 
 VOCABULARY = 1000
@@ -44,7 +44,9 @@ def write(folder: Path, name: str, content: list[list[int]]) -> str:
     """An indexed dataset and its sidecar by the project's own preprocessing; returns the prefix."""
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": " ".join(map(str, ids))}) + "\n" for ids in content))
-    options = Options((str(source),), str(folder / name), "NullTokenizer", None, VOCABULARY, workers=1, overwrite=True)
+    options = PreprocessOptions(
+        (str(source),), str(folder / name), "NullTokenizer", None, VOCABULARY, workers=1, overwrite=True
+    )
     return next(iter(preprocess(options, show_progress=False)))
 
 
@@ -327,4 +329,4 @@ def bad_text(scene: Scene, rng: random.Random) -> str:
 def preprocessing_says(scene: Scene) -> str | None:
     """The error of tools/preprocess_data.py on what `bad_text` wrote."""
     argv = ["--input", str(scene.folder / "bad.jsonl"), "--output-prefix", str(scene.folder / "bad"), "--workers", "1"]
-    return said(preprocess_cli.main, [*argv, "--tokenizer-type", "ByteTokenizer"])
+    return said(prepare.main, [*argv, "--tokenizer-type", "ByteTokenizer"])

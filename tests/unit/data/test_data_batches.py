@@ -17,7 +17,7 @@ from megatron_moe.data.batches import (
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.sequence_chunks import context_parallel_slice
+from megatron_moe.parallel.sequence import context_parallel_slice
 
 S = 8
 MOCK_S = 128  # mock data is 68 million tokens, whose index grows with 1 / S

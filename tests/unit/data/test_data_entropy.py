@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_moe.data.datasets import open_dataset
-from megatron_moe.data.entropy import entropy_of_counts, label_entropy, unigram_entropy
+from megatron_moe.data.index_file import entropy_of_counts, label_entropy, unigram_entropy
 
 
 def plain_entropy(ids: list[int]) -> float:

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy
 import pytest
 
+from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import preprocess as preprocess_module
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.documents import find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import open_index
-from megatron_moe.data.preprocess import Options, preprocess
-from megatron_moe.data.preprocess_cli import main
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.sidecar import read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 
@@ -29,7 +29,7 @@ TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
 def run(inputs: list[str], prefix: Path, **changes: object) -> str:
     """Preprocess with ByteTokenizer and eod; returns the prefix of the first dataset."""
     settings = {"tokenizer_type": "ByteTokenizer", "append_eod": True, "workers": 1, **changes}
-    options = Options(input=tuple(inputs), output_prefix=str(prefix), **settings)  # type: ignore[arg-type]
+    options = PreprocessOptions(input=tuple(inputs), output_prefix=str(prefix), **settings)  # type: ignore[arg-type]
     return next(iter(preprocess(options, show_progress=False)))
 
 
@@ -220,7 +220,7 @@ def test_wrong_options_are_refused_by_flag(changes: dict, words: str, tmp_path: 
     settings = {"input": (str(tmp_path / "in.jsonl"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
     kind = {} if changes.get("train_tokenizer") else {"tokenizer_type": "ByteTokenizer"}
     with pytest.raises(ConfigError, match=words):
-        preprocess(Options(**{**settings, **kind, **changes}), show_progress=False)
+        preprocess(PreprocessOptions(**{**settings, **kind, **changes}), show_progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 

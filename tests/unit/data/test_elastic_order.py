@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.data.batches import batch_iterator
-from megatron_moe.data.sample_hash import added, hex_of
+from megatron_moe.data.batches import added, batch_iterator, hex_of
 from megatron_moe.training.batch_size import BatchSchedule
 from tests.unit.data.test_data_batches import Numbered, make_run
 

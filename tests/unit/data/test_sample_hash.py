@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_moe.config.schema import build
-from megatron_moe.data.batches import batch_iterator
-from megatron_moe.data.sample_hash import added, hex_of, sample_words
+from megatron_moe.data.batches import added, batch_iterator, hex_of, sample_words
 from tests.unit.data.test_data_batches import Numbered, make_run
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron_moe.data.text_stream import TextStream
+from megatron_moe.apps.generate import TextStream
 from megatron_moe.data.tokenizers import (
     REPLACEMENT,
     ByteTokenizer,

@@ -6,15 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.apps.doctor.compare import FP32, tolerances_of
+from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
+from megatron_moe.apps.doctor.layouts import EVERY_KIND, FEATURES, Layout, alone, choose, common_to, features
+from megatron_moe.apps.doctor.shrink import (
+    AUX_LOSS_COEFF,
+    HEADS,
+    LAYERS,
+    PADDED_VOCABULARY,
+    Z_LOSS_COEFF,
+    changes,
+    small,
+)
 from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.doctor.compare import FP32, tolerances_of
-from megatron_moe.doctor.default_visit import MODELS, default_choice, model
-from megatron_moe.doctor.features import FEATURES, features
-from megatron_moe.doctor.layouts import EVERY_KIND, Layout, alone, choose, common_to
-from megatron_moe.doctor.shrink import AUX_LOSS_COEFF, HEADS, LAYERS, PADDED_VOCABULARY, Z_LOSS_COEFF, changes, small
 
 # What a run keeps in its copy, whatever its size.
 KEPT = (
@@ -185,7 +192,7 @@ def test_the_default_visit_has_every_feature_and_refuses_nothing():
     visit = default_choice(4)
     assert visit.refused == []
     covered = frozenset[str]().union(*(layout.features for layout in visit.layouts))
-    assert covered == set(FEATURES), "put what is missing into MODELS or VISIT of doctor/default_visit.py"
+    assert covered == set(FEATURES), "put what is missing into MODELS or VISIT of apps/doctor/default_visit.py"
     assert len({layout.name for layout in visit.layouts}) == len(visit.layouts)
 
 

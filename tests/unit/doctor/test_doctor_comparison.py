@@ -8,12 +8,11 @@ import json
 import pytest
 import torch
 
-from megatron_moe.doctor.assemble import assemble
-from megatron_moe.doctor.compare import Tolerances, compare
-from megatron_moe.doctor.layouts import Layout
-from megatron_moe.doctor.names import Cut, full_shape, parts
-from megatron_moe.doctor.report import Finding, Report, details, line
-from megatron_moe.doctor.smell import smells
+from megatron_moe.apps.doctor.assemble import Cut, assemble, full_shape, parts
+from megatron_moe.apps.doctor.compare import Tolerances, compare
+from megatron_moe.apps.doctor.layouts import Layout
+from megatron_moe.apps.doctor.patterns import smells
+from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
 
 EXPERTS, DENSE = "decoder.layers.0.mlp.experts.weight1", "decoder.layers.0.mlp.linear_fc1.weight"
 WHOLE, ROUTER = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.router.weight"
@@ -199,8 +198,10 @@ def test_the_report_is_json_and_ends_in_the_verdict(oracle):
     got.tensors["gradient, step 1"][DENSE] *= torch.nan
     comparison = compare(got, oracle)
     ep, dp = (Layout(name, 2, {}, frozenset({name.upper()})) for name in ("ep", "dp"))
-    good = Finding(dp, 1.0, compare(assemble(two_ranks()), oracle))
-    report = Report({"steps": 1}, [good, Finding(ep, 2.0, comparison), Finding(ep, 3.0, error="rank 1 ended")])
+    good = LayoutFinding(dp, 1.0, compare(assemble(two_ranks()), oracle))
+    report = DoctorReport(
+        {"steps": 1}, [good, LayoutFinding(ep, 2.0, comparison), LayoutFinding(ep, 3.0, error="rank 1 ended")]
+    )
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert told["failed"] and told["common_to_what_failed"] == ["EP"]
     assert told["layouts"][1]["differences"][0]["error"] == "nan"

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_moe.model import context_parallel
 from megatron_moe.model.context_parallel import attend_chunks, chunk_gradients
 from megatron_moe.model.rotary import Rotary
-from megatron_moe.parallel.sequence_chunks import by_rank, context_parallel_slice, holder, in_order
+from megatron_moe.parallel.sequence import by_rank, context_parallel_slice, holder, in_order
 from tests.unit.model.test_attention import WIDTHS, inputs, reference, relative_error
 
 SCALE = 0.3

@@ -13,7 +13,7 @@ def gradients(dtype_name: str, exact: bool, tokens: int = 4096) -> dict[str, Any
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     from megatron_moe.config.schema import Run, replace
-    from megatron_moe.model.embedding import ExactEmbedding
+    from megatron_moe.model.build import ExactEmbedding
     from megatron_moe.model.engine_config import transformer_config
     from megatron_moe.parallel import groups
 

@@ -11,9 +11,8 @@ import torch
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
-from megatron_moe.model.generate import generate, next_token_logits
+from megatron_moe.model.generate import Sampling, generate, next_token_logits
 from megatron_moe.model.key_value_cache import cached, continuation
-from megatron_moe.model.sampling import Sampling
 from megatron_moe.parallel import groups
 
 VOCAB, LENGTH = 97, 14

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_moe.model import linear_cross_entropy as fused
-from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
+from megatron_moe.model import loss as fused
+from megatron_moe.model.loss import linear_cross_entropy
 from megatron_moe.precision.contract import PrecisionError
 
 TOKENS, ROWS, WIDTH = 37, 50, 16

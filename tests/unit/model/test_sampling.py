@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_moe.model.sampling import Sampling, choose
+from megatron_moe.model.generate import Sampling, choose
 
 
 def allowed(logits, temperature, top_k, top_p):

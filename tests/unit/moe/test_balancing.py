@@ -12,14 +12,18 @@ from megatron.core.transformer.moe import moe_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe import TopKRouter
-from megatron_moe.moe.aux_losses import GlobalBatch
-from megatron_moe.moe.capacity import capacity, kept_choices
+from megatron_moe.moe.capacity import (
+    PaddedDispatcher,
+    build_layer_dispatcher,
+    capacity,
+    kept_choices,
+    micro_batches_among,
+)
 from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import LostTokens
-from megatron_moe.moe.padded_dispatch import PaddedDispatcher, build_layer_dispatcher, micro_batches_among
+from megatron_moe.moe.load_balance import GlobalBatch, LostTokens
 from megatron_moe.moe.router import Jitter
+from megatron_moe.moe.routing import balanced_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.moe.sinkhorn import balanced_scores
 from megatron_moe.moe.state import tell_routers
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.reference import reference_moe as reference

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_moe import Float16Module
-from megatron_moe.moe.activation import weighted_swiglu
-from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher
-from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, inverse_permutation, sum_copies
+from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
 from megatron_moe.moe.grouped_gemm import grouped_linear
 from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.layer import MoELayer
-from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
 from megatron_moe.moe.routing import RoutingDecision
 from tests.unit.moe.test_router import config
 

@@ -10,11 +10,10 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
-from megatron_moe.doctor.recorder import RouterRecord
-from megatron_moe.model.engine_config import ModelConfig
-from megatron_moe.moe.choice import ByScore
+from megatron_moe.apps.doctor.recorder import RouterRecord
+from megatron_moe.model.engine_config import EngineConfig
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, route
+from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
 from tests.reference import reference_moe as reference
 from tests.unit.moe.test_router import config, tokens
@@ -137,8 +136,8 @@ def test_our_own_configuration_means_the_rule_that_it_names() -> None:
     stock = config(num_moe_experts=16, moe_router_topk=4, **GROUPS)
     values = {name: getattr(stock, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
     values |= dict(num_moe_experts=16, moe_router_topk=4, add_bias_linear=False, **GROUPS)
-    assert MoEOptions.from_engine_config(ModelConfig(**values)).group_score == "top2"
-    assert MoEOptions.from_engine_config(ModelConfig(**values, moe_router_group_score="max")).group_score == "max"
+    assert MoEOptions.from_engine_config(EngineConfig(**values)).group_score == "top2"
+    assert MoEOptions.from_engine_config(EngineConfig(**values, moe_router_group_score="max")).group_score == "max"
 
 
 def test_a_group_of_which_nothing_would_be_added_up_is_refused() -> None:

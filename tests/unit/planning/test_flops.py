@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_moe.apps.plan.meta_tracer import FORMULAS, attention_flops
+from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
-from megatron_moe.planning.flops import FORMULAS, attention_flops
-from megatron_moe.planning.tracing import trace_ranks
 
 # Keys as wide as values: torch's kernel for CPU would otherwise be given padded ones, which count.
 MLA = {**PRESETS["tiny"], "vocab_size": 1000, "v_head_dim": 24}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe.planning.paper import on_paper
+from megatron_moe.apps.plan.meta_tracer import on_paper
 
 
 def described(tensor):

@@ -6,15 +6,15 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_moe.apps.plan import tracing
+from megatron_moe.apps.plan.alternatives import legal, nearest_legal, neighbours
+from megatron_moe.apps.plan.memory import bubble_share, schedule
+from megatron_moe.apps.plan.plan import Machine, make_plan
+from megatron_moe.apps.plan.report import text_report
+from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.planning import tracing
-from megatron_moe.planning.alternatives import legal, nearest_legal, neighbours
-from megatron_moe.planning.memory import bubble_share, schedule
-from megatron_moe.planning.plan import Machine, make_plan
-from megatron_moe.planning.report import text_report
-from megatron_moe.planning.tracing import trace_ranks
 
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.planning import cli
+from megatron_moe.apps.plan import cli
 
 ROOT = Path(__file__).resolve().parents[3]
 

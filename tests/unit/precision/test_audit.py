@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.precision import declared
-from megatron_moe.precision.audit import Audit
-from megatron_moe.precision.audit_module import audit_module
-from megatron_moe.precision.audit_report import html_report, json_report, text_report
-from megatron_moe.precision.declared import mixes_dtypes, returns_wider
+from megatron_moe.apps.audit.findings import Audit
+from megatron_moe.apps.audit.report import html_report, json_report, text_report
+from megatron_moe.apps.audit.step import audit_module
+from megatron_moe.precision import contract
+from megatron_moe.precision.contract import mixes_dtypes, returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
 
 HERE = "tests/unit/precision/test_audit.py"
@@ -151,7 +151,7 @@ def test_a_declaration_does_not_reach_into_the_modules_that_are_called():
 
 def test_declaring_costs_nothing_and_returns_the_function_itself():
     assert mixes_dtypes("why")(product) is product
-    declared._CODE.pop(product.__code__)
+    contract._CODE.pop(product.__code__)
 
 
 # ---- products

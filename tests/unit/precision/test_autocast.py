@@ -12,9 +12,9 @@ import torch
 from megatron_moe import MoELayer, TopKRouter
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
-from megatron_moe.moe.activation import weighted_swiglu
-from megatron_moe.moe.gate_product import gate_product
+from megatron_moe.model.loss import linear_cross_entropy
+from megatron_moe.moe.experts import weighted_swiglu
+from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.contract import PrecisionError
 from tests.unit.moe.test_router import config

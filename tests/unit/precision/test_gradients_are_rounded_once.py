@@ -20,14 +20,13 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.model.embedding import _Lookup
+from megatron_moe.model.build import _Lookup
 from megatron_moe.model.engine_config import transformer_config
-from megatron_moe.model.linear_cross_entropy import linear_cross_entropy
-from megatron_moe.model.loss_head import _WithoutPadding
+from megatron_moe.model.loss import _WithoutPadding, linear_cross_entropy
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.moe.activation import weighted_swiglu
-from megatron_moe.moe.gate_product import gate_product
-from megatron_moe.moe.permute import copy_rows, inverse_permutation, sum_copies
+from megatron_moe.moe.dispatch import copy_rows, inverse_permutation, sum_copies
+from megatron_moe.moe.experts import weighted_swiglu
+from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
@@ -40,16 +39,16 @@ HALVES = [torch.bfloat16, torch.float16]
 
 # Every torch.autograd.Function of the package, and the test that holds its gradients.
 HELD = {
-    "moe/activation.py _WeightedSwiGLU": "test_the_activation",
-    "moe/gate_product.py _GateProduct": "test_the_gate",
-    "moe/aux_losses.py _Attached": "unit/training/test_loss_scale.py: "
+    "moe/experts.py _WeightedSwiGLU": "test_the_activation",
+    "moe/grouped_gemm.py _GateProduct": "test_the_gate",
+    "moe/load_balance.py _Attached": "unit/training/test_loss_scale.py: "
     "test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it",
-    "moe/permute.py _CopyRows": "test_copies_and_sums_of_rows",
-    "moe/permute.py _SumCopies": "test_copies_and_sums_of_rows",
+    "moe/dispatch.py _CopyRows": "test_copies_and_sums_of_rows",
+    "moe/dispatch.py _SumCopies": "test_copies_and_sums_of_rows",
     "moe/grouped_gemm.py _GroupedMM": "unit/platform/test_half_products.py: test_grouped_products_are_rounded_once",
-    "model/linear_cross_entropy.py _LinearCrossEntropy": "test_the_fused_loss",
-    "model/loss_head.py _WithoutPadding": "test_the_padding_of_the_vocabulary",
-    "model/embedding.py _Lookup": "test_the_embedding",
+    "model/loss.py _LinearCrossEntropy": "test_the_fused_loss",
+    "model/loss.py _WithoutPadding": "test_the_padding_of_the_vocabulary",
+    "model/build.py _Lookup": "test_the_embedding",
     "model/norm.py _RMSNormFunction": "test_the_norm",
     "model/attention.py _FlashInFp32": "unit/model/test_attention.py: "
     "test_half_precision_operands_are_kept_as_they_are_and_the_numbers_are_those_of_wide_copies",
@@ -61,8 +60,8 @@ HELD = {
     "parallel/collectives.py _AllGatherRows": "test_rows_that_travel",
     "parallel/collectives.py _ReduceScatterRows": "test_rows_that_travel",
     "parallel/collectives.py _SharedByRanks": "test_rows_that_travel",
-    "planning/paper.py _Attend": "shapes only",
-    "planning/paper.py _Normalise": "shapes only",
+    "apps/plan/meta_tracer.py _Attend": "shapes only",
+    "apps/plan/meta_tracer.py _Normalise": "shapes only",
 }
 
 
@@ -148,7 +147,7 @@ def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_moe.model.linear_cross_entropy.BLOCK_ROWS", 16)
+    monkeypatch.setattr("megatron_moe.model.loss.BLOCK_ROWS", 16)
     labels = torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(3))
     assert_as_in_fp64(
         lambda h, w: linear_cross_entropy(h, w, labels, chunk_tokens=chunk_tokens),

@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.precision.contract import PrecisionError
 from megatron_moe.precision.gates import install_gates, require_dtype
-from megatron_moe.precision.guard import Held, PrecisionGuard
+from megatron_moe.precision.guard import HeldTensor, PrecisionGuard
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -18,11 +18,17 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -> None:
     guard = PrecisionGuard()
     assert (
-        guard.check("building", [Held("a.weight", "weight", BF16, BF16), Held("b.bias", "fp32 state", FP32, FP32)]) == 2
+        guard.check(
+            "building", [HeldTensor("a.weight", "weight", BF16, BF16), HeldTensor("b.bias", "fp32 state", FP32, FP32)]
+        )
+        == 2
     )
-    guard.check("loading", [Held("b.bias", "fp32 state", FP32, FP32)])
+    guard.check("loading", [HeldTensor("b.bias", "fp32 state", FP32, FP32)])
     with pytest.raises(PrecisionError) as caught:
-        guard.check("iteration 20", [Held("a.weight", "weight", BF16, BF16), Held("b.bias", "fp32 state", BF16, FP32)])
+        guard.check(
+            "iteration 20",
+            [HeldTensor("a.weight", "weight", BF16, BF16), HeldTensor("b.bias", "fp32 state", BF16, FP32)],
+        )
     assert str(caught.value) == (
         "precision contract broken at iteration 20: b.bias (fp32 state) is torch.bfloat16, must be torch.float32: "
         "changed between loading and iteration 20"
@@ -31,19 +37,19 @@ def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -
 
 def test_a_tensor_that_was_never_right_is_told_so() -> None:
     with pytest.raises(PrecisionError, match="so from the start, building"):
-        PrecisionGuard().check("building", [Held("a", "weight", FP32, BF16)])
+        PrecisionGuard().check("building", [HeldTensor("a", "weight", FP32, BF16)])
 
 
 def test_every_broken_tensor_is_named_up_to_ten() -> None:
     with pytest.raises(PrecisionError, match=r"t0 .*t9 .*and 2 more"):
-        PrecisionGuard().check("x", [Held(f"t{i}", "weight", FP32, BF16) for i in range(12)])
+        PrecisionGuard().check("x", [HeldTensor(f"t{i}", "weight", FP32, BF16) for i in range(12)])
 
 
 def test_one_tensor_may_be_held_to_two_things() -> None:
     guard = PrecisionGuard()
-    guard.check("a", [Held("w", "weight", BF16, BF16), Held("w", "accumulated gradient", FP32, FP32)])
+    guard.check("a", [HeldTensor("w", "weight", BF16, BF16), HeldTensor("w", "accumulated gradient", FP32, FP32)])
     with pytest.raises(PrecisionError, match=r"w \(accumulated gradient\).*between a and b"):
-        guard.check("b", [Held("w", "weight", BF16, BF16), Held("w", "accumulated gradient", BF16, FP32)])
+        guard.check("b", [HeldTensor("w", "weight", BF16, BF16), HeldTensor("w", "accumulated gradient", BF16, FP32)])
 
 
 class Widens(torch.nn.Module):

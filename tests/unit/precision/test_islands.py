@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_moe.precision.contract import declared_fp32_state
-from megatron_moe.precision.islands import Emits, declared_fp32_parameters, make_island
+from megatron_moe.precision.contract import Emits, declared_fp32_parameters, declared_fp32_state, make_island
 
 CASTS = {
     "half": lambda m: m.half(),

@@ -196,13 +196,13 @@ def alive(pid):
 
 @pytest.mark.claim("The demo's stages are commands that the programs accept, and a complete one is skipped.")
 def test_the_demos_own_stages_are_commands_that_the_programs_accept(tmp_path, monkeypatch):
-    from megatron_moe.data import preprocess_cli
+    from megatron_moe.apps import prepare
 
     monkeypatch.chdir(tmp_path)
     stages = {stage.name: stage for stage in demo.stages(Path("runs/demo"), ["--train-iters", "400"])}
     assert list(stages) == ["corpus", "tokenizer", "valid", "test", "train"]
     for name in ("tokenizer", "valid", "test"):
-        preprocess_cli.parser().parse_args(stages[name].command[2:])
+        prepare.parser().parse_args(stages[name].command[2:])
     words = stages["train"].command
     configuration = cli.parse(words[words.index("pretrain_moe.py") + 1 :])
     rules.check(configuration, demo.RANKS)

@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.report.console import ConsoleSink
-from megatron_moe.report.health_record import Health, LayerHealth, glance, load_health, scalars
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.records import StepRecord, step_from_json, to_json
+from megatron_moe.report.records import (
+    Health,
+    LayerHealth,
+    StepRecord,
+    glance,
+    load_health,
+    scalars,
+    step_from_json,
+    to_json,
+)
 
 LAYER = LayerHealth(
     load=load_health([3, 0, 5, 0]),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.apps.audit.cli import main
 from megatron_moe.model import norm
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.precision import declared
-from megatron_moe.training.audit_cli import main
+from megatron_moe.precision import contract
 
 PLANTED = Path(__file__).parents[1] / "precision" / "planted_deepseek_fault.py"
 TINY = ["--num-layers", "2", "--moe-layer-freq", "[0,1]", "--seq-length", "16", "--global-batch-size", "2"]
@@ -64,7 +64,7 @@ def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
 
 @pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
-    monkeypatch.delitem(declared._CODE, norm._RMSNormFunction.backward.__code__)
+    monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
     assert status == 1
     places = {(one["where"].rpartition(":")[0], one["phase"]) for one in found["unintended_promotion_list"]}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.checkpoint.state import Progress
+from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import exit_reason
 
 
 def job(iteration: int, **flags: Any) -> Any:
-    return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=Progress(iteration, 0))
+    return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=TrainingProgress(iteration, 0))
 
 
 QUIET = SimpleNamespace(stop_signal=0)

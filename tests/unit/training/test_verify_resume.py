@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatron_moe.apps.verify_resume.cli import told
+from megatron_moe.apps.verify_resume.replay import compare, plan_replay, version_differences
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.report.files import write_json
-from megatron_moe.training.verify_resume import compare, plan_replay, version_differences
-from megatron_moe.training.verify_resume_cli import told
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
 

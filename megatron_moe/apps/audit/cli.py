@@ -1,0 +1,179 @@
+"""The flags of tools/audit_precision.py, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.apps.audit.findings import Audit
+from megatron_moe.apps.audit.report import html_report, json_report, text_report
+from megatron_moe.apps.audit.step import audit_module, audit_run, refuse_large
+from megatron_moe.config import cli, derived, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.report.files import replacing
+from megatron_moe.report.summary import versions
+
+CLEAN, FOUND, USER_ERROR = 0, 1, 2
+_HF_TOKENS = (2, 32)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What is audited and where the reports go; all other flags are those of pretrain_moe.py."""
+    p = argparse.ArgumentParser(
+        prog="audit_precision.py",
+        usage="audit_precision.py --json FILE [pretrain_moe.py's flags | --module FILE.py:FACTORY | --hf FOLDER]",
+        description="Trace one forward and backward pass and report every cast, promotion and mixed matrix product.",
+        epilog="Exit status: 0 clean; 1 an unintended promotion, a product of mixed dtypes, a violation of fp32 state "
+        "or an error of the model; 2 a mistake in the flags. Other flags, such as --preset tiny --bf16, are those of "
+        "pretrain_moe.py: the model that they describe is built in one process and makes one training step.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    p.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
+    p.add_argument("--text", metavar="FILE", help="write the report as text; without it, print it")
+    p.add_argument(
+        "--max-gib", type=float, default=8.0, help="largest model with its training state [GiB] (default: 8)"
+    )
+    other = p.add_argument_group("a model that is not ours")
+    other.add_argument(
+        "--module", metavar="FILE.py:FACTORY", help="FACTORY() returns (module, inputs), inputs a tuple or a dict"
+    )
+    other.add_argument("--hf", metavar="FOLDER", help="a Hugging Face causal LM's folder; weights are optional")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Audit what the flags name, write the reports and say the verdict. Returns the exit code."""
+    flags, rest = parser().parse_known_args(argv)
+    try:
+        for name in ("json", "html", "text"):
+            _writable(name, getattr(flags, name))
+        if flags.module is not None or flags.hf is not None:
+            audit = _foreign(flags, rest)
+        else:
+            run = derived.with_made_up_data(cli.parse(rest, filled_in))
+            rules.check(run, 1)
+            tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+            refuse_large(
+                run, derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run), flags.max_gib
+            )
+            audit = audit_run(run, _tell)
+    except ConfigError as error:
+        print(f"audit_precision.py: error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("audit_precision.py: interrupted; nothing was written", file=sys.stderr, flush=True)
+        return 130
+    _write(audit.as_dict(), flags)
+    return FOUND if audit.failed else CLEAN
+
+
+def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
+    if flags.module is not None and flags.hf is not None:
+        raise ConfigError("--module and --hf: audit one model at a time")
+    half = {"--bf16": torch.bfloat16, "--fp16": torch.float16}
+    unknown = [word for word in rest if flags.module is not None or word not in half]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} does not go with --module or --hf" + (" (--hf takes --bf16 or --fp16)" if flags.hf else "")
+        )
+    if len(rest) > 1:
+        raise ConfigError(f"{' '.join(rest)}: choose one dtype")
+    if flags.module is not None:
+        module, inputs = _from_factory(flags.module)
+        subject = f"forward and backward of {flags.module}"
+    else:
+        module, inputs = _from_folder(Path(flags.hf), half[rest[0]] if rest else torch.float32)
+        subject = f"forward and backward of {flags.hf}"
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})
+    about = {
+        "subject": subject,
+        "dtype": ", ".join(dtypes),
+        "device": str(platform.device()) if flags.hf else "the factory's",
+        "flags": {"module": flags.module, "hf": flags.hf},
+        "versions": versions(),
+    }
+    _tell(f"tracing one forward and backward pass of {type(module).__name__}")
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+    return audit_module(module, args, kwargs, about=about)
+
+
+def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
+    name, _, factory = text.rpartition(":")
+    path = Path(name)
+    if not path.is_file() or not factory:
+        raise ConfigError(f"--module {text}: write FILE.py:FACTORY with a file that exists")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--module {text}: {path} is not a Python file")
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = code
+    _tell(f"building {text}")
+    try:
+        spec.loader.exec_module(code)
+        made = getattr(code, factory)()
+    except Exception as error:
+        raise ConfigError(f"--module {text}: building it failed with {type(error).__name__}: {error}") from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(module, torch.nn.Module) or not isinstance(inputs, (tuple, list, dict)):
+        raise ConfigError(
+            f"--module {text}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
+        )
+    return module, inputs
+
+
+def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--hf {folder}: has no config.json; name a folder with a Hugging Face model")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(f"--hf {folder}: needs the package transformers; install it, or use --module") from None
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    _tell(
+        f"building {folder} in {str(dtype).removeprefix('torch.')} {'with its' if weights else 'with random'} weights"
+    )
+    try:
+        if weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False, local_files_only=True
+            )
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--hf {folder}: {error}") from error
+    device = platform.device()
+    tokens = torch.randint(0, model.config.vocab_size, _HF_TOKENS, device=device)
+    return model.to(device).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
+    made = {"json": json_report, "html": html_report, "text": text_report}
+    for name, make in made.items():
+        path = getattr(flags, name)
+        if path is not None:
+            with replacing(Path(path)) as file:
+                file.write(make(report))
+    print(text_report(report) if flags.text is None else report["verdict"])
+    for path in (flags.json, flags.html, flags.text):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def _writable(name: str, path: str | None) -> None:
+    """Said before a model is built, not when the report is due."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ConfigError(f"--{name} {path}: name a file in a folder that exists")
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,209 @@
+"""Audit any torch module: one forward and backward under the tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from megatron_moe import platform
+from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, verdict
+from megatron_moe.apps.audit.report import html_report, json_report, text_report
+from megatron_moe.apps.audit.tracer import Tracer
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.data.batches import batch_iterators
+from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.report.files import replacing
+from megatron_moe.report.summary import versions
+from megatron_moe.training.batch_size import batch_schedule
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.step import connect, train_step
+
+# ---- The precision audit of our own model: one training step under the tracer, in a run or by itself.
+
+
+# Weights, their gradients, main gradients, masters and two moments; activations come on top.
+_BYTES_PER_PARAMETER = {"float32": 16, "bfloat16": 20, "float16": 20}
+
+
+def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
+    """Raise a ConfigError for a model whose weights, gradients and optimizer state would pass `limit_gib`."""
+    parameters = derived.parameter_count(run, vocabulary)
+    need = parameters * _BYTES_PER_PARAMETER[derived.params_dtype_name(run)] / 2**30
+    if need > limit_gib:
+        raise ConfigError(
+            f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
+            f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
+            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
+            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
+        )
+
+
+def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
+    """Build the run's model in this process and trace one training step of it.
+
+    Args:
+        run: has passed `config.rules.check` for one rank.
+        tell: is told what happens.
+
+    Returns:
+        The audit; an exception of the step is in its `error`.
+    """
+    schedule = batch_schedule(run, 1)
+    tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    vocabulary = derived.padded_vocab_size(vocab_size, run)
+    clean = False
+    try:
+        pg_collection = groups.initialize(run)
+        seed_everything(run)
+        tell(f"building {derived.parameter_count(run, vocabulary):,} parameters in {derived.params_dtype_name(run)}")
+        model = build_model(run, pg_collection, vocab_size)
+        optimizer = build_optimizer(run, model, pg_collection)
+        scheduler = build_scheduler(run, optimizer)
+        dataset, _, _ = build_datasets(run, tokenizer, 2 * schedule.final, 0, 0, pg_collection=pg_collection)
+        batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=pg_collection, num_chunks=len(model))
+        connect(model, optimizer)
+        micro_batches = schedule.num_micro_batches(0)
+        tell(
+            f"tracing the second of two steps: {micro_batches} micro-batches of {run.training.micro_batch_size} x "
+            f"{run.model.seq_length} tokens"
+        )
+        step = partial(
+            train_step,
+            model,
+            optimizer,
+            scheduler,
+            batches,
+            num_micro_batches=micro_batches,
+            micro_batch_size=run.training.micro_batch_size,
+            seq_length=run.model.seq_length,
+            pg_collection=pg_collection,
+        )
+        # What a process does once would count as the cost of whichever operation comes first. Should this step fail,
+        # the traced one fails in the same way and is told.
+        with suppress(Exception):
+            step()
+        tracer = Tracer(model, facts(run))
+        try:
+            with tracer:
+                result = step()
+            tracer.audit.about["step_committed"] = result.committed
+        except Exception:  # the tracer wrote it down
+            assert tracer.audit.error is not None
+        clean = tracer.audit.error is None
+        return tracer.audit
+    finally:
+        groups.destroy(abort=not clean)
+
+
+@contextmanager
+def auditing(run: Run, model: list[torch.nn.Module], tell: Callable[[str], None]) -> Iterator[None]:
+    """Trace the step inside the block and write the report of all ranks to `--audit-precision-output`.
+
+    Every rank traces. Counts are summed and findings gathered over ranks; modules, cast list and shares are rank 0's.
+    A rank whose step fails writes what it saw by itself, since the others may never answer, and the error goes on.
+    """
+    tracer = Tracer(model, facts(run))
+    prefix = run.precision.audit_precision_output
+    try:
+        with tracer:
+            yield
+    except Exception:
+        rank = dist.get_rank()
+        paths = write(tracer.audit.as_dict(), f"{prefix}.rank{rank}" if rank else prefix)
+        tell(f"wrote {', '.join(map(str, paths))}: the traced step failed")
+        raise
+    merged = merge(tracer.audit)
+    if dist.get_rank() == 0:
+        paths = write(merged, prefix)
+        tell(f"wrote {', '.join(map(str, paths))}: {merged['verdict']}")
+
+
+def merge(audit: Audit) -> dict[str, Any]:
+    """One report of all ranks, on every rank: rank 0's, with everyone's counts and findings."""
+    own = audit.as_dict()
+    world = dist.get_world_size()
+    reports: list[Any] = [None] * world
+    dist.all_gather_object(reports, {name: own[name] for name in ("counts", "failed", *FINDING_LISTS)})
+    totals = {name: sum(report["counts"][name] for report in reports) for name in COUNTED}
+    merged = {
+        **own,
+        "ranks": world,
+        "failed": any(report["failed"] for report in reports),
+        **{name: totals[name] for name in own if name in TOP_COUNTS},
+        "counts": totals,
+    }
+    for name in FINDING_LISTS:
+        merged[name] = [{**entry, "rank": rank} for rank, report in enumerate(reports) for entry in report[name]]
+    return {**merged, "verdict": verdict(merged)}
+
+
+def write(report: dict[str, Any], prefix: str) -> list[Path]:
+    """Write PREFIX.txt, PREFIX.json and PREFIX.html, each in one atomic step."""
+    texts = {".txt": text_report(report), ".json": json_report(report), ".html": html_report(report)}
+    paths = []
+    for suffix, text in texts.items():
+        paths.append(Path(prefix + suffix))
+        with replacing(paths[-1]) as file:
+            file.write(text)
+    return paths
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """The report's head: what was traced, with which flags and versions."""
+    flags = {name: value for section in asdict(run).values() for name, value in section.items()}
+    defaults = {name: value for section in asdict(Run()).values() for name, value in section.items()}
+    return {
+        "subject": "one training step of megatron_moe",
+        "dtype": derived.params_dtype_name(run),
+        "device": str(platform.device()),
+        "flags": {name: value for name, value in flags.items() if value != defaults[name]},
+        "versions": versions(),
+    }
+
+
+# ----
+
+
+def audit_module(
+    module: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    about: dict[str, Any] | None = None,
+) -> Audit:
+    """Trace one forward and backward of `module(*args, **kwargs)`.
+
+    The backward starts from the output's `loss` if it has one, else from the sum, in fp32, of all outputs that have a
+    graph. What the module raises is in the audit's `error`; KeyboardInterrupt and the like pass.
+
+    Args:
+        about: facts for the report's head, such as `subject` and `dtype`.
+    """
+    tracer = Tracer(module, about)
+    try:
+        with tracer:
+            output = module(*args, **(kwargs or {}))
+            loss = getattr(output, "loss", None)
+            outputs = [loss] if loss is not None else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            total = [value.float().sum() for value in outputs if value.requires_grad]
+            if total:
+                torch.stack(total).sum().backward()
+    except Exception:  # the tracer wrote it down: the report says what and where
+        assert tracer.audit.error is not None
+    return tracer.audit

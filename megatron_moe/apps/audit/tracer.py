@@ -1,0 +1,350 @@
+"""The tracer: watches every operation of a forward and backward pass below autograd, and writes down its dtypes.
+
+It sees operations where type promotion happens, inside the dispatcher, so nothing that Python hides gets past it. It is
+a context: outside of it nothing is hooked and nothing is slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_moe import platform
+from megatron_moe.apps.audit.findings import Audit, ModuleDtypes
+from megatron_moe.apps.audit.operations import (
+    Operation,
+    deciding,
+    describe,
+    joined,
+    low_precision_reduction,
+    operand_groups,
+    short,
+    tensors_in,
+    width,
+    written_tensors,
+)
+from megatron_moe.apps.audit.places import UNKNOWN, OperationPlace, OperationPlaces
+from megatron_moe.apps.audit.widening import Cause, Widening
+from megatron_moe.precision.contract import declared_fp32_state
+
+
+class Tracer(TorchDispatchMode):
+    """Trace what runs inside `with Tracer(model) as tracer:`; `tracer.audit` is what it saw.
+
+    An exception of the traced code is written down and passed on.
+
+    Args:
+        modules: the model, or the chunks of one; names are those of `named_modules`, wrappers left out.
+        about: facts for the report's head (flags, versions).
+    """
+
+    def __init__(
+        self, modules: torch.nn.Module | Sequence[torch.nn.Module], about: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        roots = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+        self.audit = Audit(about=dict(about or {}))
+        self._roots = roots
+        self._names = _names(roots)
+        self._owners = owners = _owners(roots, self._names)
+        self._places = OperationPlaces(
+            lambda module: self._names.get(id(module)), lambda tensor: owners.get(id(tensor))
+        )
+        self._states: dict[int, str] = {}
+        self._widening = Widening(self.audit)
+        self._calls: list[tuple[int, int]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._started = 0.0
+
+    # ---- the context
+
+    def __enter__(self) -> Tracer:
+        for root in self._roots:
+            for name, tensor in declared_fp32_state(root):
+                self._states[tensor.untyped_storage().data_ptr()] = _unwrapped(name)
+                self._check_state(name, tensor, "before the step")
+        before = register_module_forward_pre_hook(self._enter_module)
+        after = register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
+        attention = _AttentionCheck(self)
+        attention.__enter__()
+        self._undo = [before.remove, after.remove, lambda: attention.__exit__(None, None, None)]
+        self._started = time.perf_counter()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.audit.wall_seconds += time.perf_counter() - self._started
+        while self._undo:
+            self._undo.pop()()
+        for root in self._roots:
+            for name, tensor in declared_fp32_state(root):
+                self._check_state(name, tensor, "after the step")
+        if error is not None:
+            place = self._places.of_error(trace)
+            self.audit.error = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "module": place.module,
+                "where": place.where,
+            }
+
+    # ---- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation: what it is going to mix is written down before it runs, what it cost afterwards."""
+        kwargs = kwargs or {}
+        op, place, audit = describe(func), self._places.here(), self.audit
+        audit.operations += 1
+        order = audit.operations
+        inputs = tensors_in((args, kwargs))
+        dtypes = [tensor.dtype for tensor in inputs]
+        if place.module == UNKNOWN:
+            place = self._place_of_owner(place, inputs)
+        written = written_tensors(op, args, kwargs)
+        groups = [deciding(group) for group in operand_groups(op, args, kwargs)]
+        mixed = [group for group in groups if len({tensor.dtype for tensor in group}) > 1]
+        if op.matmul and mixed:
+            self._record_matmul(op.name, mixed[0], place, order)
+        on_device = any(tensor.device.type != "cpu" for tensor in inputs)
+        if on_device:
+            platform.synchronize()
+        begin = time.perf_counter()
+        result = func(*args, **kwargs)
+        if on_device:
+            platform.synchronize()
+        seconds = time.perf_counter() - begin
+        outputs = tensors_in(result)
+        moved = 0 if op.returns_view else sum(_bytes(tensor) for tensor in (*inputs, *outputs))
+        audit.kernel_seconds += seconds
+        audit.kernel_bytes += moved
+        cause = None
+        if op.cast:
+            cause = self._record_cast(op, inputs, outputs, place, order, seconds, moved)
+        elif mixed and not op.matmul and not op.communicates:
+            cause = self._record_promotions(op, mixed, written, outputs, place, order)
+        self._record_reduction(op, inputs, outputs, args, place, order, dtypes)
+        self._widening.follow(inputs, [*outputs, *written], cause)
+        return result
+
+    def _place_of_owner(self, place: OperationPlace, inputs: Sequence[Tensor]) -> OperationPlace:
+        """Outside of every module, as in the optimizer: the module whose parameter the operation works on."""
+        owner = next((self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners), None)
+        return place if owner is None else replace(place, module=owner)
+
+    def _record_matmul(self, name: str, operands: Sequence[Tensor], place: OperationPlace, order: int) -> None:
+        wide = self._widening.origin(operands)
+        self.audit.mixed_matmuls.add(place, name, joined(operands), "", order=order, detail=wide)
+
+    def _record_cast(
+        self,
+        op: Operation,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        place: OperationPlace,
+        order: int,
+        seconds: float,
+        moved: int,
+    ) -> Cause | None:
+        """`_to_copy` has a source and a result; `copy_` a destination, which is its result, and a source."""
+        if op.base == "_to_copy":
+            pairs = list(zip(inputs, outputs))
+        else:
+            half = len(inputs) // 2
+            pairs = list(zip(inputs[half:], inputs[:half]))
+        cause = None
+        for source, target in pairs:
+            if source.dtype == target.dtype:
+                continue
+            direction = f"{short(source.dtype)}->{short(target.dtype)}"
+            floating = source.is_floating_point() and target.is_floating_point()
+            findings = self.audit.casts if floating else self.audit.other_conversions
+            share = dict(order=order, seconds=seconds / len(pairs), bytes_=moved // len(pairs))
+            findings.add(place, op.name, direction, short(target.dtype), **share)  # type: ignore[arg-type]
+            if floating:
+                self._check_state_cast(op, source, target, direction, place, order)
+                if width(target.dtype) > width(source.dtype):
+                    cause = Cause(order, False, op.name, place)
+        return cause
+
+    def _record_promotions(
+        self,
+        op: Operation,
+        mixed: list[list[Tensor]],
+        written: list[Tensor],
+        outputs: list[Tensor],
+        place: OperationPlace,
+        order: int,
+    ) -> Cause | None:
+        cause = None
+        for operands in mixed:
+            widest = max(width(tensor.dtype) for tensor in operands)
+            targets = [tensor for tensor in written if any(tensor is operand for operand in operands)]
+            result = short(
+                (targets or [t for t in outputs if t.dtype.is_floating_point] or outputs or operands)[0].dtype
+            )
+            if targets and all(width(tensor.dtype) == widest for tensor in targets):
+                self.audit.accumulations.add(place, op.name, joined(operands), result, order=order)
+                for target in targets:
+                    self._check_state_sum(op, target, operands, place, order)
+                continue
+            detail = "rounded back into the written tensor" if targets else self._widening.origin(operands)
+            declared = place.reason is not None
+            findings = self.audit.declared_promotions if declared else self.audit.unintended_promotions
+            findings.add(place, op.name, joined(operands), result, order=order, detail=detail)
+            cause = Cause(order, True, op.name, place)
+        return cause
+
+    def _record_reduction(
+        self,
+        op: Operation,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        args: Sequence[Any],
+        place: OperationPlace,
+        order: int,
+        dtypes: list[torch.dtype],
+    ) -> None:
+        how = low_precision_reduction(op, inputs, outputs, args)
+        if not how and op.base in ("add", "add_") and self._places.gradient_accumulation():
+            low = all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+            how = "every addition rounds" if low and len(dtypes) > 1 else ""
+        if how:
+            result = short(outputs[0].dtype) if outputs else ""
+            self.audit.low_precision_reductions.add(place, op.name, short(dtypes[0]), result, order=order, detail=how)
+
+    # ---- modules
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        self._calls.append((id(module), self.audit.operations))
+
+    def _leave_module(self, module: torch.nn.Module, *call: Any) -> None:
+        """Called with (args, kwargs, output), or after an exception with (args, None)."""
+        # A call that a raising hook or a reentrant pass left open is closed with the one around it.
+        while self._calls:
+            owner, begin = self._calls.pop()
+            if owner == id(module):
+                break
+        name = self._names.get(id(module))
+        if name is None or len(call) < 3:
+            return
+        args, kwargs, output = call
+        got = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        gave = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        entry = self.audit.modules.get(name)
+        if entry is None:
+            held = tuple(sorted({short(parameter.dtype) for parameter in module.parameters()}))
+            entry = self.audit.modules[name] = ModuleDtypes(type(module).__qualname__, held)
+        entry.calls += 1
+        entry.inputs |= {short(tensor.dtype) for tensor in got}
+        entry.outputs |= {short(tensor.dtype) for tensor in gave}
+        self._widening.check(module, name, got, gave, begin)
+
+    # ---- fp32 state
+
+    def _check_state(self, name: str, tensor: Tensor, when: str) -> None:
+        if tensor.dtype != torch.float32:
+            place = OperationPlace(_unwrapped(name).rpartition(".")[0], when, "forward")
+            self.audit.fp32_state_violations.add(
+                place,
+                "held",
+                short(tensor.dtype),
+                short(tensor.dtype),
+                order=self.audit.operations,
+                detail=_unwrapped(name),
+            )
+
+    def _check_state_cast(
+        self, op: Operation, source: Tensor, target: Tensor, direction: str, place: OperationPlace, order: int
+    ) -> None:
+        """Declared state that is read through a narrower copy, or written from one."""
+        read, wrote = (self._states.get(_storage(tensor)) for tensor in (source, target))
+        if read is not None and width(target.dtype) < 4:
+            self._violation(place, op, direction, short(target.dtype), f"{read} is read through a narrower copy", order)
+        if wrote is not None and width(source.dtype) < 4:
+            self._violation(place, op, direction, short(target.dtype), f"{wrote} is written from a narrower one", order)
+
+    def _check_state_sum(
+        self, op: Operation, target: Tensor, operands: Sequence[Tensor], place: OperationPlace, order: int
+    ) -> None:
+        state = self._states.get(_storage(target))
+        if state is not None:
+            what = f"{state} is added to from a narrower tensor"
+            self._violation(place, op, joined(operands), short(target.dtype), what, order)
+
+    def _violation(
+        self, place: OperationPlace, op: Operation, dtypes: str, result: str, detail: str, order: int
+    ) -> None:
+        self.audit.fp32_state_violations.add(place, op.name, dtypes, result, order=order, detail=detail)
+
+    def attention(self, operands: Sequence[Tensor]) -> None:
+        """Called before an attention whose query, key and value differ, which torch refuses above the dispatcher."""
+        place = self._places.here()
+        self._record_matmul("scaled_dot_product_attention", operands, place, self.audit.operations)
+
+
+class _AttentionCheck(TorchFunctionMode):
+    """Attention is the one product that torch refuses to mix before it reaches the dispatcher."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            operands = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+            if len({tensor.dtype for tensor in operands}) > 1:
+                self._tracer.attention(operands)
+        return func(*args, **kwargs)
+
+
+def _names(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """id -> qualified name; a wrapper that holds one `module` has its class name, so that layers keep theirs."""
+    names: dict[int, str] = {}
+    for index, root in enumerate(roots):
+        core: Any = root
+        while [name for name, _ in core.named_children()] == ["module"]:
+            names[id(core)] = f"({type(core).__name__})"
+            core = core.module
+        prefix = f"chunk{index}." if len(roots) > 1 else ""
+        for name, module in core.named_modules():
+            names[id(module)] = prefix + name
+    return names
+
+
+def _owners(roots: Sequence[torch.nn.Module], names: dict[int, str]) -> dict[int, str]:
+    return {
+        id(parameter): names[id(module)]
+        for root in roots
+        for module in root.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that a kernel touches: an expanded tensor has no more than its storage."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,0 +1,296 @@
+"""A conversion of any kind: planned whole, written file by file, read again, published at once.
+
+    plan        names, shapes, dtypes and room are checked before anything is written
+    write       file by file; the journal keeps each that is complete, and its rows of the certificate
+    coverage    every tensor of both sides exactly once, told from what was really read and written
+    read again  every tensor from the disk, its hash, and what it is made back into held against its source's hash
+    publish     the certificate, one rename
+
+What differs between the directions is in `to_native`, `to_hf` and `reshard`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from megatron_moe.apps.convert import certificate
+from megatron_moe.apps.convert.workspace import ConversionProgress, Workspace, tell
+from megatron_moe.checkpoint import durable, manifest
+from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+
+Advance = Callable[[int], object]
+Record = dict[str, Any]
+_SLACK = 64 * 2**20
+"""Bytes of small files, for the room that is needed."""
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Of the command line, what has an influence on the output."""
+
+    dtype: torch.dtype | None = None
+    family: str | None = None
+    drop_mtp: bool = False
+    no_optim: bool = False
+    max_shard_bytes: int = 5 * 10**9
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return {**vars(self), "dtype": dtype}
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of the output. content: the blocks in it; what they are, is the direction's matter."""
+
+    name: str
+    num_bytes: int
+    content: tuple[Any, ...]
+
+
+@dataclass
+class Conversion(ABC):
+    """One source, planned. A subclass says what a unit is.
+
+    source: a folder of Hugging Face's, or a step. inputs: its files by name. summary: the model in a line. notes,
+    warnings: what was found out while planning; warnings are loud.
+    """
+
+    source: Path
+    options: ConversionOptions
+    inputs: dict[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    units: list[OutputFile] = field(default_factory=list)
+
+    summary: str = ""
+
+    direction: ClassVar[str] = ""
+
+    @abstractmethod
+    def write(self, unit: OutputFile, output: Path, advance: Advance) -> Record:
+        """Write one file. The record has `rows` and `entry`, and what `finish` needs."""
+
+    @abstractmethod
+    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
+        """Write the small files. Returns all files of the output with their hashes, those of the units too."""
+
+    @abstractmethod
+    def check(self, output: Path, records: list[Record], advance: Advance) -> None:
+        """Read the output again, and make of it what it was made of.
+
+        Raises:
+            ConfigError: it is not what was written, or not what it was made of.
+        """
+
+    @abstractmethod
+    def coverage(self, records: list[Record]) -> None:
+        """Hold what was read and written against what there is.
+
+        Raises:
+            ConfigError: something was not, or twice.
+        """
+
+    @abstractmethod
+    def facts(self, records: list[Record]) -> dict[str, Any]:
+        """What the certificate says beside rows, files and notes."""
+
+    def wanted_inputs(self) -> dict[str, Entry] | None:
+        """What the input files have to be, where the source has a manifest."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the output, from above."""
+        return sum(unit.num_bytes for unit in self.units)
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same for a second start to go on with the work of the first."""
+        status = {name: path.stat() for name, path in self.inputs.items()}
+        return {
+            "direction": self.direction,
+            "source": str(self.source.resolve()),
+            "inputs": {name: [one.st_size, one.st_mtime_ns, one.st_ino] for name, one in status.items()},
+            "options": self.options.plain(),
+            "versions": certificate.versions(),
+        }
+
+
+def convert(
+    conversion: Conversion, workspace: Workspace, verify: Callable[[Path], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Do it. The workspace is open; its output is complete when this returns, and not published.
+
+    Args:
+        verify: compares the output with the source as models; its result becomes part of the certificate.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        ConfigError: something about the source or the output is wrong. OSError: the disk refused.
+    """
+    output = workspace.output
+    done = [unit for unit in conversion.units if unit.name in workspace.done]
+    left = [unit for unit in conversion.units if unit.name not in workspace.done]
+    if workspace.resumed:
+        tell(f"continuing: {len(done)} of {len(conversion.units)} files are complete")
+    _require_room(workspace.target, sum(unit.num_bytes for unit in left))
+    with _hashes(conversion, workspace) as hashes:
+        progress = ConversionProgress("converted", conversion.num_bytes, sum(unit.num_bytes for unit in done))
+        for unit in left:
+            (output / unit.name).parent.mkdir(parents=True, exist_ok=True)
+            (output / unit.name).unlink(missing_ok=True)
+            workspace.record(unit.name, conversion.write(unit, output, progress.advance))
+        progress.finish()
+        records = [workspace.done[unit.name] for unit in conversion.units]
+        conversion.coverage(records)
+        inputs = hashes()
+    outputs = conversion.finish(output, records)
+    _forget(output)
+    progress = ConversionProgress("read again", sum(entry["bytes"] for entry in outputs.values()))
+    conversion.check(output, records, progress.advance)
+    progress.finish()
+    rows = [row for record in records for row in record["rows"]]
+    content = {
+        "format": 1,
+        "direction": conversion.direction,
+        "options": conversion.options.plain(),
+        "versions": certificate.versions(),
+        "source": {"path": str(conversion.source.resolve()), "files": inputs},
+        "output": {"files": dict(sorted(outputs.items()))},
+        "blocks": len(rows),
+        **conversion.facts(records),
+        "notes": conversion.notes,
+        "warnings": conversion.warnings,
+        "read_again": "every tensor had the hash it was written with, and gave its source's hash when it was made back",
+        "verification": None,
+        "tensors": rows,
+    }
+    if verify is not None:
+        content["verification"] = verify(output)
+    return content
+
+
+def plan_lines(conversion: Conversion, target: Path) -> list[str]:
+    """What would be done."""
+    blocks = sum(len(unit.content) for unit in conversion.units)
+    read = sum(path.stat().st_size for path in conversion.inputs.values())
+    free = durable.free_bytes(target.parent)
+    lines = [
+        f"{conversion.direction}: {conversion.source} -> {target}",
+        f"  {conversion.summary}",
+        f"  reads {durable.size(read)} in {len(conversion.inputs)} files",
+        f"  writes {durable.size(conversion.num_bytes)} at most, {blocks} blocks in {len(conversion.units)} files and "
+        f"small ones; {'an unknown number of bytes' if free is None else durable.size(free)} free",
+    ]
+    lines += [
+        f"    {unit.name}: {len(unit.content)} blocks, {durable.size(unit.num_bytes, exact=False)}"
+        for unit in conversion.units
+    ]
+    return lines
+
+
+def _require_room(target: Path, needed: int) -> None:
+    free = durable.free_bytes(target.parent)
+    if free is not None and free < needed + _SLACK:
+        raise ConfigError(
+            f"--save {target}: not enough room: {durable.size(needed + _SLACK)} are needed, {durable.size(free)} are "
+            "free; remove something, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[], dict[str, Entry]]]:
+    """The hashes of the input's files, computed beside the rest; the function waits for them.
+
+    Raises:
+        ConfigError: from the function: a file is not what the source's manifest says, or cannot be read.
+    """
+    name = "inputs"
+    if name in workspace.done:
+        yield lambda: dict(workspace.done[name]["files"])
+        return
+    stopped = False
+
+    def advance(count: int) -> None:
+        if stopped:
+            raise InterruptedError
+
+    def hashed() -> dict[str, Entry]:
+        files = {}
+        for file, path in sorted(conversion.inputs.items()):
+            files[file] = Entry(bytes=path.stat().st_size, sha256=manifest.sha256_of_file(path, advance))
+        return files
+
+    def result() -> dict[str, Entry]:
+        try:
+            files = future.result()
+        except OSError as error:
+            raise ConfigError(f"--load {conversion.source}: {error.filename}: cannot be read: {error}") from None
+        wanted = conversion.wanted_inputs()
+        for file, entry in files.items():
+            if wanted is not None and wanted.get(file, entry) != entry:
+                raise ConfigError(
+                    f"--load {conversion.source}: is damaged: {file} does not hold what was saved; take another step"
+                )
+        workspace.record(name, {"files": files})
+        return files
+
+    with ThreadPoolExecutor(1, thread_name_prefix="inputs") as pool:
+        future: Future[dict[str, Entry]] = pool.submit(hashed)
+        try:
+            yield result
+        finally:
+            stopped = True
+
+
+def _forget(output: Path) -> None:
+    """Have the system read the output from the disk when it is read again."""
+    for path in output.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A request to end becomes KeyboardInterrupt: what is complete stays for the next start."""
+
+    def end(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def model_words(run: Run, family: str, dtype: str) -> str:
+    """A model in a line."""
+    model, moe = run.model, run.moe
+    depths = f" and {model.mtp_num_layers} of multi-token prediction" if model.mtp_num_layers else ""
+    tied = "" if model.untie_embeddings_and_output_weights else ", tied"
+    return (
+        f"{family} in {dtype}: {model.num_layers} layers{depths}, {sum(derived.moe_layer_pattern(run))} of them with "
+        f"{moe.num_experts} experts of {derived.moe_ffn_hidden_size(run)}, {moe.moe_router_topk} per token; hidden "
+        f"size {model.hidden_size}, vocabulary {model.vocab_size}{tied}"
+    )

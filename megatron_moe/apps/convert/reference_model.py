@@ -1,0 +1,286 @@
+"""transformers' own model of a folder, in fp32, as the other side of a comparison. Imports transformers when asked.
+
+Nothing in the folder is run: the class is named by the family, never by the folder. Weights are read by transformers;
+those in fp8, which it reads with further libraries only, are scaled here by a few lines that the converter does not
+share.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.families import Family
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.mapping import Mapping
+from megatron_moe.model.mla import LatentAttention
+
+# ---- Numbers of a model that are no weights: the norms' epsilons and the rotary frequencies.
+#
+# Logits tell a wrong epsilon only where activations are small, and a wrong frequency only far into a sequence. Both are
+# plain numbers on either side, so they are compared as such.
+
+
+FREQUENCY_TOLERANCE = 1e-5
+"""Largest relative difference of a rotary frequency: both sides compute them in fp32."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """epsilons: of the norms, by the name of their weight in a folder. frequencies: radians per position, [pairs].
+    amplitude: of the rotation. Both None for a model without a rotary embedding that is known here."""
+
+    epsilons: dict[str, float]
+    frequencies: Tensor | None
+    amplitude: float | None
+
+
+def of_reference(model: Any) -> Constants:
+    """Of transformers' model."""
+    epsilons = {}
+    for name, module in model.named_modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if isinstance(epsilon, float) and hasattr(module, "weight"):
+            epsilons[f"{name}.weight"] = epsilon
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is None:
+        return Constants(epsilons, None, None)
+    return Constants(epsilons, rotary.inv_freq.detach().float().cpu(), float(rotary.attention_scaling))
+
+
+def of_ours(chunk: torch.nn.Module, table: Mapping) -> Constants:
+    """Of a whole model of ours."""
+    epsilons = {}
+    for piece in table.pieces:
+        module = chunk.get_submodule(piece.key.rpartition(".")[0])
+        if isinstance(epsilon := getattr(module, "eps", None), float):
+            epsilons[piece.hf[0]] = epsilon
+    latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
+    if latent is not None and latent.rotary is not None:
+        return Constants(epsilons, latent.rotary.frequencies.cpu(), latent.rotary.amplitude)
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    if latent is not None or rotary is None:
+        return Constants(epsilons, None, None)
+    return Constants(epsilons, rotary.inv_freq.detach().float().cpu(), 1.0)
+
+
+def differences(ours: Constants, theirs: Constants, depths: set[str]) -> Iterator[str]:
+    """What is not the same, in words.
+
+    Args:
+        depths: names that only ours has: layers of multi-token prediction.
+    """
+    names = (ours.epsilons.keys() | theirs.epsilons.keys()) - depths
+    wrong = [name for name in sorted(names) if ours.epsilons.get(name) != theirs.epsilons.get(name)]
+    if wrong:
+        name = wrong[0]
+        yield (
+            f"epsilon of {len(wrong)} norms: {name}: {ours.epsilons.get(name)} here, {theirs.epsilons.get(name)} there"
+        )
+    if ours.frequencies is None or theirs.frequencies is None:
+        if (ours.frequencies is None) != (theirs.frequencies is None):
+            yield "rotary frequencies: on one side only"
+        return
+    if ours.frequencies.shape != theirs.frequencies.shape:
+        yield f"rotary frequencies: {len(ours.frequencies)} pairs here, {len(theirs.frequencies)} there"
+    elif not torch.allclose(ours.frequencies, theirs.frequencies, rtol=FREQUENCY_TOLERANCE, atol=0.0):
+        apart = ((ours.frequencies - theirs.frequencies).abs() / theirs.frequencies).max()
+        yield f"rotary frequencies differ by {float(apart):.2e} of their size"
+    if ours.amplitude is not None and abs(ours.amplitude - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
+        yield f"rotary amplitude is {ours.amplitude:.7f} here, {theirs.amplitude:.7f} there"
+
+
+# ----
+
+
+_ROUTER = "topkrouter"
+"""How the names of router classes end in transformers, in small letters."""
+_BIAS = "e_score_correction_bias"
+
+
+@dataclass
+class ReferenceResult:
+    """On the CPU. logits [B, S, V] fp32; loss; experts: layer -> [B * S, K] int64; weights: beside them, fp32.
+    grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for. constants: epsilons and
+    rotary frequencies."""
+
+    logits: Tensor
+    loss: float
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    grad_norms: dict[str, float] | None = None
+    constants: Constants | None = None
+
+
+def run_reference(
+    folder: HFFolder,
+    family: Family,
+    tokens: Tensor,
+    *,
+    layers: int | None = None,
+    rounded_to: torch.dtype | None = None,
+    gradients: bool = False,
+) -> ReferenceResult:
+    """Load the folder's model, run it on tokens [B, S] int64 and let it go again.
+
+    Args:
+        layers: the first so many only.
+        rounded_to: round the parameters to this dtype first; the router's biases are none.
+        gradients: take the norms of the loss's gradient too.
+
+    Raises:
+        ConfigError: transformers is missing, or does not load the folder.
+    """
+    model = load_reference(folder, family, layers)
+    try:
+        if rounded_to is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.to(rounded_to))
+        return run_model(model, tokens, gradients=gradients)
+    finally:
+        del model
+        gc.collect()  # modules and their hooks refer to each other
+
+
+def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> ReferenceResult:
+    """A transformers causal language model on tokens [B, S] int64."""
+    experts: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith(_ROUTER):
+            layer = int(name.split(".layers.")[1].split(".")[0])
+
+            def see(module: Any, inputs: Any, output: Any, layer: int = layer) -> None:
+                experts[layer], weights[layer] = _choice(output)
+
+            hooks.append(module.register_forward_hook(see))
+    try:
+        with torch.set_grad_enabled(gradients):
+            logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits.float()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
+            if gradients:
+                loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    norms = _grad_norms(model) if gradients else None
+    return ReferenceResult(logits.detach().cpu(), float(loss), experts, weights, norms, of_reference(model))
+
+
+def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> Any:
+    """transformers' model of a folder: fp32, evaluation mode, on this machine's device.
+
+    Raises:
+        ConfigError: see `run_reference`.
+    """
+    transformers = _transformers()
+    content = dict(folder.config)
+    content.pop("quantization_config", None)
+    if layers is not None:
+        total = content["num_hidden_layers"]
+        content = {
+            key: value[:layers] if isinstance(value, list) and len(value) == total else value
+            for key, value in content.items()
+        }
+        content["num_hidden_layers"] = layers
+    try:
+        # model_type may be one that transformers does not know, of a class that it does (Kimi-K2).
+        config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
+        config = config_class.from_dict({**content, "model_type": family.model_types[0]})
+        model_class = getattr(transformers, family.architecture)
+        with _quiet(transformers):
+            model, info = _from_pretrained(model_class, config, folder)
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--verify: transformers {transformers.__version__} does not load {folder.path} as {family.architecture}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    wrong = [*info["missing_keys"], *(str(entry) for entry in info["mismatched_keys"])]
+    if wrong:
+        shown = ", ".join(sorted(wrong)[:5])
+        raise ConfigError(
+            f"--verify: transformers {transformers.__version__} finds no weights in {folder.path} for {len(wrong)} "
+            f"tensors of its model: {shown}"
+        )
+    return model.float().eval().to(platform.device())
+
+
+def _from_pretrained(model_class: Any, config: Any, folder: HFFolder) -> tuple[Any, dict[str, Any]]:
+    options = {"config": config, "dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    if not folder.scales:
+        return model_class.from_pretrained(folder.path, local_files_only=True, use_safetensors=True, **options)
+    return model_class.from_pretrained(None, state_dict=_dequantised(folder), **options)
+
+
+def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
+    """All tensors but scales: a weight in fp8 is each number times the scale of the block it is in, as bfloat16."""
+    found: dict[str, Tensor] = {}
+    height, width = folder.block
+    for file in sorted({stored.file for stored in folder.tensors.values()}):
+        with safe_open(str(folder.path / file), framework="pt") as content:
+            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no dict
+    for name, scale_name in folder.scales.items():
+        weight, scale = found[name].float(), found.pop(scale_name).float()
+        row = torch.arange(weight.shape[0]) // height
+        column = torch.arange(weight.shape[1]) // width
+        found[name] = (weight * scale[row][:, column]).bfloat16()
+    return found
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "--verify: transformers is not installed, and it is what the model is compared with; install it with "
+            "`pip install transformers`, or leave the flag out"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """No progress bars and no remarks: what matters of them is checked."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _choice(output: Any) -> tuple[Tensor, Tensor]:
+    """(experts, weights) of a router's output: (logits, weights, experts), or without the logits in older releases."""
+    indices = [part for part in output if not part.is_floating_point()]
+    others = [part for part in output if part.is_floating_point() and part.shape == indices[0].shape]
+    return indices[0].detach().long().cpu(), others[-1].detach().float().cpu()
+
+
+def _grad_norms(model: Any) -> dict[str, float]:
+    """Norms of the gradients under the names that the folder has for them: transformers' own way back to those."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return {
+        name: float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        for name, gradient in revert_weight_conversion(model, gradients).items()
+    }

@@ -1,0 +1,312 @@
+"""From a step of ours to a Hugging Face folder. What the optimizer holds has no part in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.apps.convert import certificate
+from megatron_moe.apps.convert.certificate import Row, expected
+from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
+from megatron_moe.apps.convert.native_step import copy_file
+from megatron_moe.checkpoint import folder, manifest, origin
+from megatron_moe.checkpoint.durable import write_bytes
+from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint.step_reader import StepReader
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.schema import replace
+from megatron_moe.hf import folder as hf_folder
+from megatron_moe.hf.config import config_of, differences, settings
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.mapping import Mapping, Piece, mapping
+from megatron_moe.hf.safetensors_file import bytes_of, parse_object, read_small
+from megatron_moe.hf.source import ModelSource
+from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
+from megatron_moe.hf.transforms import Shape, Vocabulary
+
+_EMBEDDING, _TIED = "embedding.word_embeddings.weight", "lm_head.weight"
+_OPTIMIZER = "optimizer."
+
+
+class _Written(NamedTuple):
+    """What goes into a file: the tensors of a piece, or one that is a copy of a piece's."""
+
+    piece: Piece
+    copy: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.piece.hf if self.copy is None else (self.copy,)
+
+
+class ToHF(Conversion):
+    """Plan it.
+
+    Raises:
+        ConfigError: the step's tensors are not those of its configuration, or no family can be told.
+    """
+
+    direction: ClassVar[str] = "native to Hugging Face"
+
+    def __init__(self, source: ModelSource, options: ConversionOptions) -> None:
+        super().__init__(source.path, options)
+        self.notes = list(source.notes)
+        self.reader = StepReader(source.path)
+        self.family = source.required_family
+        self.companions = dict(source.companions)
+        self.state = folder.read_json(source.path / folder.STATE)
+        self.run = self._with_stored_padding(source)
+        self.table: Mapping = mapping(self.run, self.family.names)
+        self._require_tensors()
+        self.copies = self._copies()
+        self.config = self._config()
+        self.files = manifest.read(source.path).files
+        self.inputs = {name: source.path / name for name in self.files}
+        self.units = self._planned()
+        self.summary = model_words(self.run, self.family.name, self._dtype_words())
+
+    def wanted_inputs(self) -> dict[str, Entry] | None:
+        return self.files
+
+    def _with_stored_padding(self, source: ModelSource) -> Any:
+        """The run with a vocabulary padded as it is here; a run on another layout has padded it otherwise."""
+        table = self.reader.index.tensors.get(_EMBEDDING)
+        vocab_size = source.run.model.vocab_size
+        if table is None or len(table.shape) != 2 or vocab_size is None or table.shape[0] < vocab_size:
+            held = "no" if table is None else list(table.shape)
+            raise ConfigError(f"--load {self.source}: {_EMBEDDING}: {held}, for a vocabulary of {vocab_size} tokens")
+        run = replace(source.run, make_vocab_size_divisible_by=table.shape[0], tensor_model_parallel_size=1)
+        if self.options.drop_mtp and run.model.mtp_num_layers:
+            run = replace(run, mtp_num_layers=None)
+        return run
+
+    def _require_tensors(self) -> None:
+        held = {key: value.shape for key, value in self.reader.index.tensors.items() if not key.startswith(_OPTIMIZER)}
+        self.dropped = sorted(key for key in held if self.options.drop_mtp and key.startswith("mtp."))
+        held = {key: shape for key, shape in held.items() if key not in self.dropped}
+        if self.dropped:
+            self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
+        wrong = [f"missing: {key}" for key in sorted(self.table.shapes.keys() - held.keys())]
+        wrong += [f"{self.family.name} has no tensor for it: {key}" for key in sorted(held.keys() - self.table.shapes)]
+        wrong += [
+            f"{key}: shape {list(shape)}, its configuration says {list(self.table.shapes[key])}"
+            for key, shape in sorted(held.items())
+            if key in self.table.shapes and shape != self.table.shapes[key]
+        ]
+        if wrong:
+            head = f"--load {self.source}: its tensors are not those of a {self.family.name} of its configuration:"
+            raise ConfigError(listing(head, wrong))
+        for piece in self.table.pieces:
+            stored = self.reader.dtype(piece.key)
+            if piece.fp32 and stored != torch.float32:
+                self.warnings.append(
+                    f"PRECISION WARNING: {piece.key} is {dtype_name(stored)} in {self.source}, must be float32: it was "
+                    "rounded before it was saved; written as it is, in float32"
+                )
+
+    def _copies(self) -> list[str]:
+        """Names that are written beside the table's: those that the source had, or that such folders have."""
+        kept = self.state.get("hf") or {}
+        wanted = kept.get("copies", [name for name in self.table.copies if name != _TIED])
+        if self.options.drop_mtp:
+            wanted = [name for name in wanted if name in self.table.copies]
+        unknown = [name for name in wanted if name not in self.table.copies]
+        if unknown:
+            raise ConfigError(f"--load {self.source}: state.json names copies that the model has not: {unknown[:5]}")
+        return list(wanted)
+
+    # ---- configuration
+
+    def _dtypes(self) -> list[torch.dtype]:
+        """Of the weights as they are written, the narrowest first."""
+        found = {self._dtype(piece) for piece in self.table.pieces if not piece.fp32}
+        return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
+
+    def _dtype_words(self) -> str:
+        return " and ".join(dtype_name(dtype) for dtype in self._dtypes())
+
+    def _dtype(self, piece: Piece) -> torch.dtype:
+        return torch.float32 if piece.fp32 else self.options.dtype or self.reader.dtype(piece.key)
+
+    def _config(self) -> bytes:
+        """config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
+        dtypes = self._dtypes()
+        dtype = dtype_name(dtypes[0])
+        if len(dtypes) > 1:
+            self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
+        path = self.companions.pop(hf_folder.CONFIG, None)
+        if path is None or self.options.family is not None:
+            if not self.companions:
+                self.notes.append("no tokenizer is written: the model was trained here; put its files into the folder")
+            return _json(config_of(self.run, self.family, dtype))
+        data = read_small(path, hf_folder.LARGEST_CONFIG)
+        config = parse_object(data, str(path))
+        has_depths = self.run.model.mtp_num_layers is not None
+        told = settings(config, has_prediction_layers=has_depths, where=str(path))
+        if wrong := differences(self.run, told.flat):
+            head = (
+                f"--load {self.source}: the run is no longer the model that its hf/config.json describes; --family "
+                f"{self.family.name} writes a new one:"
+            )
+            raise ConfigError(listing(head, wrong))
+        changed = self._changed(config, dtype)
+        return data if changed == config else _json(changed)
+
+    def _changed(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+        changed = dict(config)
+        if changed.pop("quantization_config", None) is not None:
+            self.notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
+        named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
+        for key in named or ("torch_dtype",):
+            if changed.get(key) != dtype:
+                self.notes.append(f"config.json: {key} {changed.get(key)!r} is {dtype!r} now")
+                changed[key] = dtype
+        dropped = self.dropped or (self.state.get("hf") or {}).get("dropped")
+        if dropped and self.run.model.mtp_num_layers is None:
+            for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+                if changed.get(key):
+                    self.notes.append(f"config.json: {key} is 0 now: these layers were dropped")
+                    changed[key] = 0
+        return changed
+
+    # ---- files
+
+    def _planned(self) -> list[OutputFile]:
+        of = {name: piece for piece in self.table.pieces for name in piece.hf}
+        items = [_Written(piece, None) for piece in self.table.pieces]
+        items += [_Written(of[self.table.copies[name]], name) for name in self.copies]
+        shards: list[list[_Written]] = [[]]
+        held = 0
+        for item in items:
+            size = self._bytes(item)
+            if shards[-1] and held + size > self.options.max_shard_bytes:
+                shards.append([])
+                held = 0
+            shards[-1].append(item)
+            held += size
+        return [
+            OutputFile(_shard_name(number, len(shards)), sum(self._bytes(item) + 256 for item in shard), tuple(shard))
+            for number, shard in enumerate(shards, 1)
+        ]
+
+    def _shapes(self, item: _Written) -> Iterator[tuple[str, Shape]]:
+        shapes = item.piece.transform.hf_shapes
+        return zip(item.names, shapes if item.copy is None else shapes[:1], strict=True)
+
+    def _bytes(self, item: _Written) -> int:
+        dtype = dtype_name(self._dtype(item.piece))
+        return sum(bytes_of(dtype, shape) for _, shape in self._shapes(item))
+
+    def write(self, unit: OutputFile, output: Path, advance: Advance) -> Record:
+        layout = {
+            name: (dtype_name(self._dtype(item.piece)), shape)
+            for item in unit.content
+            for name, shape in self._shapes(item)
+        }
+        rows: list[Row] = []
+        copies: list[Row] = []
+        with StreamedFile(output / unit.name, layout) as file:
+            for item in unit.content:
+                row, tensors = self._read(item.piece)
+                for name, tensor in zip(item.names, tensors):
+                    entry = certificate.hf_entry(name, tensor.shape, tensor.dtype, write_tensor(file, name, tensor))
+                    (row["hf"] if item.copy is None else copies).append(entry)
+                if item.copy is None:
+                    rows.append(row)
+                advance(self._bytes(item) + 256)
+        path = output / unit.name
+        whole = Entry(bytes=path.stat().st_size, sha256=manifest.sha256_of_file(path))
+        return {"entry": whole, "rows": rows, "copies": copies}
+
+    def _read(self, piece: Piece) -> tuple[Row, list[Tensor]]:
+        block = self.reader.read(piece.key, piece.start, piece.transform.native_shape)
+        certificate.require_finite(block, piece.key, str(self.source))
+        native = certificate.native_entry(piece.key, piece.start, block)
+        before, dtype = native["dtype"], self._dtype(piece)
+        block = certificate.cast(block, dtype, piece.key)
+        padding = block[piece.transform.size :] if isinstance(piece.transform, Vocabulary) else None
+        if padding is not None and bool(padding.any()):
+            block[block.shape[0] - len(padding) :] = 0  # no rows of any token, and zeros when it is read back
+        if padding is not None or before != dtype_name(dtype):
+            native["sha256_as_written"] = sha256(block)
+        cast = certificate.cast_name(before, dtype_name(dtype))
+        row: Row = {"native": native, "transform": piece.transform.name, "cast": cast, "hf": []}
+        return row, piece.transform.to_hf(block)
+
+    def coverage(self, records: list[Record]) -> None:
+        rows = [row for record in records for row in record["rows"]]
+        names = [name for piece in self.table.pieces for name in piece.hf]
+        shapes = {
+            key: tensor.shape
+            for key, tensor in self.reader.index.tensors.items()
+            if not key.startswith(_OPTIMIZER) and key not in self.dropped
+        }
+        certificate.require_coverage(rows, names, shapes, str(self.source))
+
+    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
+        files: dict[str, Entry] = {record["name"]: record["entry"] for record in records}
+        if len(records) > 1:
+            places = {
+                entry["name"]: record["name"]
+                for record in records
+                for entry in [*(entry for row in record["rows"] for entry in row["hf"]), *record["copies"]]
+            }
+            total = sum(self._bytes(item) for unit in self.units for item in unit.content)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, _json(index))
+        files[hf_folder.CONFIG] = write_bytes(output / hf_folder.CONFIG, self.config)
+        for name in sorted(self.companions):
+            known = self.files[f"{origin.FOLDER}/{name}"]
+            files[name] = copy_file(self.companions[name], output / name, known)
+        return files
+
+    def check(self, output: Path, records: list[Record], advance: Advance) -> None:
+        written = HFFolder.open(output, "--save")
+        names = {name for piece in self.table.pieces for name in piece.hf} | set(self.copies)
+        if wrong := sorted(names ^ written.tensors.keys()):
+            raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
+        rounded = [n for p in self.table.pieces if p.fp32 for n in p.hf if written.tensors[n].dtype != "float32"]
+        if rounded:
+            raise ConfigError(f"{output}: {rounded[0]} is not float32, which it always is; nothing was published")
+        pieces = {(piece.key, piece.start): piece for piece in self.table.pieces}
+        with TensorReader(written) as back:
+            for row in (row for record in records for row in record["rows"]):
+                native = row["native"]
+                tensors = []
+                for entry in row["hf"]:
+                    tensor, digests = back.read_hashed(entry["name"])
+                    found = digests[entry["name"]]
+                    certificate.require_same(found, entry["sha256"], entry["name"], "it reads otherwise than written")
+                    tensors.append(tensor)
+                    advance(tensor.nbytes)
+                block = pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
+                certificate.require_same(sha256(block), expected(native), native["key"], "it is made back into another")
+            hashes = {
+                entry["name"]: entry["sha256"] for record in records for row in record["rows"] for entry in row["hf"]
+            }
+            for copy in self.copies:
+                original = self.table.copies[copy]
+                certificate.require_same(back.digest(copy), hashes[original], copy, f"it is no copy of {original}")
+
+    def facts(self, records: list[Record]) -> dict[str, Any]:
+        return {
+            "family": self.family.name,
+            "dtype": self._dtype_words(),
+            "copies": {name: self.table.copies[name] for name in self.copies},
+            "dropped": self.dropped,
+            "ignored": [key for key in self.reader.index.tensors if key.startswith(_OPTIMIZER)],
+        }
+
+
+def _shard_name(number: int, count: int) -> str:
+    return hf_folder.SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

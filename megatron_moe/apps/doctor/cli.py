@@ -1,0 +1,230 @@
+"""The flags of tools/doctor.py, one visit in order, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
+from megatron_moe.apps.doctor.compare import compare, rounding_error, tolerances_of
+from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
+from megatron_moe.apps.doctor.launch import RankFailure, Ranks
+from megatron_moe.apps.doctor.layouts import Choice, Layout, alone, choose
+from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.patterns import smells
+from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
+from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, changes, small
+from megatron_moe.config import cli, derived, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, flatten
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.report.files import replacing
+from megatron_moe.report.summary import versions
+
+SAME, DIFFERENT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+# In fp32 scores of two layouts differ by some 1e-7; a choice that is decided by less than this says nothing.
+CLEAR_MARGIN = 1e-5
+_SEEDS, _CANDIDATES = 6, 1024
+_LARGEST_WORLD = 1 << 20
+
+Tell = Callable[[str], None]
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the doctor does; all other flags are those of pretrain_moe.py."""
+    p = argparse.ArgumentParser(
+        prog="doctor.py",
+        usage="doctor.py [--json FILE] [--layouts NAME ...] [--ranks 4|8] [pretrain_moe.py's flags]",
+        description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
+        "ranks of this machine, and everything that comes out is compared with one process.",
+        epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
+        "as --preset NAME or --config FILE, are those of pretrain_moe.py: without any, models that have every feature "
+        "between them are tried, in fp32, bf16 and fp16. Flags of a layout say which kinds of parallelism are in use; "
+        "without any, all are tried.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    p.add_argument("--layouts", nargs="+", default=[], metavar="NAME", help="only these; with * as a wildcard")
+    p.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="largest layout (default: 4)")
+    p.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each layout (default: 3)")
+    p.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="a layout that takes longer has hung [s] (default: 120)",
+    )
+    p.add_argument("--list", action="store_true", help="list the layouts and stop")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Visit, report, say the verdict. Returns the exit code."""
+    words, rest = parser().parse_known_args(argv)
+    try:
+        if words.steps < 1 or words.timeout <= 0:
+            raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
+        if words.json is not None and not Path(words.json).resolve().parent.is_dir():
+            raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
+        if rest:
+            own = cli.parse(rest, filled_in)
+            _check_own(own)
+            copy = small(own)
+            choice = choose(own, copy, words.ranks, words.layouts)
+        else:
+            own, copy = model("demo")
+            choice = default_choice(words.ranks, words.layouts)
+        if words.list:
+            print("\n".join(layout.name for layout in choice.layouts))
+            return SAME
+        report = visit(own, copy, choice, words.steps, words.timeout, _tell)
+    except ConfigError as error:
+        print(f"doctor.py: error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    except RankFailure as error:
+        _tell(f"the oracle, one process, could not be measured:\n{error}")
+        return DIFFERENT
+    except KeyboardInterrupt:
+        print("doctor.py: interrupted; its processes are ended, nothing was written", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    for text in details(report):
+        _tell(text)
+    if words.json is not None:
+        with replacing(Path(words.json)) as file:
+            file.write(json.dumps(report.as_dict(), indent=1))
+        _tell(f"wrote {words.json}")
+    return DIFFERENT if report.failed else SAME
+
+
+def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell: Tell) -> DoctorReport:
+    """Measure the oracle and every layout, compare each as soon as it is there.
+
+    Raises:
+        RankFailure: the oracle itself could not be measured.
+    """
+    began, layouts = time.monotonic(), choice.layouts
+    ranks = max(layout.ranks for layout in layouts)
+    size = "num_layers hidden_size num_experts seq_length global_batch_size".split()
+    sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in size)
+    models = [name for name in dict.fromkeys(layout.model for layout in layouts) if name]
+    tell(f"small copies of models: {', '.join(models)}; demo: {sizes}" if models else f"a small copy in fp32: {sizes}")
+    if choice.reduced_from:
+        tell(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
+    tell(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+    report = DoctorReport(
+        {
+            "flags": _changed(own),
+            "layout_in_use": choice.reduced_from,
+            "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
+            "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
+            "models": {name: MODELS[name] for name in models},
+            "steps": steps,
+            "versions": versions(),
+            "oracles": [],
+        },
+        refused=choice.refused,
+    )
+    with Ranks(ranks, seconds) as pool:
+        oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
+        for number, layout in enumerate(layouts, start=1):
+            key = layout.copy, layout.masked, derived.params_dtype_name(layout.run)
+            if key not in oracles:
+                oracles[key] = _oracle(pool, layout, steps, tell)
+                report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
+            finding = _examine(pool, *oracles[key], layout)
+            report.findings.append(finding)
+            tell(line(number, len(layouts), finding))
+    for layout, rule in choice.refused:
+        tell(f"not tried: {layout.name}: {rule}")
+    tell(f"{time.monotonic() - began:.0f} s")
+    return report
+
+
+def _oracle(pool: Ranks, layout: Layout, steps: int, tell: Tell) -> tuple[AssembledModel, Request]:
+    """One process's result, on the first samples whose every choice of experts is a clear one.
+
+    Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
+    what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
+    """
+    run, dtype = alone(layout.copy), derived.params_dtype_name(layout.run)
+    rules.check(run, 1)
+    half = dtype != "float32"
+    clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
+    best: tuple[AssembledModel, Request] | None = None
+    for seed in range(_SEEDS):
+        gradients_at = tuple(range(1, steps + 1))
+        request = Request(
+            run, PADDED_VOCABULARY, steps, gradients_at, seed, layout.masked, dtype, _CANDIDATES if half else 0
+        )
+        (record,) = pool.measure(request, 1)
+        whole = assemble([record])
+        if best is None or whole.smallest_margin > best[0].smallest_margin:
+            best = whole, dataclasses.replace(request, candidates=0, picked=tuple(record["picked"]))
+        if whole.smallest_margin >= clear:
+            break
+    assert best is not None
+    margin = best[0].smallest_margin
+    closest = "" if math.isinf(margin) else f"; the closest choice of an expert is decided by {margin:.1e}"
+    losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
+    what = [layout.model, "" if layout.masked else "a loss on every token"]
+    if half:
+        own = derived.params_dtype_name(run)
+        what.append(f"in {own}" if own == dtype else f"in {own} from weights in {dtype}")
+    about = "".join(f", {words}" for words in what if words)
+    tell(f"the oracle, one process{about}: losses {losses}{closest}")
+    if margin < clear:
+        tell(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
+    return best
+
+
+def _about_oracle(layout: Layout, oracle: AssembledModel, request: Request) -> dict[str, object]:
+    def known(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "model": layout.model,
+        "dtype": derived.params_dtype_name(request.run),
+        "masked": request.masked,
+        "data_seed": request.data_seed,
+        "losses": [step["loss"] for step in oracle.steps],
+        "gradient_norms": [known(step["grad_norm"]) for step in oracle.steps],
+        "loss_scales": [step["loss_scale"] for step in oracle.steps],
+        "steps_applied": [step["committed"] for step in oracle.steps],
+        "smallest_margin": known(oracle.smallest_margin),
+    }
+
+
+def _examine(pool: Ranks, oracle: AssembledModel, request: Request, layout: Layout) -> LayoutFinding:
+    began = time.monotonic()
+    asked = dataclasses.replace(request, run=layout.run)
+    try:
+        whole = assemble(pool.measure(asked, layout.ranks))
+    except RankFailure as failure:
+        return LayoutFinding(layout, time.monotonic() - began, error=str(failure))
+    comparison = compare(whole, oracle, tolerances_of(layout.run))
+    fits = smells(whole, oracle, comparison, one_process=not layout.masked)
+    return LayoutFinding(layout, time.monotonic() - began, comparison, fits)
+
+
+def _check_own(own: Run) -> None:
+    """Refuse what a real start would refuse, on the smallest number of ranks that the flags allow."""
+    filled = derived.with_made_up_data(own)
+    sizes = [derived.model_ranks(filled), derived.expert_ranks(filled)]
+    if min(sizes) < 1 or max(sizes) > _LARGEST_WORLD:
+        sizes = [1]  # the rules about single numbers refuse it
+    rules.check(filled, math.lcm(*sizes))
+
+
+def _changed(run: Run) -> dict[str, object]:
+    defaults = flatten(Run())
+    return {name: value for name, value in flatten(run).items() if value != defaults[name]}
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

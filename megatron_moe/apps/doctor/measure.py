@@ -1,0 +1,239 @@
+"""What one rank measures: some optimizer steps of a run's own model, on samples that are the same for every layout.
+
+Everything goes the way of a run: `groups.initialize`, `build_model`, `build_optimizer`, `train_step`. A record holds
+plain values and CPU tensors only, so that it can be written by torch.save and read without pickled code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from megatron_moe.apps.doctor.assemble import parameter_places, router_names
+from megatron_moe.apps.doctor.recorder import StepRecorder, of_masters
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+from megatron_moe.data.batches import batch_iterators
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.training.evaluate import gathered_parameters
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.step import connect, forward_step, take_further_losses, train_step
+
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        run: has passed `config.rules.check` for the number of ranks, and names vocabulary and global batch.
+        padded_vocab_size: rows of the embedding table, the same for every layout.
+        steps: optimizer steps.
+        gradients_at: the steps, from 1, whose gradients are kept.
+        data_seed: which samples.
+        masked: whether they hold tokens without a loss.
+        initial_dtype: the initial weights are numbers of this dtype, whatever the run's own: a run in fp32 then begins
+            with the weights of one in half precision.
+        candidates: in one process, how many samples each step's batch is picked from: those whose choices of experts
+            are decided most clearly. 0: none is picked, the first ones are taken.
+        picked: the samples to take in turn, as a record with `candidates` says them; empty: all, one by one.
+    """
+
+    run: Run
+    padded_vocab_size: int
+    steps: int = 3
+    gradients_at: tuple[int, ...] = (1,)
+    data_seed: int = 0
+    masked: bool = True
+    initial_dtype: str = "float32"
+    candidates: int = 0
+    picked: tuple[int, ...] = ()
+
+
+class MadeUpSamples(Dataset):
+    """Random tokens; sample i is a function of (seed, i). With `masked`, tokens without loss stand in every sample, in
+    each another number: a mean over micro-batches is then not a mean over tokens.
+
+    picked: the samples that the dataset consists of, all if empty; it may grow while the dataset is read.
+    """
+
+    def __init__(self, seed: int, number: int, run: Run, masked: bool = True, picked: Sequence[int] = ()) -> None:
+        assert run.model.vocab_size is not None
+        self._seed, self._number, self._masked = seed, number, masked
+        self._vocab_size, self._length = run.model.vocab_size, run.model.seq_length
+        self.picked = list(picked)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.sample(self.picked[index] if self.picked else index)
+
+    def sample(self, number: int) -> dict[str, Tensor]:
+        """Sample `number`, picked or not."""
+        generator = torch.Generator().manual_seed((self._seed << 20) + number)
+        tokens = torch.randint(0, self._vocab_size, (self._length + 1,), generator=generator)
+        share = (0.05 + 0.3 * torch.rand((), generator=generator)) * self._masked
+        mask = (torch.rand(self._length, generator=generator) >= share).float()
+        mask[0] = 1.0
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": mask,
+            "position_ids": torch.arange(self._length),
+        }
+
+
+def join(store: str, rank: int, world_size: int, seconds: float) -> None:
+    """Make the default gloo group of `world_size` ranks that meet at the file `store`."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure on this rank, in the default process group if there is one; leaves no process group behind.
+
+    Returns:
+        place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm, committed, loss_scale (the
+        next step's; None but in fp16), and per layer of this rank counts and dropped [E] int64, expert_bias [E] fp32
+        after the step, aux_losses, margin (smallest distance of any choice from its alternative), router_error (of its
+        arithmetic). tensors: quantity -> name -> (cuts, this rank's tensor, first and last + 1 of the flattened
+        tensor's elements that it knows); "weight after" is the optimizer's, "rounded weight after" the model's where
+        that is not fp32. picked: the samples that were picked.
+    """
+    run, chunks = request.run, []
+    assert run.model.vocab_size is not None, "a request says how many tokens there are"
+    try:
+        pg_collection = groups.initialize(run)
+        seed_everything(run)
+        chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
+        _round_weights(chunks, getattr(torch, request.initial_dtype))
+        optimizer = build_optimizer(run, chunks, pg_collection)
+        scheduler = build_scheduler(run, optimizer)
+        connect(chunks, optimizer)
+        world_size = dist.get_world_size()
+        batch = derived.global_batch_size(run, world_size)
+        samples = MadeUpSamples(request.data_seed, request.steps * batch, run, request.masked, request.picked)
+        batches = batch_iterators(samples, run, pg_collection=pg_collection, num_chunks=len(chunks))
+        tensors = {"initial weight": _weights(chunks)}
+        steps = []
+        for step in range(1, request.steps + 1):
+            if request.candidates:
+                first = (step - 1) * request.candidates
+                samples.picked += _clearest(chunks[0], samples, range(first, first + request.candidates), batch)
+            probe = StepRecorder(chunks, gradients=step in request.gradients_at)
+            result = train_step(
+                chunks,
+                optimizer,
+                scheduler,
+                batches,
+                num_micro_batches=derived.num_microbatches(run, world_size),
+                micro_batch_size=run.training.micro_batch_size,
+                seq_length=run.model.seq_length,
+                pg_collection=pg_collection,
+                probe=probe,
+            )
+            steps.append(_told(result, probe, run.precision.fp16))
+            if probe.gradients:
+                tensors[f"gradient, step {step}"] = probe.gradients
+        tensors |= _last_weights(run, chunks, optimizer, f"weight after step {request.steps}")
+        place = asdict(groups.rank_facts())
+        return {"place": place, "steps": steps, "tensors": tensors, "picked": samples.picked}
+    finally:
+        # The engine hooks closures over its wrapper into autograd nodes, a cycle that no collector sees; it would keep
+        # the model, the groups and their threads.
+        for chunk in chunks:
+            vars(chunk).clear()
+        groups.destroy()
+
+
+def _last_weights(
+    run: Run, chunks: Sequence[torch.nn.Module], optimizer: Any, quantity: str
+) -> dict[str, dict[str, Any]]:
+    """What the steps have come to: the optimizer's weights, and the model's own where they are not fp32."""
+    with gathered_parameters(chunks):
+        last = _weights(chunks)
+    if derived.params_dtype_name(run) == "float32":
+        return {quantity: last}
+    return {quantity: of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
+
+
+def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {
+        place.name: (tuple(tuple(cut) for cut in place.cuts), parameter.detach().clone(), 0, parameter.numel())
+        for chunk in chunks
+        for place, parameter in parameter_places(chunk)
+    }
+
+
+@torch.no_grad()
+def _round_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequence[int], wanted: int) -> list[int]:
+    """Those `wanted` of the candidates whose closest choice of an expert, of all their tokens in all layers, is decided
+    most clearly by the model as it is. Forward passes in one process that leave no trace."""
+    recorder, margins = StepRecorder([chunk], gradients=False), []
+    for begin in range(0, len(candidates), _AT_ONCE):
+        numbers = candidates[begin : begin + _AT_ONCE]
+        with recorder.watching():
+            forward_step(iter([default_collate([samples.sample(number) for number in numbers])]), chunk)
+        # each router's last micro-batch, [S x B] in the engine's order
+        closest = torch.stack([record.margins[-1] for record in recorder.routers.values()]).amin(dim=0)
+        margins.append(closest.view(-1, len(numbers)).amin(dim=0))
+    for _, router in router_names(chunk):
+        router.reset_counts()
+    take_further_losses([chunk])
+    best = torch.cat(margins).topk(wanted).indices
+    return [candidates[index] for index in sorted(best.tolist())]
+
+
+def _told(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
+    """A step's result as plain values, layers by their names."""
+    update = result.router_update
+    layers = {}
+    for name, counts, dropped, bias, losses in zip(
+        probe.routers,
+        update.tokens_per_expert,
+        update.dropped_per_expert,
+        update.expert_bias,
+        update.aux_losses,
+        strict=True,
+    ):
+        layers[name] = {
+            "counts": counts.cpu(),
+            "dropped": torch.zeros_like(counts).cpu() if dropped is None else dropped.cpu(),
+            "expert_bias": None if bias is None else bias.cpu(),
+            "aux_losses": {loss: float(value) for loss, value in losses.items()},
+            "margin": probe.routers[name].smallest,
+            "router_error": probe.routers[name].error,
+        }
+    return {
+        "committed": result.committed,
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "grad_norm": result.grad_norm,
+        "loss_scale": result.next_loss_scale if scaled else None,
+        "mtp_losses": list(result.mtp_losses),
+        "layers": layers,
+    }

@@ -1,0 +1,149 @@
+"""What the doctor sees of one step on one rank: its gradients, and each router's arithmetic and nearest choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.apps.doctor.assemble import parameter_places, router_names
+from megatron_moe.moe.routing import (
+    balanced_scores,
+    choice_scores,
+    group_scores,
+    ranked_values,
+    scores_from_logits,
+    weigh_experts,
+)
+from megatron_moe.moe.routing_probe import RoutingProbe
+from megatron_moe.training.optimizer import named_moments_and_masters, owned_range
+
+
+class StepRecorder:
+    """Looks at one step, as `training/health.py` does: the routers while they choose, gradients before clipping.
+
+    routers: one record per router, by its layer's name. gradients: name -> (cuts, gradient, first and last + 1 element
+    that this rank knows), of every parameter, as the optimizer uses it: fp32, reduced, divided by the loss scale.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], gradients: bool) -> None:
+        self._chunks, self._wanted = chunks, gradients
+        self.routers = {name: RouterRecord() for chunk in chunks for name, _ in router_names(chunk)}
+        self.gradients: dict[str, Any] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The step's forward and backward passes run within."""
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                for name, router in router_names(chunk):
+                    router.probe = self.routers[name]
+                    stack.callback(setattr, router, "probe", None)
+            yield
+
+    def see_gradients(self, optimizer: Any) -> None:
+        """Keep every gradient; with a distributed optimizer, the part of it that this rank reduces."""
+        if self._wanted:
+            self.gradients = of_masters(self._chunks, optimizer, lambda master: master.grad)
+
+
+@torch.no_grad()
+def of_masters(
+    chunks: Sequence[torch.nn.Module], optimizer: Any, value: Callable[[Tensor], Tensor | None]
+) -> dict[str, Any]:
+    """`value` of every main weight, or of this rank's shard of it, in the place of its parameter.
+
+    Returns:
+        name -> (cuts, fp32 tensor of the parameter's shape, first and last + 1 of the flattened elements that it
+        holds). The other elements are not initialised.
+    """
+    found = named_moments_and_masters(chunks, optimizer)
+    masters = {id(parameter): master for parameter, kind, master in found if kind == "master weight"}
+    values = {}
+    for chunk in chunks:
+        for place, parameter in parameter_places(chunk):
+            begin, end = owned_range(optimizer, parameter)
+            full = torch.empty(parameter.shape, dtype=torch.float32)
+            if begin < end and (own := value(masters[id(parameter)])) is not None:
+                full.view(-1)[begin:end] = own.flatten()
+            values[place.name] = (tuple(tuple(cut) for cut in place.cuts), full, begin, end)
+    return values
+
+
+class RouterRecord(RoutingProbe):
+    """What one router did in a step.
+
+    margins: of each micro-batch [T] fp64, by how much each token's choice was decided; infinite where there was no
+    other. drop_margin: the same of what a capacity turned away, by weight. error: largest relative error of the logits
+    and of the weights, against fp64 from the same hidden states and weight: what a lower precision inside the router
+    costs, which a comparison of two runs in that precision cannot show.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(num_tokens=0, num_micro_batches=1)
+        self.margins: list[Tensor] = []
+        self.drop_margin, self.error = float("inf"), 0.0
+
+    @property
+    def smallest(self) -> float:
+        """How near any choice came to falling otherwise."""
+        return min([self.drop_margin, *(float(margins.min()) for margins in self.margins)])
+
+    @torch.no_grad()
+    def see(self, router: Any, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, is_padding: Any) -> None:
+        """Take one micro-batch: [T, H] hidden states, what was computed from them, and what was decided."""
+        options = router.options
+        exact = F.linear(hidden.double(), router.weight.double())
+        weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
+        if decision.kept is not None:
+            self.drop_margin = min(self.drop_margin, _drop_margin(weights, decision, options))
+            weights = weights.masked_fill(~decision.kept, 0.0)
+        self.error = max(self.error, _worst(logits, exact), _worst(decision.probs, weights))
+        if options.sinkhorn:  # every rank of the micro-batch is here
+            ranked = balanced_scores(logits, is_padding, router.groups.tp_cp)
+        else:
+            ranked = ranked_values(logits, scores, options)
+        self.margins.append(torch.minimum(_choice_margins(ranked, router), _group_margins(ranked, router)))
+
+
+def _worst(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).abs().max() / exact.abs().max())
+
+
+def _choice_margins(ranked: Tensor, router: Any) -> Tensor:
+    """[T] fp64: K-th minus (K+1)-th of what experts are ranked by; infinite where a token has no further one."""
+    options = router.options
+    if options.topk == options.num_experts:
+        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
+    best = choice_scores(ranked, router.expert_bias, options).double().topk(options.topk + 1, dim=-1).values
+    return best[:, -2] - best[:, -1]
+
+
+def _group_margins(ranked: Tensor, router: Any) -> Tensor:
+    """[T] fp64: worst group chosen minus best group left out; infinite without groups or where all are chosen."""
+    options = router.options
+    if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
+        return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
+    ungrouped = ranked if router.expert_bias is None else ranked + router.expert_bias.to(ranked.dtype)
+    best = group_scores(ungrouped.double(), options)
+    chosen = torch.isfinite(choice_scores(ranked, router.expert_bias, options)).unflatten(-1, (options.num_groups, -1))
+    inside = chosen.any(-1)
+    worst_inside = best.masked_fill(~inside, torch.inf).amin(-1)
+    return worst_inside - best.masked_fill(inside, -torch.inf).amax(-1)
+
+
+def _drop_margin(weights: Tensor, decision: Any, options: Any) -> float:
+    """Least weight kept minus largest weight dropped, of the expert where they are nearest; of this rank's choices,
+    which are all there are in one process. Infinite where nothing is dropped, or not by weight."""
+    if options.drop_policy != "probs" or bool(decision.kept.all()):
+        return float("inf")
+    experts, kept = decision.expert_ids.flatten(), decision.kept.flatten()
+    lowest = weights.new_full((options.num_experts,), torch.inf)
+    lowest = lowest.scatter_reduce(0, experts[kept], weights.flatten()[kept], "amin")
+    highest = weights.new_full((options.num_experts,), -torch.inf)
+    highest = highest.scatter_reduce(0, experts[~kept], weights.flatten()[~kept], "amax")
+    return float((lowest - highest).min())

@@ -1,0 +1,302 @@
+"""The flags of tools/generate.py, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_moe.checkpoint import folder, origin
+from megatron_moe.config import derived, schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.data.tokenizers import (
+    REPLACEMENT,
+    TOKENIZER_TYPES,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
+from megatron_moe.hf.opened import Opened, opened
+from megatron_moe.hf.source import ModelSource, locate
+from megatron_moe.model.generate import Sampling
+from megatron_moe.model.key_value_cache import continuation, numbers_per_token
+
+# ---- Text of tokens as they come, in whole characters: a character's bytes may lie in several tokens.
+
+
+class TextStream:
+    """What each further token adds to a text.
+
+    Tokens are decoded behind the few before them, because some decoders treat a text's first token otherwise than the
+    same one later. Text that ends amid a character waits for the tokens that end it.
+
+    Args:
+        tokenizer: of the tokens. before: the tokens that the text continues, such as a prompt's.
+    """
+
+    _CONTEXT = 6
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before)[-self._CONTEXT :]
+        self._told = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this token; empty while it waits."""
+        self._ids.append(token)
+        text = self._waiting()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        # What was told last is the context of what comes next.
+        self._ids = self._ids[self._told :]
+        self._told = len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """What is left when no token comes any more, with U+FFFD for a character that was not ended."""
+        text, self._told = self._waiting(), len(self._ids)
+        return text
+
+    def _waiting(self) -> str:
+        decode = self._tokenizer.detokenize
+        return decode(self._ids)[len(decode(self._ids[: self._told])) :]
+
+
+# ----
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Which model, which prompts, how tokens are chosen."""
+    p = argparse.ArgumentParser(
+        prog="generate.py",
+        description="Text from a checkpoint, for a quick look: one process, one prompt after the other, a key-value "
+        "cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
+        epilog="Each prompt is written to stdout and its continuation behind it as it is made; stderr tells how fast. "
+        "Exit status: 0 done; 2 a mistake in the flags or a file; 130 interrupted.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
+    )
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
+    p.add_argument(
+        "--prompt", dest="prompts", action="append", type=lambda text: (None, text), metavar="TEXT", help="repeatable"
+    )
+    p.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=lambda path: (path, ""),
+        metavar="FILE",
+        help="a prompt that is all of a UTF-8 file; repeatable",
+    )
+    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    p.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    p.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    p.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have P together")
+    p.add_argument("--seed", type=int, default=0, help="of the draws, the same for every prompt (default: 0)")
+    p.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of the model (default: fp32)")
+    p.add_argument(
+        "--stop-at-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="stop behind the end-of-document token",
+    )
+    p.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json that came with "
+        "an imported model says, otherwise not)",
+    )
+    p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the checkpoint's own tokenizer")
+    p.add_argument("--tokenizer-model", metavar="PATH", help="of --tokenizer-type")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Continue the prompts. Returns the exit code."""
+    flags = parser().parse_args(argv)
+    try:
+        _check(flags)
+        prompts = [_read(path, text) for path, text in flags.prompts]
+        source = locate(Path(flags.load), flags.ckpt_step)
+        tokenizer = _tokenizer(source, flags)
+        begin = _begin(source, tokenizer, flags.add_bos)
+        ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
+        for note in source.notes:
+            _tell(note)
+        dtype = _DTYPES[flags.dtype]
+        working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
+        with opened(source, dtype=dtype, working_bytes=working) as found:
+            for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
+                sys.stdout.write("\n" if number else "")
+                _continue(found, tokenizer, prompt, prompt_ids, flags)
+    except (ConfigError, OSError) as error:
+        _tell(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return 130
+    return 0
+
+
+def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
+    """What a continuation takes beside the model: the cache, the prompt's logits and its activations.
+
+    Args:
+        prompt, new: tokens. width: bytes of a number of the model.
+    """
+    cache = (prompt + new) * numbers_per_token(run) * width
+    vocabulary = derived.padded_vocab_size(run.model.vocab_size or 0, run)
+    # Logits as computed and in fp32; in a layer, a few tensors of the widest kind there is.
+    widest = max(run.model.hidden_size, derived.ffn_hidden_size(run), run.model.num_attention_heads * 256)
+    return cache + prompt * (vocabulary * (width + 4) + 16 * widest * 4)
+
+
+def _check(flags: argparse.Namespace) -> None:
+    if not flags.prompts:
+        raise ConfigError("--prompt is missing: give a text to continue, or a file that holds one (--prompt-file)")
+    if flags.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {flags.max_new_tokens}: has to be 1 or more")
+    if not 0.0 <= flags.temperature <= 100.0:
+        raise ConfigError(f"--temperature {flags.temperature}: has to be from 0 to 100; 0 takes the likeliest token")
+    if flags.top_k is not None and flags.top_k < 1:
+        raise ConfigError(f"--top-k {flags.top_k}: has to be 1 or more; without it all tokens may be drawn")
+    if flags.top_p is not None and not 0.0 < flags.top_p <= 1.0:
+        raise ConfigError(f"--top-p {flags.top_p}: has to be above 0 and at most 1")
+    for name in ("top_k", "top_p"):
+        if flags.temperature == 0.0 and getattr(flags, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(flags, name)}: nothing is drawn with --temperature 0, which "
+                "takes the likeliest token; add --temperature 1"
+            )
+    if not -(2**63) <= flags.seed < 2**63:
+        raise ConfigError(f"--seed {flags.seed}: has to fit into 64 bits")
+
+
+def _read(path: str | None, text: str) -> str:
+    try:
+        if path is not None:
+            return Path(path).read_text(encoding="utf-8")
+        text.encode("utf-8")
+        return text
+    except UnicodeError as error:
+        where = "--prompt" if path is None else f"--prompt-file {path}"
+        raise ConfigError(f"{where}: is not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {path}: cannot be read: {error.strerror}") from error
+
+
+def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
+    """The one that is asked for, else the one that came with the model, else the one of the run's flags."""
+    vocab_size = source.run.model.vocab_size
+    if flags.tokenizer_type is not None or flags.tokenizer_model is not None:
+        chosen = {"tokenizer_type": flags.tokenizer_type, "tokenizer_model": flags.tokenizer_model}
+        return build_tokenizer(schema.build(chosen).data, vocab_size)
+    if "tokenizer.json" in source.companions:
+        return HuggingFaceTokenizer(_companions(source))
+    if "tokenizer.model" in source.companions:
+        return SentencePieceTokenizer(source.companions["tokenizer.model"])
+    if not _is_native(source):
+        raise ConfigError(
+            f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model; name one with --tokenizer-type "
+            "and --tokenizer-model"
+        )
+    config = folder.read_json(source.path / folder.CONFIG)
+    named = {name: config.get(name) for name in ("tokenizer_type", "tokenizer_model")}
+    tokenizer = build_tokenizer(schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data, vocab_size)
+    trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
+    if trained_with.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise ConfigError(
+            f"--load {source.path}: was trained with another tokenizer than {named['tokenizer_model']} is now (SHA-256 "
+            f"{trained_with['sha256'][:12]}..., now {tokenizer.sha256[:12]}...); name the right one with "
+            "--tokenizer-type and --tokenizer-model"
+        )
+    return tokenizer
+
+
+def _is_native(source: ModelSource) -> bool:
+    return (source.path / folder.STATE).is_file()
+
+
+def _companions(source: ModelSource) -> Path:
+    return source.path / origin.FOLDER if _is_native(source) else source.path
+
+
+def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
+    """What stands before a prompt's own tokens."""
+    file = _companions(source) / "tokenizer_config.json"
+    if wanted is None:
+        came_along = isinstance(tokenizer, (HuggingFaceTokenizer, SentencePieceTokenizer)) and file.is_file()
+        wanted = came_along and _says_bos(file)
+    elif wanted and tokenizer.bos is None:
+        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
+    return [tokenizer.bos] if wanted and tokenizer.bos is not None else []
+
+
+def _says_bos(file: Path) -> bool:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("add_bos_token") is True
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
+
+
+def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new: int) -> list[int]:
+    ids = [*begin, *tokenizer.tokenize(prompt)] or [tokenizer.eod]
+    vocab_size, positions = run.model.vocab_size or 0, derived.max_position_embeddings(run)
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer.name}: gives token {max(ids)} and the model has {vocab_size}; name the "
+            "tokenizer that it was trained with (--tokenizer-type, --tokenizer-model)"
+        )
+    if len(ids) + new > positions:
+        raise ConfigError(
+            f"--max-new-tokens {new}: the prompt has {len(ids)} tokens and the model {positions} positions; "
+            + (f"{positions - len(ids)} is the most" if len(ids) < positions else "shorten the prompt")
+        )
+    return ids
+
+
+def _continue(
+    found: Opened, tokenizer: Tokenizer, prompt: str, prompt_ids: Sequence[int], flags: argparse.Namespace
+) -> None:
+    stream = TextStream(tokenizer, prompt_ids)
+    tokens = continuation(
+        found.model,
+        prompt_ids,
+        flags.max_new_tokens,
+        vocab_size=found.vocab_size,
+        sampling=Sampling(flags.temperature, flags.top_k, 1.0 if flags.top_p is None else flags.top_p),
+        seed=flags.seed,
+        end_id=tokenizer.eod if flags.stop_at_eod else None,
+    )
+    times = [time.perf_counter()]
+    _write(prompt)
+    for token in tokens:
+        times.append(time.perf_counter())
+        _write(stream.add(token))
+    _write(stream.rest() + "\n")
+    # The first token costs the whole prompt.
+    count, first = len(times) - 1, times[1] - times[0]
+    speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
+    _tell(f"prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    print(f"generate.py: {text}", file=sys.stderr, flush=True)

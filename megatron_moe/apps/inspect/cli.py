@@ -1,0 +1,220 @@
+"""The commands of tools/inspect_checkpoint.py and their exit codes. torch is imported where tensors are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.apps.inspect import steps as steps
+from megatron_moe.checkpoint.durable import replace_text
+from megatron_moe.config.errors import ConfigError
+
+WELL, NOT_WELL, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """One parser per command; DIR is a folder of steps or a single iter_* folder."""
+    p = argparse.ArgumentParser(
+        prog="inspect_checkpoint.py",
+        description="Look at checkpoints, check them, compare them, remove those that are not needed. No GPU, no "
+        "process group, no model.",
+        epilog="Exit status: 0 all is well (diff: equal); 1 something checked is not; 2 a mistake in the arguments.",
+        allow_abbrev=False,
+    )
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, folders: str | int = "+") -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.add_argument("folders", nargs=folders, metavar="DIR", help="a folder of steps, or one iter_* folder")
+        sub.add_argument("--json", metavar="FILE", help="write the result as JSON")
+        return sub
+
+    sub = command("list", "the steps of each folder: samples, size, time, layout, versions, complete or not")
+    sub.add_argument("--verify", action="store_true", help="hash every file too")
+    command("config", "the flags of a step (of the newest one of a folder); of two: what differs between them")
+    for name, text, folders in (
+        ("stats", "shape, type, min, max, mean, std, NaN and Inf of every tensor", 1),
+        ("diff", "which tensors of two steps are equal to the bit, and how far the others are apart", 2),
+    ):
+        sub = command(name, text, folders)
+        sub.add_argument("--match", metavar="REGEX", help="only tensors whose key this finds something in")
+        sub.add_argument(
+            "--no-verify", dest="verify", action="store_false", help="read files that are not hashed first"
+        )
+    command("verify", "hash every file of every step and hold it against the manifest")
+    sub = command("prune", "remove steps that are not needed; never the last good one, never a damaged one", 1)
+    sub.add_argument("--keep-last", type=int, required=True, metavar="K", help="the last K good ones stay")
+    sub.add_argument("--keep-every", type=int, metavar="N", help="multiples of N stay beside them")
+    sub.add_argument("--dry-run", action="store_true", help="say what would go")
+    sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash what stays")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Run one command. Returns the exit code."""
+    words = parser().parse_args(argv)
+    try:
+        if words.json is not None and not Path(words.json).absolute().parent.is_dir():
+            raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
+        found = [steps.resolve(path) for path in words.folders]
+        lines, result, well = _COMMANDS[words.command](words, found)
+        print("\n".join(lines), flush=True)
+        if words.json is not None:
+            content = {"command": words.command, "well": well, **result}
+            replace_text(Path(words.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
+        return WELL if well else NOT_WELL
+    except steps.DamagedError as error:
+        print(f"inspect_checkpoint.py: {error}", file=sys.stderr)
+        return NOT_WELL
+    except (ConfigError, OSError) as error:
+        print(f"inspect_checkpoint.py: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+Outcome = tuple[list[str], dict[str, Any], bool]
+
+
+def _list(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    parts = [steps.listed(one, words.verify, _progress) for one in found]
+    lines = [line for part, _, _ in parts for line in part]
+    return lines, {"folders": [facts for _, facts, _ in parts]}, all(well for _, _, well in parts)
+
+
+def _config(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    if len(found) > 2:
+        raise ConfigError(f"config takes one DIR or two, and there are {len(found)}")
+    chosen = [one.newest for one in found]
+    configs = [steps.config_of(step) for step in chosen]
+    if len(configs) == 1:
+        lines = [f"{chosen[0]}:", *(f"  {name}: {json.dumps(value)}" for name, value in sorted(configs[0].items()))]
+        return lines, {"step": str(chosen[0]), "config": configs[0]}, True
+    differing = steps.differing(*configs)
+    lines = [f"{chosen[0]} -> {chosen[1]}: {len(differing)} settings differ"]
+    lines += [f"  {name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in differing.items()]
+    return lines, {"steps": [str(step) for step in chosen], "differing": differing}, not differing
+
+
+def _stats(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    from megatron_moe.apps.inspect import tensors as tensors
+
+    step = _readable(found[0], words.verify)
+    reader = tensors.opened(step)
+    keys = tensors.keys(reader, _regex(words.match))
+    rows, lines, broken = [], [f"{step}: {len(keys)} tensors"], []
+    for key in keys:
+        try:
+            row = tensors.stats(reader, key)
+        except ConfigError as error:
+            broken.append(str(error))
+            lines.append(f"  {key}: CANNOT BE READ: {error}")
+            continue
+        rows.append(row)
+        numbers = ", ".join(f"{name} {_short(row[name])}" for name in ("min", "max", "mean", "std"))
+        bad = f", {row['nan']} NaN, {row['inf']} INF" if row["nan"] or row["inf"] else ""
+        lines.append(f"  {key}: {row['dtype']} {row['shape']}, {numbers}{bad}")
+    poisoned = [row["key"] for row in rows if row["nan"] or row["inf"]]
+    if poisoned:
+        lines.append(f"{len(poisoned)} tensors hold numbers that are not finite: {', '.join(poisoned[:5])}")
+    return lines, {"step": str(step), "tensors": rows, "unreadable": broken}, not (poisoned or broken)
+
+
+def _diff(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    from megatron_moe.apps.inspect import tensors as tensors
+
+    readers = [tensors.opened(_readable(one, words.verify)) for one in found]
+    pattern = _regex(words.match)
+    keys = sorted({key for reader in readers for key in tensors.keys(reader, pattern)})
+    rows, lines = [], [f"{readers[0].step} and {readers[1].step}: {len(keys)} tensors"]
+    for key in keys:
+        try:
+            row = tensors.diff(readers[0], readers[1], key)
+        except ConfigError as error:
+            row = {"key": key, "equal": False, "unreadable": str(error)}
+        if row.get("max_difference") == float("inf"):
+            row["max_difference"] = "inf"
+        rows.append(row)
+        if not row["equal"]:
+            lines.append(f"  {key}: " + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("key", "equal")))
+    equal = sum(row["equal"] for row in rows)
+    lines.append(f"{equal} tensors are equal to the bit, {len(rows) - equal} are not")
+    return lines, {"steps": [str(reader.step) for reader in readers], "tensors": rows}, equal == len(rows) > 0
+
+
+def _verify(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    lines, rows = [], []
+    for step in (step for one in found for step in one.steps):
+        defect = steps.damage(step, _progress)
+        facts = steps.about(step)
+        rows.append({"step": str(step), "defect": defect, "bytes": facts.get("bytes"), "files": facts.get("files")})
+        good = f"good: {facts.get('files')} files, {steps.size(facts.get('bytes', 0))}"
+        lines.append(f"{step}: {good if defect is None else f'DAMAGED: {defect}'}")
+    lines += [f"{one.root}: no step yet" for one in found if not one.steps]
+    well = all(row["defect"] is None for row in rows) and all(one.steps for one in found)
+    return lines, {"steps": rows}, well
+
+
+def _prune(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    for name in ("keep_last", "keep_every"):
+        value = getattr(words, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be 1 or more")
+    if Path(words.folders[0]).absolute() != found[0].root.absolute():
+        raise ConfigError(f"{words.folders[0]}: is one step; prune takes the folder that holds the steps")
+    lines = []
+    if not words.verify:
+        lines.append("NOT VERIFIED (--no-verify): a step that stays may be damaged")
+    plan = steps.planned(found[0], words.keep_last, words.keep_every, words.verify, _progress)
+    lines += [f"stays, damaged: step {number}: {reason}" for number, reason in sorted(plan.damaged.items())]
+    lines.append(f"{'would stay' if words.dry_run else 'stay'}: {_numbers(plan.stay)}")
+    if plan.go and not words.dry_run:
+        steps.remove(found[0], plan.go)
+    lines.append(f"{'would go' if words.dry_run else 'removed'}: {_numbers(plan.go)}")
+    result = {"stay": plan.stay, "go": plan.go, "damaged": plan.damaged, "dry_run": words.dry_run}
+    return lines, result, not plan.damaged
+
+
+_COMMANDS = {
+    "list": _list, "config": _config, "stats": _stats, "diff": _diff, "verify": _verify, "prune": _prune,
+}  # fmt: skip
+
+
+def _readable(found: steps.Folder, verify: bool) -> Path:
+    """The step to read tensors of, hashed first unless that was declined.
+
+    Raises:
+        DamagedError: it is damaged.
+    """
+    step = found.newest
+    if not verify:
+        print(f"NOT VERIFIED (--no-verify): {step} may be damaged", file=sys.stderr)
+        return step
+    defect = steps.damage(step, _progress)
+    if defect is not None:
+        raise steps.DamagedError(f"{step}: {defect}; --no-verify reads it all the same")
+    return step
+
+
+def _regex(pattern: str | None) -> str | None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"--match {pattern}: is no regular expression: {error}") from None
+    return pattern
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers) or "none"

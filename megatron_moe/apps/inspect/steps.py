@@ -1,0 +1,282 @@
+"""What can be said about steps without torch: which are there, how they were made, whether they are whole; pruning."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import folder, index, manifest, publish
+from megatron_moe.checkpoint import lock as writer_lock
+from megatron_moe.config.errors import ConfigError
+
+Tell = Callable[[str], None]
+_STEP_NAME = re.compile(r"iter_\d{7,}", re.ASCII)
+_HIDDEN = re.compile(r"\.iter_\d{7,}\.(saving|deleting)", re.ASCII)
+_PUT_ASIDE = re.compile(r"iter_\d{7,}\.bad\d*", re.ASCII)
+_AXES = {"TP": "tp_size", "CP": "cp_size", "PP": "pp_size", "DP": "dp_size", "EP": "ep_size", "ETP": "etp_size"}
+_SHOWN_VERSIONS = ("torch", "megatron-core", "python")
+_BETWEEN_LINES = 5.0
+"""Seconds between lines of progress."""
+
+
+class DamagedError(Exception):
+    """What was looked at is not whole: exit status 1."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One DIR of the command line: a folder of steps, or a single one of them."""
+
+    root: Path
+    steps: tuple[Path, ...]
+    single: bool = False
+
+    @property
+    def newest(self) -> Path:
+        """The newest step whose names and sizes are right.
+
+        Raises:
+            DamagedError: there is none.
+        """
+        for step in reversed(self.steps):
+            if folder.defect(step) is None:
+                return step
+        reasons = "; ".join(f"{step.name}: {folder.defect(step)}" for step in self.steps) or "it holds no step"
+        raise DamagedError(f"{self.root}: no step of it can be read: {reasons}")
+
+
+def resolve(path: str) -> Folder:
+    """The steps that a DIR means.
+
+    Raises:
+        ConfigError: it is neither a folder of checkpoints nor a step.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise ConfigError(f"{path}: there is no such folder")
+    if _STEP_NAME.fullmatch(root.absolute().name):
+        return Folder(root.absolute().parent, (root.absolute(),), single=True)
+    steps = tuple(folder.step_folder(root, number) for number in folder.steps(root))
+    if not steps and not any((root / name).exists() for name in (folder.OWNER, folder.LATEST)):
+        raise ConfigError(f"{path}: is not a checkpoint folder: it holds neither iter_* nor {folder.LATEST}")
+    return Folder(root, steps)
+
+
+# ---- list
+
+
+def about(step: Path) -> dict[str, Any]:
+    """A step as plain values; `defect` says what is wrong as far as names, sizes and the small files tell."""
+    facts: dict[str, Any] = {"step": int(step.name[len("iter_") :]), "folder": str(step)}
+    facts["defect"] = folder.defect(step) or folder.small_files_defect(step)
+    try:
+        content = manifest.read(step)
+        facts |= {"bytes": content.total_bytes, "files": len(content.files)}
+        saved = (step / manifest.NAME).stat().st_mtime
+        facts["saved"] = datetime.fromtimestamp(saved, timezone.utc).isoformat(timespec="seconds")
+        if facts["defect"] is None:
+            state = folder.read_json(step / folder.STATE)
+            names = ("consumed_samples", "layout", "has_optimizer", "versions", "checkpoint_warnings")
+            facts |= {name: state[name] for name in names if name in state}
+    except (manifest.ManifestError, OSError, ConfigError):
+        pass  # `defect` says it
+    return facts
+
+
+def listed(found: Folder, verify: bool, tell: Tell) -> tuple[list[str], dict[str, Any], bool]:
+    """A line per step, the same as values, and whether all is well."""
+    rows, lines = [], [f"{found.root}:"]
+    for step in found.steps:
+        facts = about(step)
+        if verify and facts["defect"] is None:
+            facts["defect"] = damage(step, tell)
+            facts["verified"] = facts["defect"] is None
+        rows.append(facts)
+        lines.append(_line(facts))
+    result: dict[str, Any] = {"folder": str(found.root), "steps": rows}
+    well = all(facts["defect"] is None for facts in rows) and bool(rows)
+    if not rows:
+        lines.append("  no step yet")
+    if found.single:
+        return lines, result, well
+    hidden = sorted(entry.name for entry in found.root.iterdir() if _HIDDEN.fullmatch(entry.name))
+    if hidden:
+        result["hidden"] = hidden
+        lines.append(f"  being written, or left behind by a writer that died: {', '.join(hidden)}")
+    aside = sorted(entry.name for entry in found.root.iterdir() if _PUT_ASIDE.fullmatch(entry.name))
+    if aside:
+        result["put_aside"] = aside
+        lines.append(f"  damaged, put aside when the step was saved again: {', '.join(aside)}")
+    pointed = _pointer(found.root)
+    newest = max((facts["step"] for facts in rows if facts["defect"] is None), default=None)
+    if pointed is not None and pointed != str(newest):
+        result["pointer"] = pointed
+        lines.append(f"  {folder.LATEST} names step {pointed}; the newest complete step is {newest}")
+        well = False
+    return lines, result, well
+
+
+def _line(facts: dict[str, Any]) -> str:
+    parts = [f"  step {facts['step']:>8}"]
+    if "consumed_samples" in facts:
+        parts.append(f"{facts['consumed_samples']:,} samples")
+    if "bytes" in facts:
+        parts.append(size(facts["bytes"]))
+        parts.append(facts["saved"])
+    if "layout" in facts:
+        axes = [f"{axis}{facts['layout'][name]}" for axis, name in _AXES.items() if facts["layout"].get(name, 1) != 1]
+        parts.append(" ".join(axes) or f"{facts['layout'].get('world_size', 1)} ranks")
+    if "versions" in facts:
+        shown = {name: facts["versions"][name] for name in _SHOWN_VERSIONS if name in facts["versions"]}
+        parts.append(", ".join(f"{name} {version}" for name, version in shown.items()))
+    parts.append("verified" if facts.get("verified") else "complete" if facts["defect"] is None else "DAMAGED: ")
+    return ", ".join(parts[:-1]) + ": " + parts[-1] + (facts["defect"] or "")
+
+
+def _pointer(root: Path) -> str | None:
+    try:
+        return (root / folder.LATEST).read_text(errors="replace").strip()[:20]
+    except OSError:
+        return None
+
+
+# ---- config
+
+
+def config_of(step: Path) -> dict[str, Any]:
+    """The flat configuration of a step.
+
+    Raises:
+        DamagedError: it is damaged.
+    """
+    defect = folder.small_files_defect(step)
+    if defect is not None:
+        raise DamagedError(f"{step}: {defect}")
+    return folder.read_json(step / folder.CONFIG)
+
+
+def differing(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Names whose values differ, with both; what one does not have is None there."""
+    return {
+        name: (first.get(name), second.get(name))
+        for name in sorted(first.keys() | second.keys())
+        if first.get(name) != second.get(name) or (name in first) != (name in second)
+    }
+
+
+# ---- verify
+
+
+def damage(step: Path, tell: Tell, workers: int = 4) -> str | None:
+    """What is wrong with a step, every file of it hashed and its index read; None if nothing is."""
+    defect = folder.defect(step)
+    if defect is not None:
+        return defect
+    content = manifest.read(step)
+    progress = _Progress(step, content.total_bytes, tell)
+    largest_first = sorted(content.files, key=lambda name: -content.files[name]["bytes"])
+
+    def one(name: str) -> str | None:
+        return manifest.content_defect(step, [name], progress.advance)
+
+    with ThreadPoolExecutor(workers) as pool:
+        defects = [found for found in pool.map(one, largest_first) if found is not None]
+    if defects:
+        return "; ".join(defects[:3])
+    try:
+        index.read(step, content.files)
+    except index.UntrustedError as error:
+        return str(error)
+    return folder.small_files_defect(step)
+
+
+class _Progress:
+    """A line now and then while much is read; several threads add to it."""
+
+    def __init__(self, step: Path, total: int, tell: Tell) -> None:
+        self._step, self._total, self._tell = step, total, tell
+        self._done, self._started = 0, time.monotonic()
+        self._next = self._started + _BETWEEN_LINES
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now > self._next:
+            self._next = now + _BETWEEN_LINES
+            speed = self._done / (now - self._started)
+            left = (self._total - self._done) / max(speed, 1.0)
+            self._tell(
+                f"{self._step}: {size(self._done)} of {size(self._total)}, {size(int(speed))}/s, {left:.0f} s left"
+            )
+
+
+# ---- prune
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Steps that stay and go, and those that are damaged, which stay too: somebody should see them."""
+
+    stay: list[int]
+    go: list[int]
+    damaged: dict[int, str]
+
+
+def planned(found: Folder, keep_last: int, keep_every: int | None, verify: bool, tell: Tell) -> Pruning:
+    """Which steps may go. One at least of those that stay is good: hashed, if `verify`.
+
+    Raises:
+        DamagedError: nothing that would stay is good.
+    """
+    good: set[int] = set()
+    reading = False  # where nothing would go, nothing has to be read
+    damaged = {number: reason for number in _numbers(found) if (reason := folder.defect(_step(found, number)))}
+    rule = publish.Retention(keep_last, keep_every)
+    while True:
+        sound = [number for number in _numbers(found) if number not in damaged]
+        if not sound:
+            raise DamagedError(f"{found.root}: holds no step that can be loaded, so nothing is removed")
+        go = rule.surplus(sound, ())
+        stay = [number for number in sound if number not in go]
+        # Every one that stays is read: a damaged step must not count as one of the last.
+        reading = reading or (verify and bool(go))
+        unread = [number for number in stay if number not in good] if reading else []
+        reasons = {number: damage(_step(found, number), tell) for number in unread}
+        damaged |= {number: reason for number, reason in reasons.items() if reason is not None}
+        good |= {number for number in unread if number not in damaged}
+        if not any(reasons.values()):
+            return Pruning(stay, go, damaged)
+
+
+def remove(found: Folder, numbers: list[int]) -> None:
+    """Remove steps, each hidden at once and then deleted, while holding the folder's lock.
+
+    Raises:
+        ConfigError: a job writes to the folder. OSError: the system refused.
+    """
+    lock, _ = writer_lock.acquire(found.root)
+    with lock:
+        for number in numbers:
+            publish.remove_step(_step(found, number))
+
+
+def _numbers(found: Folder) -> list[int]:
+    return [int(step.name[len("iter_") :]) for step in found.steps]
+
+
+def _step(found: Folder, number: int) -> Path:
+    return folder.step_folder(found.root, number)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= least:
+            return f"{num_bytes / least:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,170 @@
+"""The flags of tools/plan.py, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_moe import platform
+from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked
+from megatron_moe.apps.plan.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
+from megatron_moe.apps.plan.report import comparison_report, text_report
+from megatron_moe.apps.plan.tracing import RankTrace
+from megatron_moe.config import cli, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.report.files import replacing
+
+PLANNED, USER_ERROR = 0, 2
+_logger = logging.getLogger(__name__)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The job and the machine; all other flags are those of pretrain_moe.py."""
+    p = _Parser(
+        prog="plan.py",
+        usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
+        description="Lay a run out on paper: parameters, memory, traffic and speed of every rank, without any of them.",
+        epilog="Exit status: 0 laid out; 2 a mistake in the flags, or a layout that cannot be. Other flags, such as "
+        "--preset deepseek-v3 --pipeline-model-parallel-size 16, are those of pretrain_moe.py.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="ranks of the job")
+    p.add_argument("--json", metavar="FILE", help="write the plan as JSON")
+    p.add_argument(
+        "--device",
+        choices=platform.DEVICE_KINDS,
+        default=Machine.device,
+        help=f"what it runs on (default: {Machine.device})",
+    )
+    p.add_argument(
+        "--gpus-per-node", type=_positive(int), default=8, metavar="N", help="ranks of one machine (default: 8)"
+    )
+    p.add_argument(
+        "--device-memory-gib", type=_positive(float), default=80.0, metavar="X", help="memory of a device (default: 80)"
+    )
+    p.add_argument(
+        "--mfu",
+        type=_positive(float),
+        default=0.4,
+        metavar="X",
+        help="share of the peak that is reached (default: 0.4)",
+    )
+    p.add_argument(
+        "--imbalance",
+        type=_positive(float),
+        default=1.0,
+        metavar="X",
+        help="rows that a rank's experts get, over the mean (default: 1)",
+    )
+    p.add_argument("--alternatives", type=int, default=5, metavar="N", help="layouts nearby to show (default: 5)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan. Returns the exit status."""
+    try:
+        flags, rest = parser().parse_known_args(argv)
+        if flags.json is not None and not Path(flags.json).absolute().parent.is_dir():
+            raise ConfigError(f"--json {flags.json}: name a file in a folder that exists")
+        if flags.mfu > 1:
+            raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
+        run = cli.parse(rest, filled_in)
+        vocabulary(run)
+        _check(run, flags.world_size)
+        with warnings.catch_warnings(), _progress():
+            # The engine's advice is for those who wrote its configuration.
+            warnings.filterwarnings("ignore", module=r"megatron\.core")
+            plan = _plan(run, flags)
+    except ConfigError as error:
+        print(f"plan.py: error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    if flags.json is not None:
+        with replacing(Path(flags.json)) as file:
+            json.dump(plan, file, indent=2)
+            file.write("\n")
+    if flags.json is not None:
+        print(f"wrote {flags.json}")
+    return PLANNED
+
+
+def _check(run: Run, world_size: int) -> None:
+    """The rules for that many ranks; a refusal names layouts nearby that they allow."""
+    try:
+        rules.check_layout(run, world_size)
+    except ConfigError as error:
+        near = nearest_legal(run, world_size, 5)
+        shown = "".join(f"\n  {words}" for words, _ in near)
+        raise ConfigError(
+            f"{error}" + (f"\nnearest legal layouts, each by what changes:{shown}" if near else "")
+        ) from None
+
+
+def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
+    """The plan. Its text is printed on the way: the answer as soon as there is one, the comparisons after it."""
+    machine = Machine(
+        device=flags.device,
+        gpus_per_node=flags.gpus_per_node,
+        memory_gib=flags.device_memory_gib,
+        peak_tflops=run.logging.peak_tflops or Machine.peak_tflops,
+        mfu=flags.mfu,
+        imbalance=flags.imbalance,
+    )
+    known: dict[Any, RankTrace] = {}
+    plan = make_plan(run, flags.world_size, machine, known)
+    print(text_report(plan), end="", flush=True)
+    _logger.info("comparing recomputation, routing and layouts nearby")
+    plan["recomputation"] = {
+        kind: peak_gib(other, flags.world_size, machine, known)
+        for kind in RECOMPUTATION
+        if legal(other := recomputed(run, kind), flags.world_size)
+    }
+    plan["imbalances"] = {}
+    if run.moe.num_experts is not None and run.parallel.expert_model_parallel_size > 1:
+        for imbalance in (flags.imbalance, 2 * flags.imbalance):
+            plan["imbalances"][f"{imbalance:g}"] = peak_gib(run, flags.world_size, machine, known, imbalance)
+    plan["alternatives"] = (
+        ranked(run, flags.world_size, machine, flags.alternatives, known) if flags.alternatives > 0 else []
+    )
+    print(comparison_report(plan), end="", flush=True)
+    return plan
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """What the planner logs goes to stderr, a line for each stage as it is begun."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("plan.py: %(message)s"))
+    package = logging.getLogger(__package__)
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+
+
+def _positive(kind: type) -> Any:
+    def convert(text: str) -> Any:
+        number = kind(text)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        return number
+
+    convert.__name__ = kind.__name__
+    return convert

@@ -1,0 +1,228 @@
+"""A run laid out on paper: parameters, memory, traffic, FLOPs and speed of every rank of a job that is not there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe import platform
+from megatron_moe.apps.plan.memory import bubble_share, rank_memory
+from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run, replace
+
+# ---- Bytes that one rank sends in a step, by what for, and how much of it leaves the machine.
+
+
+# Bytes a rank sends, over those of the whole tensor and without the factor (n - 1) / n of n ranks.
+_TRIPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends per step, and those of them that go to another machine."""
+
+    sent: float
+    between_nodes: float
+
+
+def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int) -> dict[str, Traffic]:
+    """Traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP and expert DP, where there is any.
+
+    A ring is assumed for reductions and gathers: a rank sends (n - 1) / n of the tensor to its neighbour, twice for an
+    all-reduce, and as many of the ring's links leave the machine as neighbours live on different ones. An all-to-all
+    sends each of the others an equal share.
+    """
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
+        if len(ranks) > 1:
+            sent = _TRIPS[kind] * size * (len(ranks) - 1) / len(ranks)
+            totals[name][0] += sent
+            totals[name][1] += sent * _share_between_nodes(kind, ranks, gpus_per_node)
+
+    micro_batches = derived.num_microbatches(run, world_size)
+    for chunk in trace.chunks:
+        for call in chunk.forward + chunk.backward:
+            if call.kind != "broadcast":
+                add(_purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
+    for buffer in trace.buffers:
+        name, size = "expert DP" if buffer.expert else "DP", buffer.numel
+        if run.optimizer.use_distributed_optimizer:
+            add(name, "reduce-scatter", buffer.ranks, size * buffer.gradient_bytes)
+            add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
+        else:
+            add(name, "all-reduce", buffer.ranks, size * buffer.gradient_bytes)
+    stages = run.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        ends = (trace.stage == stages - 1) + (trace.stage == 0)
+        sent = trace.boundary * micro_batches * (2 * len(trace.chunks) - ends)
+        leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
+        totals["PP"] = [sent, sent * leaves]
+    return {name: Traffic(*totals[name]) for name in sorted(totals)}
+
+
+def _purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
+    if kind == "all-to-all":
+        return "EP"
+    return next((name for name, group in trace.groups.items() if group == ranks), "TP x CP")
+
+
+def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
+    nodes = [rank // gpus_per_node for rank in ranks]
+    if kind == "all-to-all":
+        return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
+    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
+
+
+# ----
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the job is to run on.
+
+    device: one of platform.DEVICE_KINDS. memory_gib: of one device. peak_tflops, mfu: its peak, and the share of it
+    that the model's FLOPs are assumed to reach. imbalance: rows that a rank's experts get, over the mean.
+    """
+
+    device: str = platform.DEVICE_KINDS[0]
+    gpus_per_node: int = 8
+    memory_gib: float = 80.0
+    peak_tflops: float = 989.0
+    mfu: float = 0.4
+    imbalance: float = 1.0
+
+
+# Recomputation at its extremes and between: what the flags become.
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
+
+
+def vocabulary(run: Run) -> int:
+    """Rows of the embedding table.
+
+    Raises:
+        ConfigError: the run does not say how large its vocabulary is.
+    """
+    if run.model.vocab_size is None:
+        raise ConfigError("no --vocab-size: a plan reads no tokenizer; give --vocab-size, e.g. --vocab-size 32000")
+    return derived.padded_vocab_size(run.model.vocab_size, run)
+
+
+def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
+    """Everything that is known of a layout, as plain data (bytes, unless a key says otherwise).
+
+    Args:
+        run: has passed the rules for `world_size` ranks.
+        known: see `trace_ranks`.
+    """
+    size = vocabulary(run)
+    traces = trace_ranks(run, world_size, size, device=machine.device, imbalance=machine.imbalance, known=known)
+    whole: dict[str, int] = {}
+    for trace in traces:
+        whole |= trace.whole
+    micro_batches, stages = derived.num_microbatches(run, world_size), len(traces)
+    per_token = derived.flops_per_token(run, size)
+    ranks = [_rank(run, trace, world_size, machine) for trace in traces]
+    computed = sum(sum(chunk.flops for chunk in trace.chunks) for trace in traces)
+    per_stage = world_size // stages
+    in_job = computed * micro_batches * per_stage
+    tokens = derived.global_batch_size(run, world_size) * run.model.seq_length
+    return {
+        "world_size": world_size,
+        "layout": layout(run, world_size),
+        "total_params": sum(whole.values()),
+        "active_params": derived.active_parameter_count(run, size),
+        "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
+        "device_memory_gib": machine.memory_gib,
+        "imbalance": machine.imbalance,
+        "ranks": ranks,
+        "model_flops_per_token": per_token,
+        "computed_flops_per_token": in_job / tokens,
+        "bubble_share": bubble_share(len(traces[0].chunks), stages, micro_batches),
+        "micro_batches": micro_batches,
+        "global_batch_size": derived.global_batch_size(run, world_size),
+        "mfu": machine.mfu,
+        "peak_tflops": machine.peak_tflops,
+        "tokens_per_second": machine.mfu * machine.peak_tflops * 1e12 * world_size / per_token,
+        "seconds_per_step": tokens * per_token / (machine.mfu * machine.peak_tflops * 1e12 * world_size),
+    }
+
+
+def _rank(run: Run, trace: RankTrace, world_size: int, machine: Machine) -> dict[str, Any]:
+    memory = rank_memory(run, trace, world_size)
+    return {
+        "stage": trace.stage,
+        "ranks": [trace.ranks[0], trace.ranks[-1]],
+        "layers": list(trace.layers),
+        "dense_params": trace.dense,
+        "expert_params": trace.expert,
+        "params": trace.dense + trace.expert,
+        "memory": {**vars(memory), "peak": memory.peak},
+        "traffic": {
+            name: vars(one) for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items()
+        },
+        "flops_per_micro_batch": sum(chunk.flops for chunk in trace.chunks),
+    }
+
+
+def peak_gib(
+    run: Run,
+    world_size: int,
+    machine: Machine,
+    known: dict[Any, RankTrace],
+    imbalance: float | None = None,
+) -> float:
+    """The most that any rank holds, from the stages that can be the largest: the first two and the last. `known`: see
+    `trace_ranks`."""
+    stages = run.parallel.pipeline_model_parallel_size
+    traces = trace_ranks(
+        run,
+        world_size,
+        vocabulary(run),
+        device=machine.device,
+        imbalance=machine.imbalance if imbalance is None else imbalance,
+        stages=sorted({0, min(1, stages - 1), stages - 1}),
+        known=known,
+    )
+    return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
+
+
+def recomputed(run: Run, kind: str) -> Run:
+    """`run` with one of `RECOMPUTATION`."""
+    return replace(run, **{**_NO_RECOMPUTATION, **RECOMPUTATION[kind]})
+
+
+def layout(run: Run, world_size: int) -> dict[str, Any]:
+    """The sizes of the layout, and what of the run else decides about memory."""
+    p = run.parallel
+    return {
+        "TP": p.tensor_model_parallel_size,
+        "PP": p.pipeline_model_parallel_size,
+        "VPP": derived.virtual_pipeline_size(run) or 1,
+        "CP": p.context_parallel_size,
+        "EP": p.expert_model_parallel_size,
+        "ETP": derived.expert_tensor_parallel_size(run),
+        "DP": derived.data_parallel_size(run, world_size),
+        "EDP": derived.expert_data_parallel_size(run, world_size),
+        "micro_batch_size": run.training.micro_batch_size,
+        "recompute": _recompute_words(run.training.recompute_granularity, run.training.recompute_modules),
+    }
+
+
+def _recompute_words(granularity: str | None, modules: Sequence[str] | None) -> str:
+    if granularity == "selective":
+        return "selective: " + " ".join(modules or ("core_attn",))
+    return granularity or "none"

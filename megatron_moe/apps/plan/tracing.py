@@ -1,0 +1,352 @@
+"""One rank of a job that is not there: built and run on paper, so that its counts are the model's own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_moe import platform
+from megatron_moe.apps.plan.live_bytes import storage_bytes
+from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, on_paper
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+from megatron_moe.model.build import build_model
+from megatron_moe.model.initialize import global_name, placement
+from megatron_moe.model.loss import loss_func
+from megatron_moe.model.norm import residual_dtype
+from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.platform.loss_scale import without_loss_scale
+
+_logger = logging.getLogger(__name__)
+_GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
+
+
+@dataclass(frozen=True)
+class ChunkTrace:
+    """One model chunk over one micro-batch. All bytes are above what was there before its forward pass.
+
+    kept: what the forward pass leaves for the backward pass, its output included where that is not freed after sending.
+    forward_peak, backward_peak: the most during each pass. logits, dispatch: the most of these alone. flops: of both
+    passes, with what is recomputed. forward, backward: the collectives of each.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    logits: int
+    dispatch: int
+    flops: int
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over."""
+
+    numel: int
+    used: int
+    parameter_bytes: int
+    gradient_bytes: int
+    ranks: tuple[int, ...]
+    expert: bool
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one pipeline stage's ranks hold and do.
+
+    ranks: all ranks of the stage; they differ in nothing that is counted. dense, expert: parameters of one rank.
+    whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
+    hold has one name. groups: the ranks of the first rank's groups, for the names of `_GROUPS`.
+    layers: global numbers from 0.
+    """
+
+    stage: int
+    ranks: range
+    layers: tuple[int, ...]
+    dense: int
+    expert: int
+    whole: dict[str, int]
+    groups: dict[str, tuple[int, ...]]
+    weights: int
+    buffers: tuple[Buffer, ...]
+    chunks: tuple[ChunkTrace, ...]
+    boundary: int
+    """Bytes of a micro-batch's hidden states between two stages."""
+
+
+def trace_ranks(
+    run: Run,
+    world_size: int,
+    vocabulary: int,
+    *,
+    device: str,
+    imbalance: float,
+    stages: Sequence[int] | None = None,
+    known: dict[Any, RankTrace] | None = None,
+) -> list[RankTrace]:
+    """One trace per pipeline stage. Stages that are alike are built and run once.
+
+    Args:
+        run: has passed the rules for `world_size` ranks.
+        vocabulary: padded.
+        device: "cuda" or "cpu", what the job runs on.
+        imbalance: rows that a rank's experts get, over the mean.
+        stages: those to trace; None: all.
+        known: traces that were made before, for runs of the same job that are the same or differ in a flag; what is
+            made here is added.
+    """
+    known = {} if known is None else known
+    traces = []
+    last = run.parallel.pipeline_model_parallel_size - 1
+    for stage in range(last + 1) if stages is None else stages:
+        key = (run, world_size, vocabulary, device, imbalance, _kind(run, stage))
+        if key not in known:
+            _logger.info("tracing stage %d of %d", stage + 1, last + 1)
+            known[key] = _trace_stage(run, world_size, vocabulary, stage, device, imbalance)
+        traces.append(_as_stage(known[key], stage, _layers(run, stage)))
+    return traces
+
+
+def _layers(run: Run, stage: int) -> list[list[int]]:
+    """Global numbers of the layers of each of a stage's chunks, from 0."""
+    counts, chunks = derived.pipeline_layer_counts(run), derived.virtual_pipeline_size(run) or 1
+    if chunks == 1:
+        return [list(range(sum(counts[:stage]), sum(counts[: stage + 1])))]
+    size = counts[stage] // chunks
+    firsts = [(chunk * len(counts) + stage) * size for chunk in range(chunks)]
+    return [list(range(first, first + size)) for first in firsts]
+
+
+def _kind(run: Run, stage: int) -> Any:
+    """What a stage's trace depends on but for the numbers of its ranks and layers: which layers have experts, and which
+    ends of the model it has. Modules that are kept in fp32 may be named by their layer, so then none is like another.
+    """
+    if run.precision.keep_fp32 is not None:
+        return stage
+    pattern = derived.moe_layer_pattern(run) if run.moe.num_experts is not None else [0] * run.model.num_layers
+    kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
+    return stage == 0, stage == run.parallel.pipeline_model_parallel_size - 1, kinds
+
+
+def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
+    """The trace of a stage as that of another that is like it: other ranks, other layers, the same of all else.
+
+    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, moved.
+    """
+    if stage == trace.stage:
+        return trace
+    by = (stage - trace.stage) * len(trace.ranks)
+    numbers = dict(zip(trace.layers, itertools.chain(*layers)))
+
+    def moved(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank + by for rank in ranks)
+
+    def all_moved(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        return tuple(replace(call, ranks=moved(call.ranks)) for call in calls)
+
+    def renamed(name: str) -> str:
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
+
+    return replace(
+        trace,
+        stage=stage,
+        ranks=range(trace.ranks.start + by, trace.ranks.stop + by),
+        layers=tuple(numbers.values()),
+        whole={renamed(name): size for name, size in trace.whole.items()},
+        groups={name: moved(ranks) for name, ranks in trace.groups.items()},
+        buffers=tuple(replace(buffer, ranks=moved(buffer.ranks)) for buffer in trace.buffers),
+        chunks=tuple(
+            replace(chunk, forward=all_moved(chunk.forward), backward=all_moved(chunk.backward))
+            for chunk in trace.chunks
+        ),
+    )
+
+
+def _trace_stage(
+    run: Run,
+    world_size: int,
+    vocabulary: int,
+    stage: int,
+    device: str,
+    imbalance: float,
+) -> RankTrace:
+    per_stage = world_size // run.parallel.pipeline_model_parallel_size
+    ranks = range(stage * per_stage, (stage + 1) * per_stage)
+    tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
+    shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
+    with _imagined_rank(run, ranks[0], world_size) as pg_collection, on_paper(device, shape) as paper:
+        assert pg_collection.pp.rank() == stage
+        chunks = build_model(run, pg_collection, vocabulary, draw=False)
+        bare = [_bare(chunk) for chunk in chunks]
+        for chunk in bare:
+            _foretell_routing(run, chunk, paper, imbalance)
+        traces: dict[Any, ChunkTrace] = {}
+        keys = []
+        for chunk, inner in zip(chunks, bare):
+            key = (inner.pre_process, inner.post_process, *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()))
+            keys.append(key)
+            if key not in traces:
+                # What a first pass allocates stays: rotary tables, sums of auxiliary losses.
+                _trace_chunk(run, paper, chunk, inner)
+                traces[key] = _trace_chunk(run, paper, chunk, inner)
+        tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
+        whole: dict[str, int] = {}
+        for chunk in bare:
+            placed = placement(chunk)
+            for name, parameter in chunk.named_parameters():
+                full_name, split = placed.get(name, (global_name(chunk, name), None))
+                copies = expert_copies if split is None else 1 if split.axis is None else tp
+                whole[full_name] = parameter.numel() * copies
+        parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
+        expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
+        return RankTrace(
+            stage=stage,
+            ranks=ranks,
+            layers=tuple(layer.layer_number - 1 for chunk in bare for layer in chunk.decoder.layers),
+            dense=sum(p.numel() for p in parameters) - expert,
+            expert=expert,
+            whole=whole,
+            groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
+            weights=storage_bytes(parameters),
+            buffers=tuple(_buffers(chunks)),
+            chunks=tuple(traces[key] for key in keys),
+            boundary=_hidden_states(run).nbytes,
+        )
+
+
+@contextmanager
+def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
+    state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
+    pg_collection = groups.imagine(run, rank, world_size)
+    try:
+        seed_everything(run)
+        with without_loss_scale():
+            yield pg_collection
+    finally:
+        groups.destroy()
+        torch.set_rng_state(state)
+        sys.excepthook = hook
+
+
+def _trace_chunk(run: Run, paper: MetaTracer, chunk: torch.nn.Module, inner: Any) -> ChunkTrace:
+    start, calls, flops = paper.live, len(paper.collectives), paper.flops
+    paper.restart_peak()
+    shape = (run.training.micro_batch_size, run.model.seq_length // run.parallel.context_parallel_size)
+    batch = [torch.empty(shape, dtype=torch.int64) for _ in range(3)]  # tokens, labels, positions
+    mask = torch.empty(shape, dtype=torch.float32)
+    given = None
+    if not inner.pre_process:
+        given = _hidden_states(run).requires_grad_()
+        inner.set_input_tensor(given)
+    output = chunk(batch[0], batch[2], None, labels=batch[1])
+    if inner.post_process:
+        output = loss_func(mask, output)[0]
+    inner.set_input_tensor(None)
+    del batch, mask
+    forward_peak, forward = paper.peak - start, tuple(paper.collectives[calls:])
+    freed = 0
+    if not inner.post_process and inner.config.deallocate_pipeline_outputs:
+        freed = output.untyped_storage().nbytes()
+    kept, calls = paper.live - start - freed, len(paper.collectives)
+    paper.peak = paper.live
+    output.backward(None if inner.post_process else torch.empty_like(output))
+    backward_peak = paper.peak - start - freed
+    backward = tuple(paper.collectives[calls:])
+    peaks = paper.label_peaks
+    del output, given
+    for parameter in chunk.parameters():
+        parameter.grad = None
+    return ChunkTrace(
+        kept=kept,
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        logits=peaks["logits"],
+        dispatch=peaks["dispatch"],
+        flops=paper.flops - flops,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def _hidden_states(run: Run) -> torch.Tensor:
+    """[S, B, H] between two stages, on this rank."""
+    layout = run.parallel
+    split = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, derived.params_dtype_name(run)))
+    shape = (run.model.seq_length // split, run.training.micro_batch_size, run.model.hidden_size)
+    return torch.empty(shape, dtype=dtype, device=platform.device())
+
+
+def _bare(chunk: Any) -> Any:
+    """The language model inside its wrappers."""
+    while not hasattr(chunk, "pre_process") or not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
+    for chunk in chunks:
+        for expert, buffers in ((False, chunk.buffers), (True, chunk.expert_parallel_buffers)):
+            for one in buffers:
+                yield Buffer(
+                    numel=one.numel,
+                    used=one.numel_unpadded,
+                    parameter_bytes=one.param_dtype.itemsize,
+                    gradient_bytes=one.grad_dtype.itemsize,
+                    ranks=_ranks(one.data_parallel_group),
+                    expert=expert,
+                )
+
+
+def _foretell_routing(run: Run, chunk: torch.nn.Module, paper: MetaTracer, imbalance: float) -> None:
+    """Give the dispatchers of a chunk the row counts that they would read from the device."""
+    layout = run.parallel
+    tokens = run.training.micro_batch_size * run.model.seq_length
+    tokens //= layout.context_parallel_size * layout.tensor_model_parallel_size
+    for layer in chunk.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        dispatcher: Any = getattr(layer.dispatcher, "inner", layer.dispatcher)  # a padded one carries another
+        ranks, ep = dispatcher.groups.expert.size(), dispatcher.groups.ep_size
+        choices = tokens * run.moe.moe_router_topk
+        factor = run.moe.moe_expert_capacity_factor or imbalance
+        sent = _shares(round(choices * min(1.0, factor)), ep)
+        rows = min(round(choices / ep * min(imbalance, factor)), choices)
+        instead: dict[str, Any] = {
+            name: _labelled(paper, getattr(dispatcher, name)) for name in ("dispatch", "combine")
+        }
+        if isinstance(dispatcher, AllToAllDispatcher):
+            instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
+        else:
+            here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
+            instead["rows_here"] = lambda _, here=here: here
+        vars(dispatcher).update(instead)
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def _labelled(paper: MetaTracer, function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with paper.labelled("dispatch"):
+            return function(*args)
+
+    return call
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -1,0 +1,60 @@
+"""The flags of tools/preprocess_data.py, Megatron-LM's names where it has them, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe.data.tokenizers import TOKENIZER_TYPES
+from megatron_moe.data.train_tokenizer import MODEL_TYPES
+
+
+def parser() -> argparse.ArgumentParser:
+    """One flag per field of `Options`."""
+    p = argparse.ArgumentParser(
+        prog="preprocess_data.py",
+        description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
+        allow_abbrev=False,
+    )
+    data = p.add_argument_group("input and output")
+    data.add_argument("--input", nargs="+", required=True, help=".jsonl files, text files, or folders of them")
+    data.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys of the JSON objects; one dataset each (default: text)"
+    )
+    data.add_argument("--output-prefix", required=True, help="path and beginning of the names of the files to write")
+    data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    data.add_argument(
+        "--workers", type=int, default=None, help="processes that tokenize (default: one per available core)"
+    )
+    data.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    tokenizer = p.add_argument_group("tokenizer")
+    tokenizer.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="kind of tokenizer")
+    tokenizer.add_argument("--tokenizer-model", help="its file or folder; with --train-tokenizer the file to write")
+    tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
+    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
+    training.add_argument(
+        "--train-tokenizer", action="store_true", help="train and write --tokenizer-model, then use it"
+    )
+    training.add_argument(
+        "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
+    )
+    training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 2 for a wrong flag or input (one line on stderr), 130 after Ctrl-C."""
+    flags: dict[str, Any] = vars(parser().parse_args(argv))
+    options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
+    try:
+        preprocess(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

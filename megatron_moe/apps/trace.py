@@ -1,0 +1,137 @@
+"""The flags of tools/trace_forward.py, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_moe.checkpoint.durable import replace_text
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import ModelSource, locate
+from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.tensors import layout_of, write_tensor
+from megatron_moe.hf.trace import Trace, trace, working_bytes
+
+_INPUT = "input_ids"
+
+
+def parser() -> argparse.ArgumentParser:
+    """What is run, on what, and where the results go."""
+    p = argparse.ArgumentParser(
+        prog="trace_forward.py",
+        description="Run a checkpoint in fp32 on given tokens and write down what it computed: to compare two "
+        "implementations. One process, on this machine's device.",
+        epilog="The result holds logits [B, S, V] and loss; with --routing topk_idx.L [B*S, K] and probs.L [B*S, E] of "
+        "every MoE layer L, counted from 0 over all layers, those of multi-token prediction behind the last; "
+        "mtp_logits [D, B, S, V] of models that have them. Files that exist are replaced. Exit status: 0 done; 2 a "
+        "mistake in the flags or a file.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--load", required=True, metavar="CKPT", help="a run's folder, one iter_* folder, or a Hugging Face folder"
+    )
+    p.add_argument("--tokens", required=True, metavar="FILE", help="safetensors with input_ids [B, S], int64 or int32")
+    p.add_argument("--output", required=True, metavar="FILE", help="safetensors to write")
+    p.add_argument("--routing", action="store_true", help="write every token's experts and their weights too")
+    p.add_argument(
+        "--grad-norms", metavar="FILE", help="JSON to write: name at Hugging Face -> norm of the loss's gradient"
+    )
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
+    p.add_argument(
+        "--family", metavar="NAME", help="names for a model that was trained here: deepseek-v3, mixtral, ..."
+    )
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Trace what the flags name. Returns the exit code."""
+    flags = parser().parse_args(argv)
+    try:
+        for name in ("output", "grad_norms"):
+            _require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
+        source = locate(Path(flags.load), flags.ckpt_step, flags.family)
+        tokens = read_tokens(Path(flags.tokens), source)
+        for note in source.notes:
+            print(f"trace_forward.py: {note}", file=sys.stderr, flush=True)
+        gradients = flags.grad_norms is not None
+        if gradients:
+            _ = source.required_family
+        working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
+        with opened(source, gradients=gradients, working_bytes=working) as found:
+            result = trace(found, tokens, routing=flags.routing, gradients=gradients)
+        _write(result, Path(flags.output), flags.grad_norms)
+    except (ConfigError, OSError) as error:
+        print(f"trace_forward.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("trace_forward.py: interrupted; nothing was written", file=sys.stderr, flush=True)
+        return 130
+    print(
+        f"{source.path}: loss {float(result.loss):.6f} on {tokens.shape[0]} x {tokens.shape[1]} tokens; {flags.output}"
+    )
+    return 0
+
+
+def read_tokens(path: Path, source: ModelSource) -> Tensor:
+    """The tokens [B, S] int64 of a file, which the model can take.
+
+    Raises:
+        ConfigError: it is no such file, or its tokens are not the model's.
+    """
+    where = f"--tokens {path}"
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = list(file.keys())
+            if _INPUT not in names:
+                raise ConfigError(f"{where}: holds {', '.join(sorted(names)[:5]) or 'nothing'}, and no {_INPUT}")
+            tokens: Tensor = file.get_tensor(_INPUT)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{where}: is no safetensors file that can be read: {str(error)[:200]}") from None
+    shape = list(tokens.shape)
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"{where}: {_INPUT} is {tokens.dtype}; token ids are int64 or int32")
+    if tokens.dim() != 2 or shape[0] < 1 or shape[1] < 2:
+        raise ConfigError(f"{where}: {_INPUT} has the shape {shape}; [B, S] is wanted, with B >= 1 and S >= 2")
+    largest = derived.max_position_embeddings(source.run)
+    if shape[1] > largest:
+        raise ConfigError(f"{where}: sequences of {shape[1]} tokens; {source.path} has positions for {largest}")
+    vocab_size = source.run.model.vocab_size or 0
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{where}: token id {low if low < 0 else high} is outside of the vocabulary; {source.path} has ids from 0 "
+            f"to {vocab_size - 1}"
+        )
+    return tokens.long()
+
+
+def _require_writable(flag: str, name: str | None) -> None:
+    if name is None:
+        return
+    folder = Path(name).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {name}: the folder does not exist; create it")
+    if not os.access(folder, os.W_OK | os.X_OK) or Path(name).is_dir():
+        raise ConfigError(f"{flag} {name}: cannot be written; name a file in a folder that you may write to")
+
+
+def _write(result: Trace, path: Path, norms: str | None) -> None:
+    temporary, tensors = path.with_name(f".{path.name}.{os.getpid()}.tmp"), result.tensors()
+    try:
+        with StreamedFile(temporary, layout_of(tensors.items())) as file:
+            for name, tensor in tensors.items():
+                write_tensor(file, name, tensor)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if norms is not None and result.grad_norms is not None:
+        replace_text(Path(norms), json.dumps(result.grad_norms, indent=1) + "\n")

@@ -1,0 +1,306 @@
+"""The optimizer's part of a checkpoint, in a form that any layout and either kind of optimizer can read.
+
+    optimizer.state.param.NAME        the fp32 main weight of NAME; not in an fp32 run, where NAME itself is that
+    optimizer.state.exp_avg.NAME      Adam's moments, fp32
+    optimizer.state.exp_avg_sq.NAME
+    plain values: per optimizer {"optimizer": {"param_groups": [...]}, "grad_scaler": {...}}
+
+The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
+The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.dist import not_saved, sharded_parts
+from megatron_moe.config.schema import Run
+
+# ---- A distributed optimizer's shards, gathered for a step into memory that is used again.
+#
+# The engine copies every shard four times and gathers all of them on every rank of a data-parallel group, of which one
+# writes them; in every kind of save the training waits for that. Here each shard is copied once, to where it is written
+# from, and goes to that rank alone. What the engine makes of it, names and shapes, stays the engine's.
+
+
+Buffers = dict[Any, torch.Tensor]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A target and the tensor that is to be copied there."""
+
+
+@dataclass
+class Gathered:
+    """Storages, by address, of the tensors that a state dict got from here.
+
+    private: no part of the training has them: they need not be copied before it goes on. absent: of ranks that do not
+    write: nothing is in them. rest: what is left to copy into them.
+    """
+
+    private: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)
+    rest: list[Copy] = field(default_factory=list)
+
+
+@contextmanager
+def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
+    """While a state dict is built, distributed optimizers gather into `buffers`, which are made where they are missing.
+
+    They hold the state until the next time. With `later`, what needs no other rank is left to be copied.
+    """
+    gathered = Gathered()
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [part for part in chain if hasattr(part, "get_parameter_state_dp_zero")]
+    # The engine collects garbage behind each optimizer, which takes the longer the more objects there are.
+    gc.freeze()
+    try:
+        for number, part in enumerate(parts):
+            part.get_parameter_state_dp_zero = _gathering(part, number, buffers, gathered, later)
+        yield gathered
+    finally:
+        gc.unfreeze()
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _gathering(
+    part: Any, number: int, buffers: Buffers, gathered: Gathered, later: bool
+) -> Callable[..., dict[Any, Any]]:
+    """What takes the place of the engine's `DistributedOptimizer.get_parameter_state_dp_zero`: the same result."""
+
+    def gather(*_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
+        assert not empty_data, "this is for saving"
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, ranges in enumerate(part.gbuf_ranges):
+            ((dtype, bucket_ranges),) = ranges.items()
+            state[index] = {dtype: _whole_buffer(part, (number, index), bucket_ranges, buffers, gathered, later)}
+        return state
+
+    return gather
+
+
+@torch.no_grad()
+def _whole_buffer(
+    part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, gathered: Gathered, later: bool
+) -> dict[str, Any]:
+    """Main weights and moments of one gradient buffer without the padding of its buckets: fp32, [numel_unpadded]."""
+    buffer, group = part.buffers[name[1]], part.data_parallel_group
+    keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+    size, rank, host = group.size(), group.rank(), torch.device("cpu")
+    first = dist.get_global_rank(group, 0)
+    whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
+    for key in keys:
+        if rank == 0:
+            whole[key] = _reused(buffers, (*name, key), buffer.numel_unpadded, host)
+            gathered.private.add(whole[key].data_ptr())
+        else:
+            whole[key] = torch.empty(buffer.numel_unpadded)  # its pages are never touched
+            gathered.absent.add(whole[key].data_ptr())
+    offset = 0
+    for bucket, ranges in zip(buffer.buckets, bucket_ranges):
+        used, of_rank = bucket.numel_unpadded, bucket.grad_data.numel() // size
+        there = {key: whole[key][offset : offset + used] for key in keys}
+        here = there
+        if size > 1:
+            here = {key: _reused(buffers, ("shard", key), of_rank, platform.device()) for key in keys}
+        for weight, where in ranges["param_map"].items():
+            tensors = part._get_main_param_and_optimizer_states(weight)
+            for key in keys:
+                copy = (here[key][where["gbuf_local"].start : where["gbuf_local"].end], tensors[key].view(-1))
+                if later and size == 1:
+                    gathered.rest.append(copy)
+                else:
+                    copy[0].copy_(copy[1])
+        for key in keys if size > 1 else ():
+            parts = None
+            if rank == 0:
+                together = _reused(buffers, "together", of_rank * size, platform.device())
+                parts = list(together.chunk(size))
+            dist.gather(here[key], parts, dst=first, group=group)
+            if rank == 0:
+                there[key].copy_(together[:used])
+        offset += used
+    return whole
+
+
+def _reused(buffers: Buffers, name: Any, numel: int, device: torch.device) -> torch.Tensor:
+    """fp32 memory of this name: [numel] of it, larger where it was larger before."""
+    found = buffers.get(name)
+    if found is None or found.numel() < numel:
+        pinned = platform.has_cuda() and device.type == "cpu"
+        buffers[name] = found = torch.empty(numel, dtype=torch.float32, device=device, pin_memory=pinned)
+    return found[:numel]
+
+
+# ----
+
+
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
+_SHARDING = "param_state_sharding_type"
+_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
+FORMAT: dict[str, Any] = {
+    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
+    """The optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
+    with _compact_buckets(optimizer), _every_main_weight(optimizer):
+        state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+    _set_empty_groups_apart(state)
+    for part, own in _parts(optimizer, state):
+        _to_common(part, own)
+    return state
+
+
+def _set_empty_groups_apart(state: Any) -> None:
+    """Keep groups without a parameter on this rank out of the files.
+
+    Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
+    empty list of main weights would be everyone's, and no stage with experts could be loaded.
+    """
+    if isinstance(state, dict):
+        if _MAIN_WEIGHTS in state:
+            state[_MAIN_WEIGHTS] = [group if group else not_saved(group) for group in state[_MAIN_WEIGHTS]]
+        else:
+            for part in state.values():
+                _set_empty_groups_apart(part)
+
+
+@torch.no_grad()
+def load(optimizer: Any, state: Any, run: Run) -> None:
+    """Put a loaded state into the optimizer: main weights, moments, step count, loss scale.
+
+    Learning rate, betas and epsilon are settings, not state: those of the present run stay in force.
+    """
+    settings = {
+        "max_lr": run.optimizer.lr,
+        "min_lr": run.optimizer.min_lr,
+        "betas": (run.optimizer.adam_beta1, run.optimizer.adam_beta2),
+        "eps": run.optimizer.adam_eps,
+    }
+    for part, common in _parts(optimizer, state):
+        _from_common(part, common)
+    for group in _param_groups(state):
+        group.update({key: value for key, value in settings.items() if key in group})
+    with _every_main_weight(optimizer):
+        optimizer.load_state_dict(state)
+
+
+def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The engine's optimizers in a chain and their states, which have no number where there is only one."""
+    chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
+    return [(part, own) for part, own in zip(chain, states) if own]
+
+
+def _to_common(part: Any, own: dict[str, Any]) -> None:
+    """Change an optimizer's sharded state into the common form; nothing is copied."""
+    if part.config.use_distributed_optimizer:
+        del own[_SHARDING]
+        if not _has_main_weights(part):
+            # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
+            buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
+            weights = [weight for buffer in buffers for weight in buffer.param_index_map]
+            for number, weight in enumerate(weights):
+                own["param_state"][number]["param"] = not_saved(weight)
+    elif _has_main_weights(part):
+        for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
+            tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
+    else:
+        own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
+
+
+def _from_common(part: Any, common: dict[str, Any]) -> None:
+    """Undo `_to_common` on what was loaded."""
+    if part.config.use_distributed_optimizer:
+        common[_SHARDING] = FORMAT["distrib_optim_sharding_type"]
+        return
+    # Of an optimizer without a parameter on this rank: what is empty is in no file.
+    common["optimizer"].setdefault("state", {})
+    if not _has_main_weights(part):
+        common.update(common.pop("optimizer"))
+
+
+def _has_main_weights(part: Any) -> bool:
+    """Whether the run's weights have fp32 copies that the optimizer updates."""
+    return part.config.bf16 or part.config.fp16
+
+
+def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """Every parameter group in a nested optimizer state, whichever optimizers it is of."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key == "param_groups":
+                yield from value
+            elif key == "optimizer" or isinstance(key, int):
+                yield from _param_groups(value)
+
+
+@contextlib.contextmanager
+def _every_main_weight(optimizer: Any) -> Iterator[None]:
+    """Make the engine count fp32 parameters among those that have an fp32 main weight: themselves.
+
+    The optimizer that is not distributed numbers the parameters of a checkpoint without the fp32 ones, while its
+    moments are numbered with them: in a model of two dtypes one weight's moments would be saved under another's name.
+    The distributed one saves a main weight for every parameter anyway, so both formats hold the same.
+    """
+    changed: list[tuple[Any, list[Any], list[Any]]] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Only this kind of optimizer has the attribute, and without fp32 parameters there is nothing to correct.
+        if any(getattr(part, "fp32_from_fp32_groups", ())):
+            changed.append((part, part.float16_groups, part.fp32_from_float16_groups))
+            of_main = {
+                id(main): model
+                for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups)
+                for model, main in zip(models, mains)
+            }
+            mains = [list(group["params"]) for group in part.optimizer.param_groups]
+            part.float16_groups = [[of_main.get(id(main), main) for main in group] for group in mains]
+            part.fp32_from_float16_groups = mains
+    try:
+        yield
+    finally:
+        for part, models, mains in changed:
+            part.float16_groups, part.fp32_from_float16_groups = models, mains
+
+
+@contextlib.contextmanager
+def _compact_buckets(optimizer: Any) -> Iterator[None]:
+    """Make the engine slice its gathered buffers where the parameters really lie.
+
+    A distributed optimizer joins its gradient buckets without their padding and then looks each parameter up by its
+    position with the padding (NVIDIA/Megatron-LM PR #5077). With more than one padded bucket every parameter behind
+    the first would be saved shifted. The positions are corrected while the state dict is built.
+    """
+    changed: list[tuple[Any, dict[Any, Any]]] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for buffer in getattr(part, "buffers", None) or []:
+            changed.append((buffer, buffer.param_index_map))
+            buffer.param_index_map = _positions_without_padding(buffer)
+    try:
+        yield
+    finally:
+        for buffer, positions in changed:
+            buffer.param_index_map = positions
+
+
+def _positions_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    removed, before = [], 0
+    for bucket in buffer.buckets:
+        removed.append(before)
+        before += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (start - removed[bucket], end - removed[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }

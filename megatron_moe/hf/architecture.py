@@ -1,0 +1,110 @@
+"""A run's architecture, from the folder that its weights come from, as a preset would give it. No torch.
+
+The command line is read before torch is loaded, and a folder's architecture is no matter of taste: what it says is
+filled in, and what contradicts it is an error, wherever that was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import folder as checkpoints
+from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields, from_file
+from megatron_moe.config.schema import Run, build
+from megatron_moe.hf.config import Settings, settings
+from megatron_moe.hf.folder import HFFolder
+
+_ALSO_FILLED_IN = ("max_position_embeddings", "moe_router_dtype")
+"""Settings that may differ from the folder's, which stand where none was given."""
+
+# What two ways to write the same thing come to.
+_MEANING: dict[str, Callable[[Run], Any]] = {
+    "ffn_hidden_size": derived.ffn_hidden_size,
+    "moe_ffn_hidden_size": derived.moe_ffn_hidden_size,
+    "group_query_attention": derived.num_query_groups,
+    "num_query_groups": derived.num_query_groups,
+    "kv_channels": derived.head_size,
+    "moe_layer_freq": derived.moe_layer_pattern,
+}
+
+
+def filled_in(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the architecture of the folder that they name: for `cli.parse`.
+
+    A run that has saved a step since it was imported goes on from that step: the folder may be gone by then.
+
+    Args:
+        given: what stands in flags, `--config` and `--preset`, by field name.
+
+    Returns:
+        The same with the folder's architecture and vocabulary; `given` itself where it names no such folder.
+
+    Raises:
+        ConfigError: the folder cannot be read or used, or a setting contradicts it.
+    """
+    imported = given.get("load_hf")
+    if given.get("load") is not None and (imported is not None or given.get("use_checkpoint_args")):
+        root = Path(given["load"])
+        step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=given.get("verify_checkpoint", True))
+        if step is not None:
+            where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"
+            return _joined(given, _of_step(step), where)
+        if imported is None:
+            raise ConfigError(
+                f"--use-checkpoint-args: --load {root} holds no step yet to take the architecture from; give it with "
+                "--preset, --config or flags"
+            )
+    if imported is not None:
+        where = f"--load-hf {imported}"
+        return _joined(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
+    return given
+
+
+def settings_of(folder: HFFolder, where: str) -> Settings:
+    """The architecture of a Hugging Face folder, and what is to be told about it.
+
+    Whether there are layers of multi-token prediction is for its tensors to say: transformers leaves them out of what
+    it saves, and their number in the configuration.
+    """
+    layers = folder.config.get("num_hidden_layers")
+    extra = isinstance(layers, int) and any(name.startswith(f"model.layers.{layers}.") for name in folder.tensors)
+    return settings(folder.config, has_prediction_layers=extra, where=where)
+
+
+def _of_step(step: Path) -> dict[str, Any]:
+    saved, fields = checkpoints.read_json(step / checkpoints.CONFIG), all_fields()
+    names = [name for name in (*architecture_keys(), *_ALSO_FILLED_IN) if name in saved]
+    return {name: from_file(fields[name], saved[name], f"{step / checkpoints.CONFIG}: {name}") for name in names}
+
+
+def _joined(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:
+    fields = all_fields()
+    complete = {name: folders[name] for name in architecture_keys() if name in folders}
+    theirs = build(complete)
+    wrong = [name for name in complete if name in given and not _same(name, given[name], theirs, complete)]
+    if wrong:
+        told = [f"{fields[name].flag} {_shown(given[name])} (there: {_shown(complete[name])})" for name in wrong[:3]]
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"{', '.join(told)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
+            "architecture comes from there"
+        )
+    return {**folders, **given, **complete}
+
+
+def _same(name: str, value: Any, theirs: Run, complete: dict[str, Any]) -> bool:
+    if value == complete[name]:
+        return True
+    meaning = _MEANING.get(name)
+    if meaning is None:
+        return False
+    return bool(meaning(build({**complete, name: value})) == meaning(theirs))
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

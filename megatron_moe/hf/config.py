@@ -1,0 +1,242 @@
+"""config.json <-> the settings of a run: read in both spellings, and written in both. No torch.
+
+`settings` reads the architecture and refuses by key what is not computed here. `config_of` writes it for a model that
+was trained here from scratch; reading that back has to give the run again, or it is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, build, flatten
+from megatron_moe.hf import grouped_settings, latent_settings
+from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
+from megatron_moe.hf.families import Family, family_of
+from megatron_moe.hf.rope_settings import amplitude
+
+_READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "deepseek-v2": latent_settings.deepseek_v2,
+    "deepseek-v3": latent_settings.deepseek_v3,
+    "mixtral": grouped_settings.mixtral,
+    "qwen2-moe": grouped_settings.qwen2_moe,
+    "qwen3-moe": grouped_settings.qwen3_moe,
+    "glm4-moe": grouped_settings.glm4_moe,
+}
+_WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "deepseek-v2": latent_settings.deepseek_v2_keys,
+    "deepseek-v3": latent_settings.deepseek_v3_keys,
+    "mixtral": grouped_settings.mixtral_keys,
+    "qwen2-moe": grouped_settings.qwen2_moe_keys,
+    "qwen3-moe": grouped_settings.qwen3_moe_keys,
+    "glm4-moe": grouped_settings.glm4_moe_keys,
+}
+_WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
+
+_WITHOUT_MEANING = {
+    # of training, of serving, of the tokenizer, or where a file came from
+    *"architectures auto_map transformers_version _name_or_path model_type initializer_range use_cache".split(),
+    *"bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id".split(),
+    *"attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits router_jitter_noise".split(),
+    *"pretraining_tp ep_size num_experts_per_device is_encoder_decoder return_dict output_attentions".split(),
+    *"output_hidden_states id2label label2id problem_type chunk_size_feed_forward task_specific_params".split(),
+    *"unsloth_version use_mla max_window_layers tokenizer_class moe_router_dtype".split(),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a config.json says.
+
+    family: whose format it is. flat: fields of `Run`, all that make the architecture. notes: what was assumed, and keys
+    that are not known.
+    """
+
+    family: Family
+    flat: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str) -> Settings:
+    """The architecture that a config.json describes.
+
+    Args:
+        has_prediction_layers: whether the folder holds the tensors of multi-token prediction.
+        where: the folder, as messages name it, e.g. "--load-hf models/x".
+
+    Raises:
+        ConfigError: a family that is not converted, a key that is missing, out of range, contradicts another one, or
+            asks for something that is not computed here.
+    """
+    family = family_of(config, where)
+    keys = Keys(config, where)
+    _check_quantization(keys)
+    keys.only("hidden_act", ("silu",), "MLPs and experts are gated by SiLU here")
+    keys.only("clip_qkv", (), "queries, keys and values are not clipped here")
+    if not keys.has("hidden_act"):
+        keys.assumed("hidden_act", "silu")
+    tied = keys.boolean("tie_word_embeddings", default=None)
+    if tied is None:
+        tied = False
+        keys.assumed("tie_word_embeddings", tied)
+    if keys.raw("dtype", "torch_dtype") not in (None, "bfloat16", "float16", "float32", "auto"):
+        raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
+    flat = {
+        **_defaults(),
+        "vocab_size": keys.integer("vocab_size", low=2),
+        "num_layers": keys.integer("num_hidden_layers", high=MOST_LAYERS),
+        "hidden_size": keys.integer("hidden_size"),
+        "num_attention_heads": keys.integer("num_attention_heads"),
+        "norm_epsilon": keys.number("rms_norm_eps"),
+        "untie_embeddings_and_output_weights": not tied,
+        "max_position_embeddings": keys.integer("max_position_embeddings"),
+        **_READ[family.name](keys),
+        "mtp_num_layers": _prediction_layers(keys, family, has_prediction_layers),
+    }
+    unknown = sorted(set(keys.unread()) - _WITHOUT_MEANING)
+    if unknown:
+        keys.notes.append(f"config.json has keys that are not known and not read: {', '.join(unknown)}")
+    return Settings(family, flat, keys.notes)
+
+
+def _defaults() -> dict[str, Any]:
+    """The schema's values of everything that a folder's configuration decides."""
+    fields = [f for section in (ModelConfig, MoEConfig) for f in dataclasses.fields(section)]
+    decided = set(architecture_keys())
+    return {f.name: f.default for f in fields if f.name in decided}
+
+
+def _check_quantization(keys: Keys) -> None:
+    """Only weights in fp8 with a scale per block are read."""
+    quantization = keys.dictionary("quantization_config")
+    if quantization is None:
+        return
+    nested = keys.nested(quantization, "quantization_config.")
+    if nested.raw("quant_method") != "fp8":
+        raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
+    nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")
+    block = nested.raw("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise nested.refusal("weight_block_size", "has to be two sizes, e.g. [128, 128]: one scale per block is read")
+
+
+def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | None:
+    """Depths of multi-token prediction that are imported."""
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    count = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
+    if family.name not in _WITH_PREDICTION:
+        if count or has_tensors:
+            raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
+        return None
+    if has_tensors and not count:
+        raise keys.refusal(names[0], "the folder holds layers beyond num_hidden_layers; say how many, DeepSeek-V3's: 1")
+    if count and not has_tensors:
+        keys.notes.append(
+            f"WARNING: config.json has num_nextn_predict_layers {count}, and the folder none of their tensors: "
+            "transformers drops them when it saves a model. The model is read without these layers; to train them, take"
+            " the published folder"
+        )
+        return None
+    return count or None
+
+
+def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
+    """config.json of a model that was trained here from scratch.
+
+    Args:
+        run: its settings, `vocab_size` among them. dtype: of the weights as they are written, "bfloat16".
+
+    Raises:
+        ConfigError: the model has something that the family's format cannot say.
+    """
+    model = run.model
+    if run.moe.num_experts is None:
+        raise ConfigError(f"a model without experts is not written as {family.name}: add --num-experts to train one")
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_types[0],
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "max_position_embeddings": derived.max_position_embeddings(run),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "initializer_range": model.init_method_std,
+        "attention_dropout": model.attention_dropout,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **_WRITE[family.name](run),
+    }
+    where = f"this model as {family.name}"
+    try:
+        written = settings(config, has_prediction_layers=model.mtp_num_layers is not None, where=where)
+    except ConfigError as error:
+        raise ConfigError(f"this model does not fit the format of {family.name}: {error}") from None
+    differing = differences(run, written.flat)
+    if differing:
+        raise ConfigError(
+            f"this model does not fit the format of {family.name}; it would be read with other settings:\n  "
+            + "\n  ".join(differing)
+        )
+    return config
+
+
+def differences(run: Run, flat: dict[str, Any]) -> list[str]:
+    """Settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
+
+    What means the same is the same: a head's width that follows from others, a scaling factor of 1, a norm over the
+    chosen after a softmax over all experts and a softmax over the chosen, megatron-core's score of a group where it
+    adds up one expert, or two scores.
+    """
+    mine, other = _meaning(run), _meaning(build(flat))
+    return [
+        f"--{name.replace('_', '-')}: {mine[name]} in the run, {other[name]} in config.json"
+        for name in mine
+        if mine[name] != other[name]
+    ]
+
+
+def _meaning(run: Run) -> dict[str, Any]:
+    """The architecture in one spelling."""
+    flat = flatten(run)
+    meaning = {name: flat[name] for name in _defaults()}
+    moe, pattern = run.moe, derived.moe_layer_pattern(run)
+    latent, normed = run.model.multi_latent_attention, derived.norm_topk_prob(run)
+    meaning |= {
+        "ffn_hidden_size": None if all(pattern) else derived.ffn_hidden_size(run),
+        "group_query_attention": None,
+        "num_query_groups": None if latent else derived.num_query_groups(run),
+        "kv_channels": None if latent else derived.head_size(run),
+        "rotary_interleaved": run.model.rotary_interleaved and not latent,
+        "mscale": round(amplitude(run), 12),
+        "moe_layer_freq": pattern,
+        "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(run),
+        "moe_router_norm_topk_prob": normed,
+        "moe_router_topk_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+        "moe_router_pre_softmax": moe.moe_router_score_function == "softmax" and not normed,
+        "moe_router_group_score": _group_score(run),
+        # a loss that balances leaves the model as it is; sinkhorn chooses and weighs the experts otherwise
+        "moe_router_load_balancing_type": "sinkhorn" if "sinkhorn" in moe.moe_router_load_balancing_type else "a loss",
+    }
+    return meaning
+
+
+def _group_score(run: Run) -> str:
+    """What the score of a group of experts is with the sizes of this run, in the words of the flag's help."""
+    moe = run.moe
+    summed = {"max": 1, "top2": 2}.get(moe.moe_router_group_score)
+    logits = False
+    if summed is None:
+        summed = moe.moe_router_topk // (moe.moe_router_group_topk or 1)
+        logits = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    if summed == 1:
+        return "its best expert"  # by its logit or its score
+    return f"the sum of its best {'two' if summed == 2 else summed}" + (" logits" if logits else "")

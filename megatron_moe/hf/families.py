@@ -1,0 +1,144 @@
+"""The families of models that are converted, and by what they are known. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+
+# ---- What families of models call the same tensors. No torch.
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What families call the same things.
+
+    experts: prefix of an expert's matrices, {e} being its number, and the names of gate, up and down.
+    router: the gate's weight. shared: prefix of the shared expert.
+    """
+
+    experts: str = "mlp.experts.{e}."
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "mlp.gate.weight"
+    shared: str = "mlp.shared_experts."
+
+
+DEEPSEEK = TensorNames()
+QWEN = TensorNames(shared="mlp.shared_expert.")
+MIXTRAL = TensorNames("block_sparse_moe.experts.{e}.", ("w1", "w3", "w2"), "block_sparse_moe.gate.weight")
+
+
+# ----
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a configuration format and names of tensors.
+
+    architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
+    the first is written. names: of its tensors.
+    """
+
+    name: str
+    architecture: str
+    model_types: tuple[str, ...]
+    names: TensorNames
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("deepseek-v2", "DeepseekV2ForCausalLM", ("deepseek_v2",), DEEPSEEK),
+        # Kimi-K2 has a model_type of its own and DeepSeek-V3's class; Moonlight and R1 have both of DeepSeek-V3.
+        Family("deepseek-v3", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), DEEPSEEK),
+        Family("mixtral", "MixtralForCausalLM", ("mixtral",), MIXTRAL),
+        Family("qwen2-moe", "Qwen2MoeForCausalLM", ("qwen2_moe",), QWEN),
+        Family("qwen3-moe", "Qwen3MoeForCausalLM", ("qwen3_moe",), QWEN),
+        Family("glm4-moe", "Glm4MoeForCausalLM", ("glm4_moe",), DEEPSEEK),
+    )
+}
+
+_DENSE = "it is a dense model, and mixtures of experts are converted"
+_SEVERAL = "it is a model of several modalities, and the text model is not converted alone"
+_REFUSED: dict[str, str] = {
+    "deepseek": "the first DeepSeek-MoE has no latent attention and a format of its own",
+    "deepseek_v32": "its attention reads a selection of the keys, which the attention here does not",
+    "glm_moe_dsa": "its attention reads a selection of the keys, which the attention here does not",
+    "glm4_moe_lite": "it is GLM with latent attention, which is not one of the combinations checked here",
+    "olmoe": "it normalises queries and keys over all heads together, and the attention here over each head",
+    "flex_olmo": "it normalises queries and keys over all heads together, and the attention here over each head",
+    "gpt_oss": "its attention has sinks and its experts have biases and a clamped activation",
+    "qwen3_next": "most of its attention is a gated delta rule",
+    "qwen3_5_moe": "most of its attention is a gated delta rule",
+    "kimi_linear": "most of its attention is a linear attention",
+    "minimax": "most of its attention is a linear attention",
+    "minimax_m2": "it normalises queries and keys over all heads together, and the attention here over each head",
+    "llama4": "its experts weigh their input, and its attention is cut into chunks",
+    "llama4_text": "its experts weigh their input, and its attention is cut into chunks",
+    "dbrx": "it clips queries, keys and values and normalises by LayerNorm",
+    "phimoe": "it chooses by sparsemixer and normalises by LayerNorm",
+    "jamba": "most of its layers are state-space models",
+    "granitemoe": "it scales embeddings, residuals and logits by multipliers",
+    "dots1": "it is not one of the families checked here",
+    "ernie4_5_moe": "it is not one of the families checked here",
+    "hunyuan_v1_moe": "it is not one of the families checked here",
+    "kimi_k25": _SEVERAL,
+    "kimi_vl": _SEVERAL,
+    "deepseek_vl_v2": _SEVERAL,
+    "qwen3_vl_moe": _SEVERAL,
+    "glm4v_moe": _SEVERAL,
+    **dict.fromkeys(
+        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo olmo2 phi phi3".split(), _DENSE
+    ),
+}
+
+
+def family_of(config: dict[str, Any], where: str) -> Family:
+    """The family of a config.json.
+
+    Args:
+        where: the folder, as messages name it.
+
+    Raises:
+        ConfigError: it is none of those that are supported, or says of itself two different things.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    supported = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
+    if not isinstance(model_type, str):
+        raise ConfigError(
+            f"{where}: config.json: model_type {model_type!r}: has to name the family; these are converted: {supported}"
+        )
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            if architectures not in (None, [family.architecture]):
+                raise ConfigError(
+                    f"{where}: config.json: architectures {architectures!r} with model_type {model_type!r}: a language "
+                    f'model of this type is ["{family.architecture}"]; other classes are not converted'
+                )
+            return family
+    reason = _REFUSED.get(model_type, "it is not one of the families checked here")
+    raise ConfigError(
+        f"{where}: config.json: model_type {model_type!r} is not converted: {reason}; these are: {supported}"
+    )
+
+
+def family_of_run(run: Run) -> Family | None:
+    """The family that a model trained here from scratch comes nearest to; None for a dense model.
+
+    Whether that family's format holds all of the model is `hf_config.config_of`'s to say.
+    """
+    if run.moe.num_experts is None:
+        return None
+    sigmoid = run.moe.moe_router_score_function == "sigmoid"
+    if run.model.multi_latent_attention:
+        return FAMILIES["deepseek-v3" if sigmoid else "deepseek-v2"]
+    if sigmoid:
+        return FAMILIES["glm4-moe"]
+    if run.moe.moe_shared_expert_intermediate_size is not None or run.model.add_qkv_bias:
+        return FAMILIES["qwen2-moe"]
+    # Mixtral knows neither layers without experts nor weights that do not sum to one.
+    plain = all(derived.moe_layer_pattern(run)) and derived.norm_topk_prob(run)
+    return FAMILIES["mixtral" if plain and not run.model.qk_layernorm else "qwen3-moe"]

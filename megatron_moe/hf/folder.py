@@ -1,0 +1,362 @@
+"""A folder of Hugging Face's form: what is in it, checked before a number of it is read. No torch.
+
+Everything in it is a stranger's. Files are read as data, whatever they are called: configuration and headers within
+limits, weights from .safetensors only; Python files are carried along and never run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.safetensors_file import (
+    FormatError,
+    Header,
+    Stamp,
+    Stored,
+    parse_object,
+    read_header,
+    read_small,
+    shortened,
+    stamp_of,
+)
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SCALE = "_scale_inv"
+"""Behind a weight's name: the scales of its blocks, where it is stored in fp8."""
+BLOCK = (128, 128)
+"""Rows and columns of such a block where the configuration does not say."""
+
+LARGEST_CONFIG = 4 * 2**20
+LARGEST_INDEX = 24 * 2**20
+"""Kimi-K2, the largest of the supported families, has an index of 13 MB."""
+LARGEST_HEADERS = 64 * 2**20
+"""Bytes of all headers together."""
+LARGEST_COMPANION = 64 * 2**20
+LARGEST_COMPANIONS = 512 * 2**20
+MOST_FILES = 10_000
+
+# What is carried along: tokenizers, templates, configurations, the model's own code, licences and descriptions.
+_COMPANION = re.compile(
+    r".*\.(json|jsonl|txt|model|tiktoken|jinja|py|md|ya?ml)|(?i:.*licen[cs]e.*|notice.*|use_policy.*|readme.*)",
+    re.ASCII,
+)
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FOREIGN = (*_PICKLED, ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".nemo")
+_WEIGHTS = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+"""DeepSeek's are float32, those of some Qwen models bfloat16 or float16: each is widened without loss."""
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A folder that has been checked: each tensor is where the headers and the index say, once.
+
+    Attributes:
+        path: of the folder. config: config.json. tensors: by name, as they are stored, scales of fp8 blocks included.
+        companions: files to carry along, by plain name. notes: what a user should know though it is no error.
+        scales: weight stored in fp8 -> the tensor with its blocks' scales. block: rows and columns of a block.
+        stamps: file of weights or companion -> what it was when the folder was opened.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Stored]
+    companions: dict[str, Path]
+    notes: list[str] = field(default_factory=list)
+    scales: dict[str, str] = field(default_factory=dict)
+    block: tuple[int, int] = BLOCK
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+
+    @staticmethod
+    def open(path: Path, flag: str = "--load") -> HFFolder:
+        """Check a folder; its headers, config.json and index are read, and nothing else.
+
+        Args:
+            flag: what the user named the folder with, for messages.
+
+        Raises:
+            ConfigError: anything in it is not as it has to be; one message that names the file or the tensor.
+        """
+        try:
+            return _checked(path)
+        except FormatError as error:
+            raise ConfigError(f"{flag} {path}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror or error}") from error
+
+    def companion(self, name: str) -> bytes:
+        """The bytes of a file to carry along.
+
+        Raises:
+            ConfigError: it cannot be read any more, or changed since the folder was opened.
+        """
+        return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors as they are stored."""
+        return sum(stored.end - stored.begin for stored in self.tensors.values())
+
+
+def _checked(path: Path) -> HFFolder:
+    files, notes = _listing(path)
+    if CONFIG not in files:
+        raise FormatError(f"{CONFIG} is missing; a folder with {CONFIG}, .safetensors files and a tokenizer works")
+    config = parse_object(read_small(files[CONFIG], LARGEST_CONFIG), CONFIG)
+    headers = _headers(files, notes)
+    tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}
+    if not tensors:
+        raise FormatError(f"{', '.join(headers)} holds no tensor")
+    _check_dtypes(tensors)
+    block = _block_size(config, tensors, notes)
+    scales = _scales(tensors, block)
+    companions = _companions(files, notes)
+    stamps = {name: stamp_of(file.stat()) for name, file in companions.items()}
+    stamps.update({file: header.stamp for file, header in headers.items()})
+    return HFFolder(path, config, tensors, companions, notes, scales, block, stamps)
+
+
+# ---- files
+
+
+def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
+    """Every plain file of the folder by name, links of a hub cache followed; notes about what is left out."""
+    if not path.exists():
+        raise FormatError("there is no such folder")
+    if not path.is_dir():
+        raise FormatError("it is a file; the folder that holds config.json and the .safetensors files is expected")
+    entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    if not entries:
+        raise FormatError("the folder is empty")
+    if len(entries) > MOST_FILES:
+        raise FormatError(f"it holds {len(entries)} files; a folder of one model has fewer than {MOST_FILES}")
+    allowed = _allowed(path)
+    files: dict[str, Path] = {}
+    folders = []
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_symlink():
+            _check_link(Path(entry.path), allowed)
+        mode = entry.stat().st_mode
+        if stat.S_ISREG(mode):
+            files[entry.name] = Path(entry.path)
+        elif stat.S_ISDIR(mode) and not _wanted(entry.name):
+            folders.append(entry.name)
+        else:
+            raise FormatError(f"{shortened(entry.name)} is not a regular file")
+    return files, [f"folders that are left behind: {', '.join(folders)}"] if folders else []
+
+
+def _allowed(path: Path) -> list[Path]:
+    """Folders that a link may lead into: its own, and in a hub's cache (snapshots/REVISION) the blobs beside it."""
+    real = Path(os.path.realpath(path))
+    return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
+
+
+def _check_link(link: Path, allowed: list[Path]) -> None:
+    target = Path(os.path.realpath(link))
+    if target.parent not in allowed:
+        raise FormatError(
+            f"{shortened(link.name)} is a link to {target}, outside of the folder; copy the file, "
+            "or name a snapshot of the hub's cache, whose links lead to the blobs beside it"
+        )
+    if not target.exists():
+        raise FormatError(f"{shortened(link.name)} is a link to {target}, which is not there")
+
+
+def _wanted(name: str) -> bool:
+    return name.endswith(".safetensors") or bool(_COMPANION.fullmatch(name))
+
+
+def _companions(files: dict[str, Path], notes: list[str]) -> dict[str, Path]:
+    companions: dict[str, Path] = {}
+    left, total = [], 0
+    for name, path in files.items():
+        if name.endswith(".safetensors") or name.endswith(".safetensors.index.json"):
+            continue
+        if not _COMPANION.fullmatch(name) or name.endswith(".bin.index.json"):
+            left.append(name)
+            continue
+        if not name.isprintable():
+            raise FormatError(f"{shortened(name)} is not the name of a file to carry along")
+        size = path.stat().st_size
+        total += size
+        if size > LARGEST_COMPANION or total > LARGEST_COMPANIONS:
+            raise FormatError(
+                f"{name} has {size} bytes; files beside the weights may have {LARGEST_COMPANION} each "
+                f"and {LARGEST_COMPANIONS} together: move away what is not the tokenizer's or the configuration's"
+            )
+        companions[name] = path
+    if left:
+        notes.append(f"files that are left behind: {', '.join(shortened(name) for name in left)}")
+    return companions
+
+
+# ---- weights
+
+
+def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
+    """Of every file of weights, held against the index where there is one."""
+    if "adapter_config.json" in files:
+        raise FormatError("adapter_config.json: an adapter lies in the folder; merge it into the weights first")
+    present = {name for name in files if name.endswith(".safetensors")}
+    if INDEX in files:
+        places, total = _index(files[INDEX])
+        wanted = set(places.values())
+        if SINGLE in present - wanted:
+            raise FormatError(f"{SINGLE} and {INDEX}: two sets of weights; remove the one that is not meant")
+    elif SINGLE in present:
+        places, total, wanted = None, None, {SINGLE}
+    else:
+        raise FormatError(_no_weights(files, present))
+    for name in sorted(wanted - present):
+        raise FormatError(f"{name} is missing, which {INDEX} names; {len(wanted & present)} of {len(wanted)} are there")
+    strays = sorted(present - wanted)
+    for name in strays:
+        if _SHARD.fullmatch(name):
+            raise FormatError(f"{name} belongs to no set of weights: {INDEX if places else SINGLE} does not name it")
+    if strays:
+        notes.append(f"weights that are not read: {', '.join(shortened(name) for name in strays)}")
+    headers: dict[str, Header] = {}
+    length, owner = 0, dict[str, str]()
+    for file in sorted(wanted):
+        header = headers[file] = read_header(files[file])
+        length += header.length
+        if length > LARGEST_HEADERS:
+            raise FormatError(f"{file}: the headers up to it have {length} bytes; at most {LARGEST_HEADERS} are read")
+        for name in header.tensors:
+            if name in owner:
+                raise FormatError(f"tensor {shortened(name)} is in {owner[name]} and in {file}")
+            owner[name] = file
+    if places is not None:
+        _check_index(places, owner)
+    held = sum(stored.end - stored.begin for header in headers.values() for stored in header.tensors.values())
+    if total is not None and total != held:
+        notes.append(f"{INDEX} has the total_size {shortened(total)}, the tensors have {held} bytes; not an error")
+    return headers
+
+
+def _index(path: Path) -> tuple[dict[str, str], Any]:
+    """File of every tensor, and the total size as the index has it."""
+    content = parse_object(read_small(path, LARGEST_INDEX), INDEX)
+    places, metadata = content.get("weight_map"), content.get("metadata", {})
+    if not isinstance(places, dict) or not places:
+        raise FormatError(f"{INDEX}: weight_map is {shortened(places)}; tensor to file is expected")
+    for name, file in places.items():
+        if not isinstance(file, str) or not _plain(file) or not file.endswith(".safetensors"):
+            raise FormatError(
+                f"{INDEX}: tensor {shortened(name)} is to be in {shortened(file)}; the plain name of a "
+                ".safetensors file of the folder is expected"
+            )
+    if not isinstance(metadata, dict):
+        raise FormatError(f"{INDEX}: metadata is {shortened(metadata)}; an object is expected")
+    return places, metadata.get("total_size")
+
+
+def _plain(name: str) -> bool:
+    return os.sep not in name and "\\" not in name and not name.startswith(".") and name.isprintable() and bool(name)
+
+
+def _check_index(places: dict[str, str], owner: dict[str, str]) -> None:
+    for name, file in places.items():
+        if owner.get(name) != file:
+            where = f"it is in {owner[name]}" if name in owner else "it is in none of the files"
+            raise FormatError(f"{INDEX}: tensor {shortened(name)} is to be in {file}; {where}")
+    unnamed = [name for name in owner if name not in places]
+    if unnamed:
+        raise FormatError(
+            f"{INDEX} does not name {len(unnamed)} tensors that the files hold: "
+            f"{', '.join(f'{shortened(name)} in {owner[name]}' for name in unnamed[:5])}"
+        )
+
+
+def _no_weights(files: dict[str, Path], present: set[str]) -> str:
+    foreign = [name for name in files if name.endswith(_FOREIGN)]
+    if present:
+        listed = ", ".join(shortened(name) for name in sorted(present)[:5])
+        return f"neither {INDEX} nor {SINGLE} is there, but {listed}; several files need their index"
+    if any(name.endswith(_PICKLED) for name in foreign):
+        listed = ", ".join(shortened(name) for name in foreign[:5])
+        return (
+            f"weights as pickles only ({listed}), which can run code when they are read; "
+            "save the model with safetensors where you trust it"
+        )
+    if foreign:
+        return f"{shortened(foreign[0])}: weights in another format; .safetensors files are read"
+    return f"no weights: neither {SINGLE} nor {INDEX} is there"
+
+
+def _check_dtypes(tensors: dict[str, Stored]) -> None:
+    """Weights are floating point: packed integers would be read as numbers."""
+    for name, stored in tensors.items():
+        if stored.dtype not in _WEIGHTS:
+            raise FormatError(
+                f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
+                "read: dequantise the model first"
+            )
+
+
+# ---- fp8
+
+
+def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[str]) -> tuple[int, int]:
+    quantization = config.get("quantization_config")
+    stored_in_fp8 = any(stored.dtype == "float8_e4m3fn" for stored in tensors.values())
+    if quantization is None:
+        if stored_in_fp8:
+            notes.append(f"{CONFIG} has no quantization_config; blocks of fp8 are taken to be {BLOCK[0]} x {BLOCK[1]}")
+        return BLOCK
+    if not isinstance(quantization, dict):
+        raise FormatError(f"{CONFIG}: quantization_config is {shortened(quantization)}; an object is expected")
+    if not stored_in_fp8 and quantization.get("quant_method") == "fp8":
+        notes.append(f"{CONFIG} has a quantization_config of fp8, and no tensor is stored in it")
+    size = quantization.get("weight_block_size", list(BLOCK))
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in size):
+        if not stored_in_fp8 and size is None:
+            return BLOCK
+        raise FormatError(
+            f"{CONFIG}: quantization_config.weight_block_size is {shortened(size)}; [rows, columns] of a block "
+            "are expected"
+        )
+    return size[0], size[1]
+
+
+def _scales(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, str]:
+    """Weight in fp8 -> its scales, each held against the weight."""
+    scales: dict[str, str] = {}
+    for name, stored in tensors.items():
+        if stored.dtype != "float8_e4m3fn":
+            continue
+        scale = tensors.get(name + SCALE)
+        if scale is None:
+            raise FormatError(f"tensor {shortened(name)} is stored in fp8 and {shortened(name + SCALE)} is missing")
+        if len(stored.shape) != 2:
+            raise FormatError(
+                f"tensor {shortened(name)} is stored in fp8 with the shape {list(stored.shape)}, no matrix"
+            )
+        expected = tuple(-(-size // edge) for size, edge in zip(stored.shape, block))
+        if scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
+            raise FormatError(
+                f"tensor {shortened(name + SCALE)} is {scale.dtype} {list(scale.shape)}; float32 {list(expected)} is "
+                f"expected, one number for each {block[0]} x {block[1]} block of {list(stored.shape)}"
+            )
+        scales[name] = name + SCALE
+    used = set(scales.values())
+    for name in tensors:
+        if name.endswith(SCALE) and name not in used:
+            weight = tensors.get(name.removesuffix(SCALE))
+            raise FormatError(
+                f"tensor {shortened(name)} scales {shortened(name.removesuffix(SCALE))}, which is "
+                f"{'missing' if weight is None else f'stored as {weight.dtype}, not in fp8'}"
+            )
+    return scales

@@ -1,0 +1,197 @@
+"""config.json of the families with latent attention <-> our settings: DeepSeek-V2 and DeepSeek-V3. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, first_dense_of, first_layers_dense
+from megatron_moe.hf.rope_settings import rope_keys, rope_settings
+
+_MOST_EXPERTS = 200_000  # of all layers together; twice those of the largest model that is published
+
+
+def _latent(keys: Keys) -> dict[str, Any]:
+    """What DeepSeek-V2 and -V3 have in common."""
+    keys.only("attention_bias", (False,), "latent attention has no biases here")
+    keys.only("rope_interleave", (True,), "latent attention rotates neighbouring pairs here")
+    keys.only("moe_layer_freq", (1,), "every layer after first_k_dense_replace is a MoE layer")
+    heads = keys.integer("num_attention_heads")
+    if keys.integer("num_key_value_heads", default=heads) != heads:
+        raise keys.refusal(
+            "num_key_value_heads", f"latent attention has a key and a value for every head; use {heads} or null"
+        )
+    if "q_lora_rank" not in keys.values:
+        raise keys.refusal("q_lora_rank", "has to be an integer, or null for queries without a low rank")
+    nope, rope = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim", low=2)
+    if keys.integer("qk_head_dim", default=nope + rope) != nope + rope:
+        raise keys.refusal("qk_head_dim", f"contradicts qk_nope_head_dim + qk_rope_head_dim = {nope + rope}")
+    if rope % 2:
+        raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
+    keys.passed_over("head_dim")  # transformers writes qk_rope_head_dim there and never reads it
+    return {
+        **rope_settings(keys, rope),
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": keys.integer("q_lora_rank", default=None),
+        "kv_lora_rank": keys.integer("kv_lora_rank"),
+        "qk_head_dim": nope,
+        "qk_pos_emb_head_dim": rope,
+        "v_head_dim": keys.integer("v_head_dim"),
+        "ffn_hidden_size": keys.integer("intermediate_size"),
+    }
+
+
+def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
+    """The experts as DeepSeek and GLM have them: routed ones, shared ones as one MLP, a factor, dense layers first.
+
+    Args:
+        aliases: other names of n_routed_experts.
+    """
+    experts = expert_count(keys, "n_routed_experts", *aliases)
+    width = keys.integer("moe_intermediate_size")
+    factor = keys.number("routed_scaling_factor")
+    return {
+        "num_experts": experts,
+        "moe_layer_freq": first_layers_dense(keys),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": keys.integer("n_shared_experts") * width,
+        "moe_router_topk": topk(keys, experts),
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+    }
+
+
+def expert_count(keys: Keys, *names: str) -> int:
+    """Experts per layer, as many as all layers together may have."""
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
+    return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
+
+
+def topk(keys: Keys, experts: int) -> int:
+    """Experts per token, of those that there are."""
+    chosen = keys.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise keys.refusal("num_experts_per_tok", f"there are {experts} experts; that many or less")
+    return chosen
+
+
+def _groups(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:
+    """Group-limited routing; nothing where there is one group."""
+    groups = keys.integer("n_group")
+    if groups == 1:
+        keys.integer("topk_group", default=1)
+        return {}
+    if experts % groups:
+        raise keys.refusal("n_group", f"the groups have to divide the {experts} experts")
+    group_topk = keys.integer("topk_group")
+    if group_topk > groups or group_topk > chosen:
+        raise keys.refusal("topk_group", f"has to be at most n_group {groups} and num_experts_per_tok {chosen}")
+    if experts // groups * group_topk < chosen:
+        raise keys.refusal(
+            "topk_group", f"{group_topk} groups of {experts // groups} experts hold fewer than the {chosen} chosen"
+        )
+    if score == "top2" and experts // groups < 2:
+        raise keys.refusal("n_group", "a group is scored by its best two experts, and has one; fewer groups work")
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": group_topk,
+        "moe_router_group_score": score,
+    }
+
+
+def deepseek_v2(keys: Keys) -> dict[str, Any]:
+    """Softmax over all experts, greedy or within the groups of the best single experts, weights as they are."""
+    keys.only("scoring_func", ("softmax",), "DeepSeek-V2's scores are a softmax")
+    keys.only(
+        "norm_topk_prob",
+        (False,),
+        "DeepSeek's own code normalises the weights instead of scaling them and transformers does neither, so that "
+        "there is no agreed meaning",
+    )
+    keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    keys.only("topk_method", ("greedy", "group_limited_greedy"), "DeepSeek-V2 chooses in two ways")
+    if not keys.has("topk_method"):
+        raise keys.refusal("topk_method", 'has to say how experts are chosen: "greedy" or "group_limited_greedy"')
+    flat = {**_latent(keys), **routed_and_shared(keys, "num_experts")}
+    if keys.raw("topk_method") == "group_limited_greedy":
+        flat |= _groups(keys, flat["num_experts"], flat["moe_router_topk"], "max")
+    else:
+        keys.passed_over("n_group", "topk_group")
+    return {
+        **flat,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk_prob": False,
+    }
+
+
+def deepseek_v3(keys: Keys) -> dict[str, Any]:
+    """Sigmoid scores plus a bias, within the groups of the best two experts."""
+    keys.only("topk_method", ("noaux_tc",), "DeepSeek-V3 chooses by scores plus a bias")
+    flat = {**_latent(keys), **routed_and_shared(keys, "num_local_experts")}
+    return {**flat, **biased_sigmoid(keys, flat["num_experts"], flat["moe_router_topk"])}
+
+
+def biased_sigmoid(keys: Keys, experts: int, chosen: int) -> dict[str, Any]:
+    """The router of DeepSeek-V3 and GLM-4.5."""
+    keys.only("scoring_func", ("sigmoid",), "these models' scores are sigmoids")
+    return {
+        **_groups(keys, experts, chosen, "top2"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
+    }
+
+
+# ---- writing
+
+
+def _latent_keys(run: Run) -> dict[str, Any]:
+    model = run.model
+    return {
+        "num_key_value_heads": model.num_attention_heads,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        **rope_keys(run),
+    }
+
+
+def routed_and_shared_keys(run: Run) -> dict[str, Any]:
+    """The counterpart of `routed_and_shared`, groups among it."""
+    moe, width = run.moe, derived.moe_ffn_hidden_size(run)
+    return {
+        "intermediate_size": derived.ffn_hidden_size(run),
+        "moe_intermediate_size": width,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
+        "num_experts_per_tok": moe.moe_router_topk,
+        "norm_topk_prob": derived.norm_topk_prob(run),
+        "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+        "n_group": moe.moe_router_num_groups or 1,
+        "topk_group": moe.moe_router_group_topk or 1,
+        "first_k_dense_replace": first_dense_of(run),
+    }
+
+
+def deepseek_v2_keys(run: Run) -> dict[str, Any]:
+    """DeepSeek-V2's own keys of config.json."""
+    method = "greedy" if run.moe.moe_router_num_groups is None else "group_limited_greedy"
+    return {**_latent_keys(run), **routed_and_shared_keys(run), "scoring_func": "softmax", "topk_method": method}
+
+
+def deepseek_v3_keys(run: Run) -> dict[str, Any]:
+    """DeepSeek-V3's own keys of config.json."""
+    return {
+        **_latent_keys(run),
+        **routed_and_shared_keys(run),
+        "num_nextn_predict_layers": run.model.mtp_num_layers or 0,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }

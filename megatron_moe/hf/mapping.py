@@ -1,0 +1,367 @@
+"""Which tensor of a Hugging Face folder lies where in ours: one table per family, read in both directions.
+
+A row names a tensor of ours, the tensors of a folder that it is made of, the transform between them, and when it is
+there. Names stand relative to the layer's prefix: `decoder.layers.L.` here, `model.layers.L.` there; a layer of
+multi-token prediction is layer N + i there and `mtp.layers.i.transformer_layer.` here. `pieces` writes the rows out for
+a model: importing, exporting, training from a folder and naming gradients all go by that one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Mapping as Named
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config import derived
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.families import TensorNames
+from megatron_moe.hf.transforms import (
+    Copy,
+    ExpertDown,
+    ExpertGateUp,
+    GateThenUp,
+    QueryKeyValue,
+    Shape,
+    Transform,
+    Vocabulary,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of one of our tensors and the tensors of a folder that it is made of.
+
+    key: our tensor, as checkpoints name it. start: of the block in it; zeros where the block is all of it.
+    hf: names in the folder, in the transform's order. fp32: stays float32 on both sides, whatever the model's dtype.
+    """
+
+    key: str
+    start: Shape
+    hf: tuple[str, ...]
+    transform: Transform
+    fp32: bool = False
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """All of a model.
+
+    pieces: every tensor of ours is covered by them without overlap, and none of a folder's stands in two.
+    shapes: of our tensors, by key.
+    copies: names that a folder may hold beside these, each with the name of the tensor that it has to be equal to:
+        a tied output layer, and the tables that the layers of multi-token prediction share with the model.
+    """
+
+    pieces: tuple[Piece, ...]
+    shapes: dict[str, Shape]
+    copies: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. `when` and `make` are given the run; F in names of experts stands for the expert."""
+
+    native: str
+    hf: tuple[str, ...]
+    make: Callable[[Run], Transform]
+    when: Callable[[Run], bool] = lambda run: True
+    fp32: bool = False
+
+
+def _hidden(run: Run) -> Transform:
+    return Copy((run.model.hidden_size,))
+
+
+def _latent(run: Run) -> bool:
+    return run.model.multi_latent_attention
+
+
+def _low_rank_query(run: Run) -> bool:
+    return _latent(run) and run.model.q_lora_rank is not None
+
+
+def _grouped(run: Run) -> bool:
+    return not _latent(run)
+
+
+def _heads_normed(run: Run) -> bool:
+    return _grouped(run) and run.model.qk_layernorm
+
+
+def _latent_normed(run: Run) -> bool:
+    return _latent(run) and run.model.qk_layernorm
+
+
+def _query_width(run: Run) -> int:
+    return run.model.num_attention_heads * (run.model.qk_head_dim + run.model.qk_pos_emb_head_dim)
+
+
+def _key_value_width(run: Run) -> int:
+    return run.model.num_attention_heads * (run.model.qk_head_dim + run.model.v_head_dim)
+
+
+def _packed(run: Run, width: int | None) -> Transform:
+    return QueryKeyValue(run.model.num_attention_heads, derived.num_query_groups(run), derived.head_size(run), width)
+
+
+def _attention_output(run: Run) -> Transform:
+    model = run.model
+    per_head = model.v_head_dim if _latent(run) else derived.head_size(run)
+    return Copy((model.hidden_size, model.num_attention_heads * per_head))
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+ATTENTION = (
+    Row("input_layernorm.weight", ("input_layernorm.weight",), _hidden),
+    Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _hidden),
+    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _attention_output),
+    # grouped-query attention
+    Row(
+        "self_attention.linear_qkv.weight",
+        tuple(f"{name}.weight" for name in _QKV),
+        lambda run: _packed(run, run.model.hidden_size),
+        _grouped,
+    ),
+    Row(
+        "self_attention.linear_qkv.bias",
+        tuple(f"{name}.bias" for name in _QKV),
+        lambda run: _packed(run, None),
+        lambda run: _grouped(run) and run.model.add_qkv_bias,
+    ),
+    Row(
+        "self_attention.q_layernorm.weight",
+        ("self_attn.q_norm.weight",),
+        lambda run: Copy((derived.head_size(run),)),
+        _heads_normed,
+    ),
+    Row(
+        "self_attention.k_layernorm.weight",
+        ("self_attn.k_norm.weight",),
+        lambda run: Copy((derived.head_size(run),)),
+        _heads_normed,
+    ),
+    # latent attention
+    Row(
+        "self_attention.linear_q_proj.weight",
+        ("self_attn.q_proj.weight",),
+        lambda run: Copy((_query_width(run), run.model.hidden_size)),
+        lambda run: _latent(run) and not _low_rank_query(run),
+    ),
+    Row(
+        "self_attention.linear_q_down_proj.weight",
+        ("self_attn.q_a_proj.weight",),
+        lambda run: Copy((run.model.q_lora_rank or 0, run.model.hidden_size)),
+        _low_rank_query,
+    ),
+    Row(
+        "self_attention.q_layernorm.weight",
+        ("self_attn.q_a_layernorm.weight",),
+        lambda run: Copy((run.model.q_lora_rank or 0,)),
+        lambda run: _low_rank_query(run) and _latent_normed(run),
+    ),
+    Row(
+        "self_attention.linear_q_up_proj.weight",
+        ("self_attn.q_b_proj.weight",),
+        lambda run: Copy((_query_width(run), run.model.q_lora_rank or 0)),
+        _low_rank_query,
+    ),
+    Row(
+        "self_attention.linear_kv_down_proj.weight",
+        ("self_attn.kv_a_proj_with_mqa.weight",),
+        lambda run: Copy((run.model.kv_lora_rank + run.model.qk_pos_emb_head_dim, run.model.hidden_size)),
+        _latent,
+    ),
+    Row(
+        "self_attention.kv_layernorm.weight",
+        ("self_attn.kv_a_layernorm.weight",),
+        lambda run: Copy((run.model.kv_lora_rank,)),
+        _latent_normed,
+    ),
+    Row(
+        "self_attention.linear_kv_up_proj.weight",
+        ("self_attn.kv_b_proj.weight",),
+        lambda run: Copy((_key_value_width(run), run.model.kv_lora_rank)),
+        _latent,
+    ),
+)
+
+DENSE = (
+    Row(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        lambda run: GateThenUp(derived.ffn_hidden_size(run), run.model.hidden_size),
+    ),
+    Row(
+        "mlp.linear_fc2.weight",
+        ("mlp.down_proj.weight",),
+        lambda run: Copy((run.model.hidden_size, derived.ffn_hidden_size(run))),
+    ),
+)
+
+
+def _has_shared(run: Run) -> bool:
+    return run.moe.moe_shared_expert_intermediate_size is not None
+
+
+def _shared_width(run: Run) -> int:
+    return run.moe.moe_shared_expert_intermediate_size or 0
+
+
+def moe_rows(names: TensorNames) -> tuple[Row, ...]:
+    """A MoE layer's tensors but for the routed experts."""
+    shared = names.shared
+    return (
+        Row(
+            "mlp.router.weight",
+            (names.router,),
+            lambda run: Copy((run.moe.num_experts or 0, run.model.hidden_size)),
+        ),
+        Row(
+            "mlp.router.expert_bias",
+            (names.router.replace(".weight", ".e_score_correction_bias"),),
+            lambda run: Copy((run.moe.num_experts or 0,)),
+            lambda run: run.moe.moe_router_enable_expert_bias,
+            fp32=True,
+        ),
+        Row(
+            "mlp.shared_experts.linear_fc1.weight",
+            (f"{shared}gate_proj.weight", f"{shared}up_proj.weight"),
+            lambda run: GateThenUp(_shared_width(run), run.model.hidden_size),
+            _has_shared,
+        ),
+        Row(
+            "mlp.shared_experts.linear_fc2.weight",
+            (f"{shared}down_proj.weight",),
+            lambda run: Copy((run.model.hidden_size, _shared_width(run))),
+            _has_shared,
+        ),
+        Row(
+            "mlp.shared_experts.gate_weight",
+            (f"{shared.removesuffix('.')}_gate.weight",),
+            lambda run: Copy((1, run.model.hidden_size)),
+            lambda run: _has_shared(run) and run.moe.moe_shared_expert_gate,
+        ),
+    )
+
+
+def expert_rows(names: TensorNames) -> tuple[Row, ...]:
+    """One routed expert; a block of the tensors that hold all of a layer."""
+    gate, up, down = (f"{names.experts}{matrix}.weight" for matrix in names.matrices)
+    return (
+        Row(
+            "mlp.experts.weight1",
+            (gate, up),
+            lambda run: ExpertGateUp(derived.moe_ffn_hidden_size(run), run.model.hidden_size),
+        ),
+        Row(
+            "mlp.experts.weight2",
+            (down,),
+            lambda run: ExpertDown(derived.moe_ffn_hidden_size(run), run.model.hidden_size),
+        ),
+    )
+
+
+# What stands around the transformer layer of a depth of multi-token prediction.
+PREDICTION = (
+    Row("enorm.weight", ("enorm.weight",), _hidden),
+    Row("hnorm.weight", ("hnorm.weight",), _hidden),
+    Row("eh_proj.weight", ("eh_proj.weight",), lambda run: Copy((run.model.hidden_size, 2 * run.model.hidden_size))),
+    Row("final_layernorm.weight", ("shared_head.norm.weight",), _hidden),
+)
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def mapping(run: Run, names: TensorNames) -> Mapping:
+    """Every tensor of a model and where it comes from.
+
+    Args:
+        run: the model; `vocab_size` is set, and layout and dtype have no influence on anything but the padding.
+        names: of its family.
+    """
+    model = run.model
+    assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
+    table = Vocabulary(model.vocab_size, derived.padded_vocab_size(model.vocab_size, run), model.hidden_size)
+    whole = [Row("embedding.word_embeddings.weight", (_EMBEDDING,), lambda run: table)]
+    whole.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), _hidden))
+    copies: dict[str, str] = {}
+    if model.untie_embeddings_and_output_weights:
+        whole.append(Row("output_layer.weight", (_OUTPUT,), lambda run: table))
+    else:
+        copies[_OUTPUT] = _EMBEDDING
+    pieces = list(_written_out(run, whole, "", ""))
+    pattern = derived.moe_layer_pattern(run)
+    for layer, is_moe in enumerate(pattern):
+        pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    for depth in range(model.mtp_num_layers or 0):
+        here, there = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
+        pieces += _written_out(run, PREDICTION, here, there)
+        pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
+        copies[f"{there}embed_tokens.weight"] = _EMBEDDING
+        copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else _EMBEDDING
+    return Mapping(tuple(pieces), _shapes(run, pieces), copies)
+
+
+def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[Piece]:
+    yield from _written_out(run, ATTENTION, here, there)
+    if not is_moe:
+        yield from _written_out(run, DENSE, here, there)
+        return
+    yield from _written_out(run, moe_rows(names), here, there)
+    for expert in range(run.moe.num_experts or 0):
+        for row in expert_rows(names):
+            transform = row.make(run)
+            start = (expert, *(0,) * (len(transform.native_shape) - 1))
+            yield Piece(here + row.native, start, tuple(there + name.format(e=expert) for name in row.hf), transform)
+
+
+def _written_out(run: Run, rows: Any, here: str, there: str) -> Iterator[Piece]:
+    for row in rows:
+        if row.when(run):
+            transform = row.make(run)
+            start = (0,) * len(transform.native_shape)
+            yield Piece(here + row.native, start, tuple(there + name for name in row.hf), transform, row.fp32)
+
+
+def _shapes(run: Run, pieces: list[Piece]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for piece in pieces:
+        block = piece.transform.native_shape
+        experts = piece.key.endswith(("experts.weight1", "experts.weight2"))
+        shapes[piece.key] = (run.moe.num_experts or 0, *block[1:]) if experts else block
+    return shapes
+
+
+# ---- Does a folder hold the tensors of a model, all of them and no others? Told from its headers. No tensor is read.
+
+
+_RECOMPUTED = ".rotary_emb.inv_freq"
+"""Ends the names of tensors that older folders hold and that follow from the configuration."""
+
+
+def require_tensors(table: Mapping, held: Named[str, Shape], where: str) -> tuple[list[str], list[str]]:
+    """Hold a folder's names and shapes against the table.
+
+    Returns:
+        The names that it holds as copies of others, and those that nothing is made of.
+
+    Raises:
+        ConfigError: tensors are missing, unknown or of another shape; all of them are listed.
+    """
+    wanted = {name: shape for piece in table.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
+    copies = [name for name in table.copies if name in held]
+    dropped = sorted(name for name in held if name.endswith(_RECOMPUTED))
+    unknown = sorted(held.keys() - wanted.keys() - set(copies) - set(dropped))
+    expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
+    lines = [f"missing: {name}" for name in sorted(wanted.keys() - held.keys())]
+    lines += [f"nothing is made of it: {name}" for name in unknown]
+    lines += [
+        f"{name}: shape {list(held[name])}, its configuration says {list(expected[name])}"
+        for name in sorted(expected.keys() & held.keys())
+        if tuple(held[name]) != tuple(expected[name])
+    ]
+    if lines:
+        raise ConfigError(listing(f"{where}: its tensors are not those of its config.json:", lines))
+    return copies, dropped

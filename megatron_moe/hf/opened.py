@@ -1,0 +1,166 @@
+"""A checkpoint opened for one process, without a launcher: the model with its weights, whichever kind of folder it is.
+
+    with opened(locate(Path("checkpoints"))) as found:
+        logits = found.model(tokens, positions, None)
+
+Weights are streamed in tensor by tensor: beside the model there is room for the largest of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.compare import architecture_keys
+from megatron_moe.checkpoint.durable import size
+from megatron_moe.config import derived, rules, schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.mapping import Mapping, mapping
+from megatron_moe.hf.source import ModelSource, fill
+from megatron_moe.model.build import build_model
+from megatron_moe.model.engine_config import transformer_config
+from megatron_moe.model.float16_module import Float16Module
+from megatron_moe.parallel import groups
+
+_FLAGS: dict[torch.dtype, dict[str, bool]] = {
+    torch.float32: {},
+    torch.bfloat16: {"bf16": True},
+    torch.float16: {"fp16": True},
+}
+_RESERVE = 256 * 2**20
+"""Bytes for buffers of the libraries, beside weights and what the caller names."""
+_TABLES = {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in this process.
+
+    source: where it was read. run: its settings, for one process, in the dtype asked for.
+    model: the chunk, in evaluation mode, on this machine's device; wrapped where the dtype is a half one.
+    chunk: the same without its wrapper.
+    """
+
+    source: ModelSource
+    run: Run
+    model: torch.nn.Module
+    chunk: torch.nn.Module
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        return _vocab_size(self.run)
+
+    @property
+    def mapping(self) -> Mapping:
+        """Where each of its tensors lies in a Hugging Face folder.
+
+        Raises:
+            ConfigError: it is of no family.
+        """
+        return mapping(self.run, self.source.required_family.names)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the keys that checkpoints give them."""
+        return held_tensors(self.chunk)
+
+
+@contextmanager
+def opened(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    layers: int | None = None,
+    gradients: bool = False,
+    working_bytes: int = 0,
+) -> Iterator[Opened]:
+    """Build the model of a checkpoint and fill it; within the block there are the process groups of one process.
+
+    Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 whatever it is.
+
+    Args:
+        source: from `source.locate`.
+        dtype: float32, bfloat16 or float16.
+        layers: the first so many only, and no layers of multi-token prediction.
+        gradients: they will be computed; counts their memory.
+        working_bytes: what the caller needs beside them.
+
+    Raises:
+        ConfigError: too little memory, more than one process, settings that a model cannot have, or tensors that are
+            not those of the model.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a checkpoint is opened in a process that is in no process group")
+    if groups.launched_world()[1] != 1:
+        raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
+    run = one_process(source.run, dtype, layers)
+    _require_memory(source, run, gradients, working_bytes)
+    try:
+        model, chunk = _build(run)
+        fill(held_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
+        yield Opened(source, run, model, chunk)
+    finally:
+        groups.destroy()
+
+
+def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
+    """The model of a run for one process that evaluates: its architecture, and defaults for everything else.
+
+    Raises:
+        ConfigError: no model has these settings.
+    """
+    flat = schema.flatten(run)
+    kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", "make_vocab_size_divisible_by")}
+    kept["max_position_embeddings"] = kept["seq_length"] = derived.max_position_embeddings(run)
+    kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None, **_FLAGS[dtype]}
+    if layers is not None:
+        kept |= {"num_layers": layers, "mtp_num_layers": None}
+        if run.moe.num_experts is not None:
+            kept["moe_layer_freq"] = str(derived.moe_layer_pattern(run)[:layers])
+    result = schema.build(kept)
+    if result.moe.num_experts is not None and (result.model.hidden_size % 8 or derived.moe_ffn_hidden_size(result) % 8):
+        result = schema.replace(result, moe_expert_backend="loop")  # torch's grouped product takes whole 16 bytes
+    rules.check_model(result, 1)
+    return result
+
+
+def held_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a whole model by the keys that checkpoints give them: parameters, and buffers that are saved."""
+    held = chunk.state_dict(keep_vars=True)
+    return {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def _build(run: Run) -> tuple[torch.nn.Module, torch.nn.Module]:
+    pg_collection = groups.initialize(run)
+    (chunk,) = build_model(run, pg_collection, _vocab_size(run), wrap=False, draw=False)
+    chunk.to(platform.device())
+    wrapped = Float16Module(transformer_config(run), chunk) if run.precision.bf16 or run.precision.fp16 else chunk
+    return wrapped.eval(), chunk
+
+
+def _vocab_size(run: Run) -> int:
+    assert run.model.vocab_size is not None, "a source knows its vocabulary"
+    return run.model.vocab_size
+
+
+def _require_memory(source: ModelSource, run: Run, gradients: bool, working_bytes: int) -> None:
+    parameters = derived.parameter_count(run, derived.padded_vocab_size(_vocab_size(run), run))
+    width = 4 if derived.params_dtype_name(run) == "float32" else 2
+    weights = parameters * width * (2 if gradients else 1)
+    needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
+    if needed <= available:
+        return
+    what = f"{parameters:,} parameters in {derived.params_dtype_name(run)}{' with gradients' if gradients else ''}"
+    raise ConfigError(
+        f"{source.path}: {what} take {size(weights, exact=False)}, {size(needed, exact=False)} with what is computed; "
+        f"{size(available, exact=False)} are free on this machine ({platform.device().type}): free some, use a larger "
+        "machine, or fewer and shorter sequences where those are what takes it"
+    )

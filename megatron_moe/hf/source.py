@@ -1,0 +1,245 @@
+"""What a checkpoint's folder is, and its tensors one after the other: a run's folder, one step, or Hugging Face's."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import compare, folder, manifest, origin
+from megatron_moe.checkpoint.step_reader import StepReader
+from megatron_moe.config import schema
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields, from_file
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.architecture import settings_of
+from megatron_moe.hf.families import FAMILIES, Family, family_of, family_of_run
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.mapping import mapping, require_tensors
+from megatron_moe.hf.tensors import TensorReader
+from megatron_moe.hf.transforms import Shape
+
+# ---- A model's tensors, written block by block; none is left out, none written twice, and what is not finite is told.
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of one of the model's tensors.
+
+    key: of the tensor. start: the box's first element in it. values: in the dtype they were stored in.
+    name: of what they were made of, as messages show it.
+    """
+
+    key: str
+    start: Shape
+    values: Tensor
+    name: str
+
+
+@torch.no_grad()
+def fill(held: Mapping[str, Tensor], blocks: Iterable[Block], where: str, rows: Mapping[str, int]) -> None:
+    """Copy blocks into a model's tensors, which have NaN in them until they are written.
+
+    Args:
+        held: the tensors by key; their dtype stays, and values are widened or rounded to it.
+        blocks: boxes that do not overlap.
+        where: the checkpoint, as messages name it.
+        rows: of the tables that are padded here, and maybe elsewhere by other counts, how many rows are tokens. What
+            stands behind them is padding there, left out, and zero here.
+
+    Raises:
+        ConfigError: a tensor is left out or written in part, a block is of no tensor or outside of it, or holds a
+            number that is not finite.
+    """
+    written = dict.fromkeys(held, 0)
+    for key, tensor in held.items():
+        tensor.fill_(torch.nan)
+        if key in rows:
+            tensor[rows[key] :] = 0
+            written[key] += tensor[rows[key] :].numel()
+    for block in blocks:
+        if block.key not in held:
+            raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
+        tensor, values = held[block.key], block.values
+        if block.key in rows:
+            values = values[: max(rows[block.key] - block.start[0], 0)]
+        ends = [first + count for first, count in zip(block.start, values.shape)]
+        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
+            raise ConfigError(
+                f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} does not lie in {block.key}, "
+                f"which has the shape {list(tensor.shape)}"
+            )
+        if not torch.isfinite(values).all():
+            raise ConfigError(f"{where}: {block.name} holds NaN or infinity: it is damaged, or was saved after a fault")
+        if values.numel():
+            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
+        written[block.key] += values.numel()
+    wrong = [key for key, count in written.items() if count != held[key].numel()]
+    if wrong:
+        shown = ", ".join(f"{key} ({written[key]} of {held[key].numel()} elements)" for key in wrong[:10])
+        raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")
+
+
+# ----
+
+
+_STEP = re.compile(r"iter_\d{7,}", re.ASCII)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_OPTIMIZER = "optimizer."
+_COMPANIONS = f"{origin.FOLDER}/"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint that can be opened; nothing but its small files is read yet.
+
+    path: the step, or the folder. run: the model's settings, `vocab_size` among them. family: of Hugging Face's that it
+    is of, if any. companions: files that came or go with a folder of theirs, by name. notes: what to tell about it.
+    blocks: the tensors of a model with these settings, which may have fewer layers; each is read when its turn comes.
+    """
+
+    path: Path
+    run: Run
+    family: Family | None
+    companions: dict[str, Path]
+    notes: tuple[str, ...]
+    blocks: Callable[[Run], Iterator[Block]]
+    dtype: str
+    """Of most weights as they are stored; of those in fp8, bfloat16."""
+
+    @property
+    def required_family(self) -> Family:
+        """The family.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.family is None:
+            raise ConfigError(
+                f"{self.path}: no family of models at Hugging Face is told of it, and names of tensors are asked for; "
+                f"say which they shall be: --family {{{','.join(FAMILIES)}}}"
+            )
+        return self.family
+
+
+def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, flag: str = "--load") -> ModelSource:
+    """Look at a folder: a run's, one step of it, or a Hugging Face folder.
+
+    Args:
+        ckpt_step: which step of a run's folder; default: the newest sound one.
+        family: names for the tensors of a model that was trained here.
+        flag: that the path was given with.
+
+    Raises:
+        ConfigError: it is none of these, or damaged.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder")
+    is_step = _STEP.fullmatch(path.absolute().name) and (path / folder.STATE).exists()
+    if is_step or folder.steps(path) or (path / folder.OWNER).exists() or (path / folder.LATEST).exists():
+        root, wanted = (path.absolute().parent, int(path.absolute().name[5:])) if is_step else (path, ckpt_step)
+        if is_step and ckpt_step not in (None, wanted):
+            raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
+        step, notes = folder.find_step(root, wanted)
+        if step is None:
+            raise ConfigError(f"{flag} {path}: holds no step yet")
+        return _native(step, family, tuple(notes))
+    if not (path / "config.json").exists():
+        raise ConfigError(
+            f"{flag} {path}: is no checkpoint: it holds neither steps (iter_*) nor the config.json of a Hugging Face "
+            "folder"
+        )
+    if ckpt_step is not None:
+        raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is a Hugging Face folder, which has no steps")
+    if family is not None:
+        raise ConfigError(f"--family {family}: {flag} {path} is a Hugging Face folder, whose config.json says which")
+    return _hugging_face(HFFolder.open(path, flag), f"{flag} {path}")
+
+
+# ---- a step of ours
+
+
+def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSource:
+    config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
+    fields = all_fields()
+    wanted = (*compare.architecture_keys(), "seq_length", "max_position_embeddings", "moe_router_dtype")
+    flat = {name: from_file(fields[name], config[name], f"{step}: {name}") for name in wanted if name in config}
+    if flat.get("vocab_size") is None:
+        # A run that takes its tokenizer's vocabulary; without that count the padding cannot be told from tokens.
+        known = state.get("vocab_size")
+        flat["vocab_size"] = known if isinstance(known, int) else state.get("padded_vocab_size")
+        if not isinstance(known, int):
+            notes = (
+                *notes,
+                f"{step}: does not say how many of its {flat['vocab_size']} rows are tokens: all are taken",
+            )
+    if not isinstance(flat["vocab_size"], int):
+        raise ConfigError(f"{step / folder.STATE}: padded_vocab_size {flat['vocab_size']!r} is no count")
+    run = schema.build(flat)
+    told = family or (state.get("hf") or {}).get("family")
+    if told is not None and told not in FAMILIES:
+        raise ConfigError(f"--family {told}: is none of {', '.join(FAMILIES)}")
+    content = manifest.read(step)
+    companions = {name[len(_COMPANIONS) :]: step / name for name in content.files if name.startswith(_COMPANIONS)}
+    known_family = FAMILIES[told] if told is not None else family_of_run(run)
+    dtype = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else "float32"
+    return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
+
+
+def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
+    """The boxes of a step's tensors, those of the optimizer left out. Files are hashed before they are used."""
+    reader = StepReader(step)
+    tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
+    files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
+    defect = manifest.content_defect(step, files)
+    if defect is not None:
+        raise ConfigError(f"{step}: is damaged: {defect}; load another step with --ckpt-step")
+    for key, tensor in tensors.items():
+        for part in tensor.parts:
+            yield Block(key, part.start, reader.read(key, part.start, part.shape), key)
+
+
+def _left_out(key: str, whole: Run, run: Run) -> bool:
+    if key.startswith(_OPTIMIZER):
+        return True
+    if run.model.num_layers == whole.model.num_layers:
+        return False
+    layer = _LAYER.match(key)
+    return key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
+
+
+# ---- Hugging Face's
+
+
+def _hugging_face(found: HFFolder, where: str) -> ModelSource:
+    family = family_of(found.config, where)
+    told = settings_of(found, where)
+    run = schema.build(told.flat)
+    notes, bytes_of = (*found.notes, *told.notes), Counter[str]()
+    for name, stored in found.tensors.items():
+        bytes_of["bfloat16" if name in found.scales else stored.dtype] += stored.end - stored.begin
+    dtype = bytes_of.most_common(1)[0][0]
+    return ModelSource(
+        found.path, run, family, found.companions, notes, lambda cut: _pieces(found, family, run, cut), dtype
+    )
+
+
+def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[Block]:
+    """The blocks of our tensors, made of a folder's. What the folder holds twice has to be equal."""
+    with TensorReader(found) as reader:
+        table = mapping(whole, family.names)
+        copies, _ = require_tensors(table, {name: reader.shape(name) for name in reader.names()}, str(found.path))
+        for copy in copies:
+            if reader.digest(copy) != reader.digest(table.copies[copy]):
+                raise ConfigError(
+                    f"{found.path}: {copy} differs from {table.copies[copy]}, which it has to be a copy of: the model "
+                    "has one tensor for both"
+                )
+        for piece in mapping(run, family.names).pieces:
+            tensors = [reader.read(name) for name in piece.hf]
+            yield Block(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))

@@ -1,0 +1,141 @@
+"""A .safetensors file written tensor by tensor, in any order, whose numbers are never held at once. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_moe.hf.safetensors_file import CODES, LENGTH, Stored, bytes_of
+
+_BESIDE = 1 << 20
+"""Bytes from which a tensor is hashed in a thread of its own while it is written."""
+_MOST_WRITTEN = 1 << 30
+"""Bytes per call of the system, which takes no more than 2 GiB."""
+
+
+class StreamedFile:
+    """A new .safetensors file, written tensor by tensor in any order, whose numbers are never held here.
+
+    A context manager: the file is complete and on the disk when the block ends, and gone when it ends in an error.
+
+    Args:
+        path: of a file that is not there yet.
+        layout: every tensor's dtype (torch's name) and shape. The bytes follow this order, but where that would leave a
+            tensor misaligned, the wider dtypes come first.
+        metadata: strings; transformers wants {"format": "pt"}.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: Mapping[str, tuple[str, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = path
+        header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
+        self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
+        self.digests: dict[str, str] = {}
+        self._beside: ThreadPoolExecutor | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.truncate(self._descriptor, self.bytes)
+            self._put(memoryview(header), 0)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def write(self, name: str, data: Any) -> str:
+        """Write one tensor's bytes, anything that shows them, and return their SHA-256.
+
+        Raises:
+            ValueError: the file has no such tensor, has it already, or it has another size. OSError: the disk refused.
+        """
+        view = memoryview(data).cast("B")
+        stored = self.layout.get(name)
+        if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
+            known = "not in the file" if stored is None else "written already" if name in self.digests else None
+            raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
+        if len(view) < _BESIDE:
+            self._put(view, stored.begin)
+            digest = hashlib.sha256(view).hexdigest()
+        else:
+            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+            hashed = self._beside.submit(lambda: hashlib.sha256(view).hexdigest())
+            try:
+                self._put(view, stored.begin)
+            finally:
+                digest = hashed.result()  # the caller may change the bytes when this returns
+        self.digests[name] = digest
+        return digest
+
+    def close(self) -> None:
+        """Put the file onto the disk.
+
+        Raises:
+            ValueError: a tensor was not written; the file is gone. OSError: the disk refused; the file is gone.
+        """
+        missing = [name for name in self.layout if name not in self.digests]
+        try:
+            if missing:
+                raise ValueError(f"{self.path}: {len(missing)} tensors were not written: {', '.join(missing[:5])}")
+            os.fsync(self._descriptor)
+        except BaseException:
+            self._give_up()
+            raise
+        self._release()
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            count = os.pwrite(self._descriptor, view[:_MOST_WRITTEN], offset)
+            view, offset = view[count:], offset + count
+
+    def _release(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+        os.close(self._descriptor)
+
+    def _give_up(self) -> None:
+        self._release()
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> StreamedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._give_up()
+
+
+def _header(
+    file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Stored]]:
+    """The bytes before the numbers, and where each tensor goes."""
+    order = list(layout.items())
+    at, aligned = 0, True
+    for _, (dtype, shape) in order:
+        aligned = aligned and at % CODES[dtype][1] == 0
+        at += bytes_of(dtype, shape)
+    if not aligned:
+        order.sort(key=lambda item: -CODES[item[1][0]][1])
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, (dtype, shape) in order:
+        places[name] = (at, at + bytes_of(dtype, shape))
+        at = places[name][1]
+        content[name] = {"dtype": CODES[dtype][0], "shape": list(shape), "data_offsets": list(places[name])}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = LENGTH.size + len(text)
+    stored = {name: Stored(file, *layout[name], start + begin, start + end) for name, (begin, end) in places.items()}
+    return LENGTH.pack(len(text)) + text, stored

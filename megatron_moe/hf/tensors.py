@@ -1,0 +1,221 @@
+"""The numbers of a Hugging Face folder, one tensor at a time in memory of its own; tensors as bytes of a file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.safetensors_file import shortened, stamp_of
+from megatron_moe.hf.streamed_file import StreamedFile
+
+_CHUNK = 1 << 24
+"""Bytes that are read, and hashed while the next ones are read."""
+_MOST_OPEN = 32
+
+_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""Of each byte. Looking a number up takes a seventh of the time that torch takes to convert it on a CPU."""
+
+
+class TensorReader:
+    """The tensors of a folder by name. Weights in fp8 come with their scales applied; scales have no names here.
+
+    Plain reads, no mapping of files: memory is what is returned. Not for several threads. A context manager; `close`
+    ends it.
+    """
+
+    def __init__(self, folder: HFFolder) -> None:
+        self.folder = folder
+        self._scales = set(folder.scales.values())
+        self._open: dict[str, int] = {}
+        self._beside: ThreadPoolExecutor | None = None
+
+    def names(self) -> list[str]:
+        """Of all tensors but scales, in the order of files and bytes."""
+        return [name for name in self.folder.tensors if name not in self._scales]
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that one is made of: itself, and the scales of its blocks where it is stored in fp8."""
+        scale = self.folder.scales.get(name)
+        return (name,) if scale is None else (name, scale)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As `read` returns it: bfloat16 for weights in fp8."""
+        return torch.bfloat16 if name in self.folder.scales else self._stored_dtype(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return self.folder.tensors[name].shape
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor in memory of its own.
+
+        Args:
+            dtype: what a weight in fp8 is returned as, bfloat16 where None. Value times scale is computed in fp32 and
+                rounded once: bfloat16 to nearest even, float32 not at all. Other tensors keep theirs.
+
+        Raises:
+            ConfigError: the file was cut or changed since the folder was opened; a scale is none.
+        """
+        if name not in self.folder.scales:
+            return self._stored(name, None)
+        return self._dequantised(name, dtype or torch.bfloat16, None)
+
+    def read_hashed(self, name: str, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, str]]:
+        """The same, and the SHA-256 of each stored tensor it is made of, hashed while it is read."""
+        digests: dict[str, str] = {}
+        if name not in self.folder.scales:
+            return self._stored(name, digests), digests
+        return self._dequantised(name, dtype or torch.bfloat16, digests), digests
+
+    def digest(self, name: str) -> str:
+        """The SHA-256 of a stored tensor's bytes; scales have one too."""
+        digests: dict[str, str] = {}
+        self._stored(name, digests)
+        return digests[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+        if self._beside is not None:
+            self._beside.shutdown()
+            self._beside = None
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
+        return dtype
+
+    def _stored(self, name: str, digests: dict[str, str] | None) -> Tensor:
+        """A tensor as it is stored. Its hash goes into `digests`."""
+        stored = self.folder.tensors[name]
+        raw = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
+        view = memoryview(raw.numpy())
+        digest = None if digests is None else hashlib.sha256()
+        descriptor = self._descriptor(stored.file)
+        waiting: list[Any] = []
+        try:
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                self._fill(descriptor, chunk, stored.begin + start, stored.file, name)
+                if digest is None:
+                    continue
+                if len(view) <= _CHUNK:
+                    digest.update(chunk)
+                else:
+                    self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+                    waiting.append(self._beside.submit(digest.update, chunk))
+        finally:
+            for task in waiting:
+                task.result()
+        self._check_unchanged(descriptor, stored.file)
+        if digest is not None and digests is not None:
+            digests[name] = digest.hexdigest()
+        return raw.view(self._stored_dtype(name)).reshape(stored.shape)
+
+    def _fill(self, descriptor: int, chunk: memoryview, offset: int, file: str, name: str) -> None:
+        while len(chunk):
+            try:
+                count = os.preadv(descriptor, [chunk], offset)
+            except OSError as error:
+                raise ConfigError(f"{self.folder.path / file} cannot be read: {error.strerror or error}") from error
+            if count == 0:
+                raise ConfigError(
+                    f"{self.folder.path / file} ends within tensor {shortened(name)}: it was cut since it was opened"
+                )
+            chunk, offset = chunk[count:], offset + count
+
+    def _descriptor(self, file: str) -> int:
+        descriptor = self._open.pop(file, None)
+        if descriptor is None:
+            path = self.folder.path / file
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read any more: {error.strerror or error}") from error
+        self._open[file] = descriptor  # the one used last stands last
+        self._check_unchanged(descriptor, file)
+        if len(self._open) > _MOST_OPEN:
+            os.close(self._open.pop(next(iter(self._open))))
+        return descriptor
+
+    def _check_unchanged(self, descriptor: int, file: str) -> None:
+        if stamp_of(os.fstat(descriptor)) != self.folder.stamps[file]:
+            raise ConfigError(
+                f"{self.folder.path / file} changed since it was opened; nothing else may write to the folder"
+            )
+
+    def _dequantised(self, name: str, dtype: torch.dtype, digests: dict[str, str] | None) -> Tensor:
+        """value * scale of its block, [rows, columns] of `dtype`."""
+        rows, columns = self.folder.block
+        scale_name = self.folder.scales[name]
+        scales = self._stored(scale_name, digests).float()
+        where = f"{self.folder.path / self.folder.tensors[scale_name].file}: tensor {shortened(scale_name)}"
+        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+            wrong = scales[~(torch.isfinite(scales) & (scales >= 0))]
+            raise ConfigError(f"{where} holds {float(wrong[0])}; scales are positive finite numbers")
+        codes = self._stored(name, digests).view(torch.uint8)
+        result = torch.empty(codes.shape, dtype=dtype)
+        for number, row in enumerate(scales):  # a row of blocks at a time: no copy of the whole in fp32
+            here = slice(number * rows, (number + 1) * rows)
+            wide = _FP8_VALUES.index_select(0, codes[here].reshape(-1).int()).reshape(-1, codes.shape[1])
+            factors = row.repeat_interleave(columns)[: codes.shape[1]]
+            if not bool(row.all()) and bool(wide[:, factors == 0].any()):
+                raise ConfigError(f"{where} holds 0 for a block with other numbers than 0; scales are positive")
+            result[here] = wide * factors
+        return result
+
+
+# ---- writing
+
+
+def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What `StreamedFile` has to know of tensors; ones on the meta device do."""
+    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As `Stored` and layouts have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_tensor(file: StreamedFile, name: str, tensor: Tensor) -> str:
+    """Write a tensor into a file and return the SHA-256 of its bytes.
+
+    Raises:
+        ValueError: the file's layout has no such tensor, another dtype or another shape. OSError: the disk refused.
+    """
+    stored = file.layout.get(name)
+    if stored is not None and (stored.dtype, stored.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape)):
+        raise ValueError(
+            f"{file.path}: {name} is {tensor.dtype} {list(tensor.shape)}, not {stored.dtype} {stored.shape}"
+        )
+    return file.write(name, to_bytes(tensor))
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor as a file holds them; no copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def sha256(tensor: Tensor) -> str:
+    """Of a tensor's bytes as a file holds them."""
+    return hashlib.sha256(to_bytes(tensor)).hexdigest()

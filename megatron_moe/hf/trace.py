@@ -1,0 +1,191 @@
+"""What a model computes on given tokens: logits, loss, the experts chosen, predictions further ahead, gradient norms.
+
+What people need to compare two implementations of a model. Tensors are in the order of the tokens, b * S + s, whatever
+the engine's order is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.mapping import Mapping
+from megatron_moe.hf.opened import Opened
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import RoutingDecision
+
+_TOKENS_AT_ONCE = 4096
+"""Whole sequences of about so many tokens go through the model together: logits and activations take memory."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One layer's. topk_idx: [B * S, K] int64, in the order of the choice. probs: [B * S, E] fp32, the weights with
+    which the experts' outputs are added up; 0 for those not chosen."""
+
+    topk_idx: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of B sequences of S tokens, on the CPU.
+
+    logits: [B, S, V] fp32, V the real vocabulary.
+    loss: fp32 scalar in nats, mean of the cross entropy with which the first S - 1 positions predict the next token.
+    routing: layer -> its choices; empty unless asked for. Layers count from 0, depths of multi-token prediction on from
+        the last, as Hugging Face's names do.
+    mtp_logits: [D, B, S, V] fp32, depth k predicting at s the token s + k + 1. A depth's last k positions mean nothing:
+        no token is ahead of them. None for a model without such depths.
+    grad_norms: name at Hugging Face -> L2 norm of the loss's gradient; None unless asked for.
+    """
+
+    logits: Tensor
+    loss: Tensor
+    routing: dict[int, Routing]
+    mtp_logits: Tensor | None
+    grad_norms: dict[str, float] | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a file holds them."""
+        named = {"logits": self.logits, "loss": self.loss}
+        if self.mtp_logits is not None:
+            named["mtp_logits"] = self.mtp_logits
+        for layer, routing in self.routing.items():
+            named |= {f"topk_idx.{layer}": routing.topk_idx, f"probs.{layer}": routing.probs}
+        return named
+
+
+def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
+    """Run a model on tokens.
+
+    Args:
+        found: the model, in evaluation mode.
+        input_ids: [B, S] integers below the vocabulary's size, S at least 2.
+        routing: keep every layer's choices.
+        gradients: run backward too, and take the norms.
+
+    Raises:
+        ConfigError: gradients are asked for, and the model is of no family that has names for them.
+    """
+    table = found.mapping if gradients else None
+    batch, length = input_ids.shape
+    logits = torch.empty(batch, length, found.vocab_size)
+    further: list[Tensor] = []
+    chosen: dict[int, list[Routing]] = {}
+    loss = torch.zeros((), dtype=torch.float64)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        if routing:
+            stack.enter_context(_recording(found.chunk, lambda layer, one: chosen.setdefault(layer, []).append(one)))
+        if found.run.model.mtp_num_layers:
+            stack.enter_context(_looking_further(found.chunk, further, found.vocab_size))
+        at_once = max(_TOKENS_AT_ONCE // length, 1)
+        for first in range(0, batch, at_once):
+            tokens = input_ids[first : first + at_once].to(platform.device(), torch.int64)
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+            output = found.model(tokens, positions, None)[..., : found.vocab_size].float()
+            losses = F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            if gradients:
+                (losses.sum() / (batch * (length - 1))).backward()
+            loss += losses.detach().double().sum().cpu()
+            logits[first : first + at_once] = output.detach().cpu()
+    return Trace(
+        logits,
+        (loss / (batch * (length - 1))).float(),
+        {layer: _joined(parts) for layer, parts in sorted(chosen.items())},
+        torch.cat(further, dim=1) if further else None,
+        None if table is None else _grad_norms(found, table),
+    )
+
+
+def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
+    """About what `trace` takes beside weights and their gradients."""
+    model = run.model
+    vocab_size = model.vocab_size or 0
+    tokens = min(batch, max(_TOKENS_AT_ONCE // length, 1)) * length
+    kept = 4 * batch * length * vocab_size * (1 + (model.mtp_num_layers or 0))
+    # logits, their softmax and its gradient; activations of one layer, or of all of them
+    width = max(model.hidden_size, 1) * 40
+    return kept + 4 * tokens * (4 * vocab_size + width * (model.num_layers if gradients else 1))
+
+
+def _joined(parts: list[Routing]) -> Routing:
+    return Routing(torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts]))
+
+
+@contextmanager
+def _recording(chunk: torch.nn.Module, see: Callable[[int, Routing], None]) -> Iterator[None]:
+    """Within the block, every router's decisions are shown: layer from 0, tokens in the order b * S + s."""
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+    def wrapped(router: TopKRouter) -> Callable[..., RoutingDecision]:
+        route = router.route
+
+        def seen(hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
+            decision = route(hidden, is_padding, num_sequences)
+            ids, probs = decision.expert_ids, decision.probs.detach().float()
+            dense = probs.new_zeros(ids.shape[0], router.options.num_experts).scatter_(1, ids, probs)
+            number = router.layer_number or 0
+            see(number - 1, Routing(_by_sequence(ids, num_sequences), _by_sequence(dense, num_sequences)))
+            return decision
+
+        return seen
+
+    for router in routers:
+        router.route = wrapped(router)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.route
+
+
+def _by_sequence(rows: Tensor, num_sequences: int) -> Tensor:
+    """[S * B, ...], row s * B + b -> row b * S + s, on the CPU."""
+    return rows.unflatten(0, (-1, num_sequences)).transpose(0, 1).flatten(0, 1).cpu()
+
+
+@contextmanager
+def _looking_further(chunk: Any, found: list[Tensor], vocab_size: int) -> Iterator[None]:
+    """Within the block, each forward pass also appends the logits [D, B, S, V] of multi-token prediction."""
+    finish = chunk._postprocess
+
+    def seen(hidden_states: Tensor, **rest: Any) -> Tensor:
+        logits = finish(hidden_states=hidden_states, **rest)
+        with torch.no_grad():
+            depths = chunk.further_logits(
+                hidden_states, rest["input_ids"], rest["position_ids"], rest["rotary_pos_emb"]
+            )
+            found.append(torch.stack([one[..., :vocab_size].float().cpu() for one in depths]))
+        return logits
+
+    chunk._postprocess = seen
+    try:
+        yield
+    finally:
+        del chunk._postprocess
+
+
+def _grad_norms(found: Opened, table: Mapping) -> dict[str, float]:
+    """L2 norms, added up in fp64, of every trained tensor of the table; 0 where the loss does not depend on it."""
+    tensors, norms = found.tensors, {}
+    for piece in table.pieces:
+        tensor = tensors[piece.key]
+        if not isinstance(tensor, torch.nn.Parameter):  # the router's bias is no gradient's business
+            continue
+        if tensor.grad is None:
+            norms.update(dict.fromkeys(piece.hf, 0.0))
+            continue
+        box = tuple(slice(first, first + count) for first, count in zip(piece.start, piece.transform.native_shape))
+        for name, part in zip(piece.hf, piece.transform.to_hf(tensor.grad[box])):
+            norms[name] = float(torch.linalg.vector_norm(part, dtype=torch.float64))
+    return norms

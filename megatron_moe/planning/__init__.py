@@ -1,1 +1,0 @@
-"""A layout on paper: what a model costs on ranks that are not here."""

@@ -1,0 +1,294 @@
+"""From what the ranks of a broken job say last to one sentence: which of them is the cause, and where the others wait.
+
+Plain values only; the watchdog collects them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+# ---- Processes of this machine by number and start time, so that a number that was given out again is no other's.
+
+
+@dataclass(frozen=True)
+class Process:
+    """host: name and boot of its machine. pid, and start: in clock ticks since boot, 0 where it is not known."""
+
+    host: str
+    pid: int
+    start: int
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, a zombie included; False where nobody can say. To be asked on its own machine."""
+        if not Path("/proc/self/stat").exists():
+            return False
+        state, start = _stat(self.pid)
+        return state in ("", "Z", "X") or (self.start > 0 and start != self.start)
+
+    def state(self) -> str:
+        """STOPPED or SILENT, of one that is there and does not answer."""
+        return STOPPED if _stat(self.pid)[0] in ("T", "t") else SILENT
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it is gone."""
+        if not self.is_gone():
+            try:
+                os.kill(self.pid, number)
+            except OSError:
+                pass
+
+
+@cache
+def this_process() -> Process:
+    """The process that asks."""
+    return Process(_machine(), os.getpid(), _stat(os.getpid())[1])
+
+
+def _machine() -> str:
+    """Tells apart machines of one name, and containers on one machine, whose process numbers mean nothing outside."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:  # not Linux: the name has to do
+        pass
+    return " ".join(parts)
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """(state letter, start time) of /proc; ("", 0) of a process that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return "", 0
+    return fields[0], int(fields[19])
+
+
+# ---- What a thread is doing, read from its stack: waiting in which collective, with which tensor, called from where.
+#
+# Standard library only: it has to work while everything else hangs.
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_WAITS = (".wait(", "synchronize(")
+# Wrappers around a collective, which are no collectives themselves.
+_WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
+
+
+@dataclass(frozen=True)
+class ThreadActivity:
+    """What a rank's thread does.
+
+    waits_in: the collective it waits in, or None. tensor: dtype and shape of what it sends, number: how many
+    collectives its group has begun on this rank; None where that is not known. at: file:line in function, of our own
+    code where there is any on the stack.
+    """
+
+    waits_in: str | None
+    tensor: str | None
+    number: int | None
+    at: str
+
+
+Frames = list[tuple[FrameType, int]]
+"""Innermost first: frame and line."""
+
+
+def of_this_process(besides: tuple[int, ...] = ()) -> ThreadActivity:
+    """What the main thread does; or what another one waits in, where backward passes run beside the main thread.
+
+    Args:
+        besides: identifiers of threads that do not count.
+    """
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    ahead = sorted((ident for ident in frames if ident not in besides), key=lambda ident: ident != main)
+    found = [_read(list(_outwards(frames[ident]))) for ident in ahead]
+    return next((doing for doing in found if doing.waits_in is not None), found[0])
+
+
+def of_error(error: BaseException) -> ThreadActivity:
+    """What was being done when `error` was raised."""
+    return _read(list(reversed(list(_inwards(error.__traceback__)))))
+
+
+def stacks(besides: tuple[int, ...] = ()) -> str:
+    """The stacks of all threads of this process, main thread first."""
+    frames, named = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    texts = []
+    for ident in sorted((i for i in frames if i not in besides), key=lambda i: (i != main, i)):
+        lines = "".join(traceback.format_stack(frames[ident])).rstrip()
+        texts.append(f"thread {named.get(ident, ident)}:\n{lines}")
+    return "\n".join(texts)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _inwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _read(frames: Frames) -> ThreadActivity:
+    collective, values = _collective(frames)
+    ours = [entry for entry in frames if entry[0].f_code.co_filename.startswith(_PACKAGE)]
+    outside = [entry for entry in frames if "/torch/" not in entry[0].f_code.co_filename]
+    place = next(iter(ours or outside or frames), None)
+    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if place is None else _at(*place))
+
+
+def _collective(frames: Frames) -> tuple[str | None, dict[str, Any]]:
+    """The outermost function of torch.distributed on top of the stack with its variables, or the wait for one that was
+    started before."""
+    found = None
+    for frame, _ in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/torch/distributed/" in file and name not in _WRAPPERS:
+            found = frame
+        elif found is not None and "/torch/" not in file:
+            break
+    if found is not None:
+        return found.f_code.co_name, found.f_locals
+    for frame, line in frames[:1]:
+        text = linecache.getline(frame.f_code.co_filename, line)
+        if any(wait in text for wait in _WAITS) and "threading" not in frame.f_code.co_filename:
+            return f"a wait in {frame.f_code.co_name}", {}
+    return None, {}
+
+
+def _tensor(values: dict[str, Any]) -> str | None:
+    """dtype and shape of what a collective was given."""
+    for name in ("tensor", "input_tensor", "input", "output", "object_list", "obj"):
+        value = values.get(name)
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return None
+
+
+def _number(values: dict[str, Any]) -> int | None:
+    """How many collectives the group has begun, counted by torch."""
+    if "group" not in values or "torch.distributed" not in sys.modules:
+        return None
+    try:
+        return (values["group"] or sys.modules["torch.distributed"].group.WORLD)._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):  # a group of another kind, or one that is being taken down
+        return None
+
+
+def _at(frame: FrameType, line: int) -> str:
+    file = frame.f_code.co_filename
+    short = str(Path(file).relative_to(Path(_PACKAGE).parent)) if file.startswith(_PACKAGE) else file
+    return f"{short}:{line} in {frame.f_code.co_name}"
+
+
+# ----
+
+
+FAILED, DOING = "failed", "doing"
+GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
+GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What a rank said when the job ended.
+
+    state: FAILED with an error of its own, or DOING something. text: the error. mark: how far the rank had come.
+    waits_in, tensor, number, at: see `whereabouts.Doing`. failed_at: seconds since the epoch.
+    """
+
+    rank: int
+    state: str
+    mark: str
+    at: str
+    waits_in: str | None = None
+    tensor: str | None = None
+    number: int | None = None
+    text: str = ""
+    failed_at: float = 0.0
+
+    def __str__(self) -> str:
+        tensor = f" of {self.tensor}" if self.tensor else ""
+        number = f", the {self.number}. of its group" if self.number else ""
+        doing = f"waiting in {self.waits_in}{tensor}{number}, at {self.at}" if self.waits_in else f"at {self.at}"
+        return f"{doing} ({self.mark})"
+
+
+# In words, and what of its last words a rank shares with the others where all is well.
+_DIFFERENCES = {
+    "wait in different places": lambda words: (words.waits_in, words.at),
+    "bring different tensors": lambda words: words.tensor,
+    "have come through different numbers of collectives": lambda words: words.number,
+}
+
+
+def conclude(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
+    """The verdict.
+
+    Args:
+        words: of the ranks that answered.
+        missing: rank -> GONE, STOPPED, SILENT or LEFT, for those that did not.
+        marks: rank -> the last place that a rank told, for the missing ones.
+    """
+    return f"{_cause(words, missing, marks)}. {_others(words)}".strip()
+
+
+def _cause(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
+    failed = sorted((w for w in words.values() if w.state == FAILED and not w.waits_in), key=lambda w: w.failed_at)
+    if len(failed) > 1 and len(failed) == len(words) and len({w.text for w in failed}) == 1:
+        return f"all ranks failed alike at {failed[0].at} ({failed[0].mark}): {failed[0].text}"  # and agreed to
+    if failed:
+        return f"rank {failed[0].rank} failed at {failed[0].at} ({failed[0].mark}): {failed[0].text}"
+    for kind, text in (
+        (GONE, f"is gone: {GONE_WORDS}"),
+        (STOPPED, "is stopped (SIGSTOP): its process is there and does not run"),
+        (SILENT, "does not answer"),
+        (LEFT, "left as if all were done, and the others went on"),
+    ):
+        ranks = [rank for rank, state in missing.items() if state == kind]
+        if ranks:
+            return f"{_ranks(ranks)} {text}; last at: {marks.get(ranks[0], 'unknown')}"
+    waiting = [w for w in words.values() if w.waits_in]
+    working = [w for w in words.values() if not w.waits_in]
+    if waiting and working:
+        return f"{_ranks([w.rank for w in working])} did not come to the collective: {working[0]}"
+    for what, key in _DIFFERENCES.items():
+        counts = Counter(key(w) for w in words.values()).most_common()
+        if len(counts) > 1:
+            odd = [w for w in words.values() if key(w) != counts[0][0]]
+            if counts[0][1] > counts[1][1]:
+                return f"the ranks {what}: {_ranks([w.rank for w in odd])} {odd[0]}, unlike the others"
+            return f"the ranks {what}, half of them each"
+    return "all ranks wait in the same place: what connects them does not, or one of them left a collective out before"
+
+
+def _others(words: Mapping[int, LastWords]) -> str:
+    """Where everyone is, those at one place together."""
+    places: dict[str, list[int]] = {}
+    for rank, said in sorted(words.items()):
+        text = f"failed at {said.at}, {said.text}" if said.state == FAILED and not said.waits_in else str(said)
+        places.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in places.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,153 @@
+"""The precision contract checked on everything that a run holds: model, gradients, optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.checkpoint.state import Trained
+from megatron_moe.config.errors import RunFault
+from megatron_moe.config.schema import Run
+from megatron_moe.model.kept_fp32 import held_by_model, without_wrappers
+from megatron_moe.moe.state import routers
+from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.precision.guard import HeldTensor, PrecisionGuard
+from megatron_moe.training.optimizer import named_moments_and_masters
+
+# ---- Weights, moments, expert_bias and gradients that hold a NaN or an infinity, by name.
+
+
+_LAYER = re.compile(r"decoder\.layers\.\d+$")
+_PLACES = 4
+
+
+def described(tensor: Tensor) -> str:
+    """What is not finite in a tensor that is not: `NaN in 3 of 4096 elements`."""
+    nan, positive, negative = (
+        int(found.sum()) for found in (tensor.isnan(), tensor == torch.inf, tensor == -torch.inf)
+    )
+    counts = {"NaN": nan, "+Inf": positive, "-Inf": negative}
+    kinds = [kind for kind, count in counts.items() if count]
+    return f"{' and '.join(kinds)} in {sum(counts.values())} of {tensor.numel()} elements"
+
+
+def global_names(chunk: torch.nn.Module) -> dict[str, str]:
+    """Name in the chunk -> name with layers numbered from 0 over the whole model, of every module and parameter."""
+    numbers = {
+        name: re.sub(r"\d+$", str(module.layer_number - 1), without_wrappers(name))  # type: ignore[operator]
+        for name, module in chunk.named_modules()
+        if _LAYER.search(name) and isinstance(getattr(module, "layer_number", None), int)
+    }
+
+    def renamed(name: str) -> str:
+        for layer, shown in numbers.items():
+            if name == layer or name.startswith(layer + "."):
+                return shown + name[len(layer) :]
+        return without_wrappers(name)
+
+    names = [name for name, _ in (*chunk.named_modules(), *chunk.named_parameters())]
+    return {name: renamed(name) for name in names}
+
+
+def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
+    """This rank's weights, master weights, moments and expert_bias that are not finite, in words."""
+    owners: dict[int, str] = {}
+    for chunk in trained.model:
+        shown = global_names(chunk)
+        modules = {id(module): shown[name] for name, module in chunk.named_modules()}
+        for router in routers([chunk]):
+            if router.expert_bias is not None and not is_finite(router.expert_bias):
+                yield f"expert_bias of {modules[id(router)]}", router.expert_bias
+        for name, parameter in chunk.named_parameters():
+            owners[id(parameter)] = shown[name]
+            if not is_finite(parameter):
+                yield f"the weight {shown[name]}", parameter
+    for parameter, kind, tensor in named_moments_and_masters(trained.model, trained.optimizer):
+        is_the_weight = kind == "master weight" and tensor.dtype == parameter.dtype
+        if not is_the_weight and not is_finite(tensor):
+            yield f"the {kind} of {owners[id(parameter)]}", tensor
+
+
+def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's gradient buffers that are not finite, in words."""
+    for chunk in model:
+        shown = global_names(chunk)
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not is_finite(gradient):
+                yield f"the gradient of {shown[name]}", gradient
+
+
+def require_finite_state(trained: Trained, place: RankFacts, task: str) -> None:
+    """Refuse to keep a state from which no run could go on. Collective over all ranks.
+
+    Args:
+        task: what is not done because of it, e.g. "saving iteration 100".
+
+    Raises:
+        RunFault: on every rank, naming the first tensor and the ranks.
+    """
+    own = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_state(trained)]
+    found = torch.tensor(len(own), device=platform.device())
+    dist.all_reduce(found)
+    if int(found):
+        gathered: list[Any] = [None] * place.world_size
+        dist.all_gather_object(gathered, (str(place), own))
+        raise RunFault(f"{task}: {damage(gathered)}; nothing is written, the checkpoints that are there stay")
+
+
+def damage(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:
+    """The first of all damaged tensors, how many more there are, and the ranks: one sentence."""
+    damaged = [(place, names) for place, names in state_of_ranks if names]
+    more = sum(len(names) for _, names in damaged) - 1
+    others = f" (and {more} more)" if more else ""
+    return f"{damaged[0][1][0]}{others}, on {places_in_words([place for place, _ in damaged])}"
+
+
+def places_in_words(places: Sequence[str]) -> str:
+    """The first ranks in words, the others as a number."""
+    more = f" and {len(places) - _PLACES} more ranks" if len(places) > _PLACES else ""
+    return ", ".join(places[:_PLACES]) + more
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is."""
+    return bool(tensor.detach().isfinite().all())
+
+
+# ----
+
+
+def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Trained) -> int:
+    """Check every dtype of this rank's model and optimizer; a few milliseconds, no arithmetic on any tensor.
+
+    Args:
+        guard: remembers the boundaries at which all was right.
+        boundary: where the run stands, for messages.
+
+    Returns:
+        How many tensors were checked.
+
+    Raises:
+        PrecisionError: see `PrecisionGuard.check`. On this rank only: the launcher ends the others.
+    """
+
+    def all_tensors() -> Iterator[HeldTensor]:
+        yield from held_by_model(run, trained.model)
+        yield from held_by_optimizer(trained.model, trained.optimizer)
+
+    return guard.check(boundary, all_tensors())
+
+
+def held_by_optimizer(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[HeldTensor]:
+    """The weights that the optimizer updates and their moments, all fp32, named for the model's parameters."""
+    names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
+    for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
+        yield HeldTensor(names[id(parameter)], kind, tensor.dtype, torch.float32)
