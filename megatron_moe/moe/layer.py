@@ -37,7 +37,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
     the dtype of its weights, to which under autocast an input of another dtype is cast.
 
     Args:
-        config: the engine's TransformerConfig (plain, or ours with further fields).
+        config: the engine's TransformerConfig (plain, or ours with three more fields).
         submodules: linear classes of the shared expert.
         layer_number: global, one-based number of the layer; the engine sets it.
         pg_collection: the engine's process groups; its default ones if None.
