@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 # Before torch is loaded: tests run beside each other and beside gloo ranks, and spinning threads starve them all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,23 +13,22 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 
 import megatron_moe  # noqa: F401  before anything imports the engine
-
-
-def _harness() -> Any:
-    """tests/distributed/harness.py, which is no package member and therefore loaded by path."""
-    path = Path(__file__).parent / "distributed" / "harness.py"
-    spec = importlib.util.spec_from_file_location("distributed_harness", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["distributed_harness"] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.helpers.gloo_pool import GlooPool
+from tests.helpers.ranks import RankParent
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[Any]:
-    """The pool of gloo ranks of this worker: `gloo.run(world_size, function, **kwargs)`; see distributed/harness.py."""
-    pool = _harness().GlooPool()
+def rank_parent() -> Iterator[RankParent]:
+    """The process of this worker that forks ranks."""
+    parent = RankParent()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="session")
+def gloo(rank_parent: RankParent) -> Iterator[GlooPool]:
+    """The pool of gloo ranks of this worker: `gloo.run(world_size, function, **kwargs)`; see helpers/gloo_pool.py."""
+    pool = GlooPool(rank_parent)
     yield pool
     pool.close()
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_moe.apps.convert import cli
 from megatron_moe.checkpoint.origin import FOLDER
 from tests.distributed import imported_cases as cases
-from tests.end_to_end.launchers import Torchrun
+from tests.helpers.launchers import Torchrun
 from tests.unit.conversion import tiny_models
 
 TRAINING = [
