@@ -59,7 +59,7 @@ class CaseFailed(AssertionError):
 class _Rank:
     """One process that serves cases, and this side of its connection."""
 
-    def __init__(self, parent: RankParent, number: int, folder: Path) -> None:
+    def __init__(self, parent: RankParent, number: int, folder: Path, package: Path | None) -> None:
         self.number = number
         self.log = folder / f"rank{number}.log"
         self.log.write_bytes(b"")
@@ -69,7 +69,8 @@ class _Rank:
             listener.bind(str(address))
             listener.listen(1)
             listener.settimeout(START_SECONDS)
-            child = Child("tests.helpers.gloo_pool:serve", str(address), str(self.log), own_session=True)
+            how = {"address": str(address), "package": None if package is None else str(package)}
+            child = Child("tests.helpers.gloo_pool:serve", how, str(self.log), own_session=True)
             (self.pid,) = parent.fork([child])
             self.pipe = Connection(listener.accept()[0].detach())
         address.unlink()
@@ -102,10 +103,17 @@ class _Rank:
 
 
 class GlooPool:
-    """Ranks that wait for cases. Started when first needed, as many as were needed so far; `close` ends them."""
+    """Ranks that wait for cases. Started when first needed, as many as were needed so far; `close` ends them.
 
-    def __init__(self, parent: RankParent, timeout: float = 120.0) -> None:
+    Args:
+        parent: the process that forks them.
+        timeout: seconds that a case may take.
+        package: a folder with a copy of the package, which the ranks run (`planted_package.py`); None: the package.
+    """
+
+    def __init__(self, parent: RankParent, timeout: float = 120.0, package: Path | None = None) -> None:
         self.timeout = timeout
+        self._package = package
         self._parent = parent
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
@@ -119,7 +127,7 @@ class GlooPool:
     def run_within(self, seconds: float, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """As `run`, with a limit of its own."""
         while len(self._ranks) < world_size:
-            self._ranks.append(_Rank(self._parent, len(self._ranks), self._folder))
+            self._ranks.append(_Rank(self._parent, len(self._ranks), self._folder, self._package))
         if self._store is None:
             # Where the ranks meet. A file would do, but ranks look into one only every ten milliseconds.
             from torch.distributed import TCPStore
@@ -189,12 +197,16 @@ class GlooPool:
 # ---- in the ranks
 
 
-def serve(address: str) -> None:
-    """Run the cases that come from the socket at `address`, until the test session closes it."""
+def serve(how: dict[str, str | None]) -> None:
+    """Run the cases that come from the socket at `how["address"]`, until the test session closes it."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if how["package"] is not None:
+        from tests.helpers import planted_package
+
+        planted_package.take_from(how["package"])
     connected = socket.socket(socket.AF_UNIX)
-    connected.connect(address)
+    connected.connect(how["address"])
     pipe = Connection(connected.detach())
     while True:
         try:
