@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if reaches[item.path]]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = (len(left_out), len(reaches) - sum(reaches.values()))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded stays: the collector need not look through torch, the engine and transformers again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

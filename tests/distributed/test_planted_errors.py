@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_moe.apps.doctor import cli, launch
-from tests.helpers.planted_package import KEPT, PlantedRanks
+from tests.helpers.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import RankParent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +211,7 @@ def test_a_planted_error_is_found_and_named(
     name: str, rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     folder = planted(PLANTS[name], tmp_path)
-    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: PlantedRanks(rank_parent, folder, seconds))
+    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
     check(PLANTS[name], tmp_path / "report.json", capsys)
 
 

@@ -108,7 +108,7 @@ class GlooPool:
     Args:
         parent: the process that forks them.
         timeout: seconds that a case may take.
-        package: a folder with a copy of the package, which the ranks run (`planted_package.py`); None: the package.
+        package: a folder with a copy of the package, which the ranks run (`forked_doctor.py`); None: the package.
     """
 
     def __init__(self, parent: RankParent, timeout: float = 120.0, package: Path | None = None) -> None:
@@ -202,9 +202,9 @@ def serve(how: dict[str, str | None]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if how["package"] is not None:
-        from tests.helpers import planted_package
+        from tests.helpers import forked_doctor
 
-        planted_package.take_from(how["package"])
+        forked_doctor.take_from(how["package"])
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(how["address"])
     pipe = Connection(connected.detach())

@@ -1,4 +1,4 @@
-"""The doctor's ranks on a copy of the package, without a fresh interpreter for each of them.
+"""The doctor's ranks without a fresh interpreter for each of them, on the package or on a copy of it.
 
 A rank that is forked with the engine loaded takes the package's modules from the copy, all but those of KEPT: they have
 adapted the engine while it was imported, which happens once in a process.
@@ -29,23 +29,29 @@ def take_from(folder: str) -> None:
     sys.modules[PACKAGE].__path__ = [str(Path(folder) / PACKAGE)]
 
 
-def measured(request: Request, folder: str) -> dict[str, Any]:
+def measured(request: Request, folder: str | None) -> dict[str, Any]:
     """What the doctor's own ranks do with a request."""
     from megatron_moe.apps.doctor import measure
     from megatron_moe.training import step
 
-    assert all(Path(module.__file__).is_relative_to(folder) for module in (measure, step))
+    assert folder is None or all(Path(module.__file__).is_relative_to(folder) for module in (measure, step))
     return measure.measure(request)
 
 
-class PlantedRanks:
-    """Stands in for the doctor's `Ranks`: the same calls, answered by forked ranks that run the copy in `folder`."""
+class ForkedRanks:
+    """Stands in for the doctor's `Ranks`: the same calls, answered by forked ranks.
 
-    def __init__(self, parent: RankParent, folder: Path, seconds: float = 120.0) -> None:
+    Args:
+        parent: the process that forks them.
+        seconds: a layout that takes longer has hung.
+        folder: holds a copy of the package, which the ranks run; None: they run the package.
+    """
+
+    def __init__(self, parent: RankParent, seconds: float, folder: Path | None = None) -> None:
         self._pool = GlooPool(parent, seconds, package=folder)
-        self._folder = folder
+        self._folder = None if folder is None else str(folder)
 
-    def __enter__(self) -> PlantedRanks:
+    def __enter__(self) -> ForkedRanks:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -58,6 +64,6 @@ class PlantedRanks:
             RankFailure: some rank raised, died or hung.
         """
         try:
-            return self._pool.run(ranks, measured, request=request, folder=str(self._folder))
+            return self._pool.run(ranks, measured, request=request, folder=self._folder)
         except CaseFailed as failure:
             raise RankFailure(str(failure)) from failure
