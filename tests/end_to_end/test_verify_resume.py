@@ -6,7 +6,7 @@ import json
 import math
 
 from megatron_moe.apps.verify_resume import cli
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 
 def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, tmp_path, capsys, monkeypatch):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import fault_cases, replica_cases
 from tests.distributed.test_faults import EP2, KINDS, PP2, TP2, check
-from tests.helpers import broken_jobs, kills
+from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 

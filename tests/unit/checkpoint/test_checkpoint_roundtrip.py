@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from tests.unit.checkpoint.steps import seal
+from tests.helpers.checkpoint_steps import seal
 
 TINY = {
     **PRESETS["tiny"],

@@ -15,7 +15,7 @@ from megatron_moe.apps.convert import cli
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.model.key_value_cache import continuation
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
 NEW = 24
