@@ -17,7 +17,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from tests.helpers import damage
 from tests.helpers.checkpoint_steps import make_step
-from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, trained
+from tests.helpers.trained_steps import TINY, trained
 
 
 @pytest.fixture

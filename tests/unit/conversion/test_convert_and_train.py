@@ -11,7 +11,7 @@ from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from tests.helpers import imported_cases, tiny_models
-from tests.unit.checkpoint.test_checkpoint_roundtrip import differing, tensors, trained
+from tests.helpers.trained_steps import differing, tensors, trained
 
 TRAINING = [
     "--use-checkpoint-args", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2",

@@ -184,6 +184,6 @@ def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(
 
 
 def _trained(save, tokenizer):
-    from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
+    from tests.helpers.trained_steps import trained
 
     trained({"save": save, "train_iters": 1, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer})

@@ -21,7 +21,7 @@ from megatron_moe.hf import opened as opening
 from megatron_moe.hf import trace as tracing
 from megatron_moe.hf.folder import HFFolder
 from tests.helpers import tiny_models
-from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
+from tests.helpers.trained_steps import trained
 
 BATCH, LENGTH = 3, 10
 
