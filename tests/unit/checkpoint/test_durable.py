@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.checkpoint import durable, folder, publish
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def test_a_file_is_hashed_while_it_is_written_in_pieces_small_and_large(tmp_path):
