@@ -13,7 +13,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.records import EvalRecord, StepRecord
-from megatron_moe.report.sink import Sink
+from megatron_moe.report.sink import Sink, TensorBoardSink
 from megatron_moe.report.summary import SummarySink, Totals
 
 
@@ -67,8 +67,6 @@ class Reporter:
                 totals.add(record)
             self._sinks.append(metrics)
         if flags.tensorboard_dir:
-            from megatron_moe.report.tensorboard import TensorBoardSink
-
             self._sinks.append(
                 _writable(
                     "--tensorboard-dir", flags.tensorboard_dir, lambda path: TensorBoardSink(path, start_iteration)

@@ -137,6 +137,7 @@ UNPICKLING = {
 }
 
 LONGEST_FILE = 450
+SHORT_FILE = 60
 LONGEST_DOOR = 80
 LONGEST_TOOL = 30
 LONGEST_FUNCTION = 60
@@ -356,6 +357,36 @@ def test_torch_loads_weights_only():
     ]
     assert calls and [place for place, words in calls if words.get("weights_only") != "True"] == []
     assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
+
+
+# ---- names and files
+
+
+def test_a_public_class_name_has_one_meaning():
+    where: dict[str, list[str]] = {}
+    for path in sources("megatron_moe"):
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(name_of(path))
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+def test_a_short_file_with_one_reader_belongs_to_its_reader():
+    readers: dict[str, set[str]] = {name_of(path): set() for path in sources("megatron_moe")}
+    for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]:
+        for name, _ in imported(path):
+            for module in (name, name.rpartition(".")[0]):
+                file = module.removeprefix("megatron_moe.").replace(".", "/") + ".py"
+                if file in readers and file != name_of(path):
+                    readers[file].add(name_of(path))
+    waiting_rooms = {
+        name_of(path): sorted(readers[name_of(path)])
+        for path in sources("megatron_moe")
+        if path.name != "__init__.py"
+        and len(path.read_text().splitlines()) < SHORT_FILE
+        and len(readers[name_of(path)]) == 1
+    }
+    assert waiting_rooms == {}
 
 
 # ---- sizes

@@ -105,7 +105,7 @@ def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from megatron_moe.report.tensorboard import TensorBoardSink
+    from megatron_moe.report.sink import TensorBoardSink
 
     sink = TensorBoardSink(tmp_path, 0)
     sink.step(STEP)

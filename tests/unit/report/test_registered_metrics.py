@@ -141,7 +141,7 @@ def test_a_line_of_metrics_keeps_its_keys_and_the_new_one_comes_behind_them(tmp_
 
 def test_two_functions_cannot_write_one_tensorboard_tag(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from megatron_moe.report.tensorboard import TensorBoardSink
+    from megatron_moe.report.sink import TensorBoardSink
 
     with registered(tensorboard=lambda record: {"loss/aux_loss": 1.0}):
         sink = TensorBoardSink(tmp_path, 0)
