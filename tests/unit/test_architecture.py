@@ -21,6 +21,7 @@ PACKAGE = ROOT / "megatron_moe"
 # A room may import from the rooms before it.
 ROOMS = (
     "config",
+    "io",
     "platform",
     "parallel",
     "precision",
