@@ -130,6 +130,15 @@ UNPICKLING = {
     "checkpoint/index.py": "builds stand-ins from an allow-list, before the engine reads the same file without one",
 }
 
+# Files that rename or sync by themselves, each with its reason; all others write through io/files.py.
+WRITING_BY_HAND = {
+    "apps/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
+    "checkpoint/lock.py": "a lock is linked, and taken over by a rename, so that one of several rivals has it",
+    "checkpoint/publish.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
+    "hf/streamed_file.py": "a file is written tensor by tensor at known places",
+    "report/jsonl.py": "lines are appended",
+}
+
 LONGEST_FILE = 450
 LONGEST_DOOR = 80
 LONGEST_TOOL = 30
@@ -349,6 +358,20 @@ def test_torch_loads_weights_only():
     ]
     assert calls and [place for place, words in calls if words.get("weights_only") != "True"] == []
     assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
+
+
+# ---- files
+
+
+def test_files_are_replaced_and_synced_in_one_place():
+    calls = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "tempfile.mkstemp", "shutil.move"}
+    by_hand = {
+        name_of(path)
+        for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
+    }
+    assert by_hand - {"io/files.py", "io/hashing.py"} == set(WRITING_BY_HAND)
 
 
 # ---- sizes

@@ -177,5 +177,6 @@ def test_a_save_path_that_is_a_file_is_refused(tmp_path):
 
 
 def test_looking_for_a_checkpoint_loads_no_torch():
-    code = "import sys; from megatron_moe.checkpoint import compare, folder, lock, publish; sys.exit('torch' in sys.modules)"
+    looking = "from megatron_moe.checkpoint import compare, folder, lock, publish"
+    code = f"import sys; {looking}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
