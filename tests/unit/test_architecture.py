@@ -360,6 +360,19 @@ def test_torch_loads_weights_only():
     assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
 
 
+# ---- packages
+
+
+def test_transformers_is_imported_by_two_programs_and_the_version_of_the_engine_read_in_one_file():
+    """What docs/decisions.md says of both."""
+    files = sources("megatron_moe", "tools")
+    named = {name_of(path) for path in files for name, _ in imported(path) if name.split(".")[0] == "transformers"}
+    assert named == {"apps/audit/cli.py", "apps/convert/reference_model.py"}
+    assert [name_of(path) for path in files if 'version("megatron-core")' in path.read_text()] == [
+        "platform/advisories.py"
+    ]
+
+
 # ---- files
 
 
