@@ -219,7 +219,7 @@ def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gl
 
 HOLDER = """
 from pathlib import Path
-from megatron_moe.checkpoint import writer_lock
+from megatron_moe.checkpoint import lock as writer_lock
 writer_lock.acquire(Path({root!r}))
 print("held", flush=True)
 input()

@@ -21,7 +21,7 @@ from megatron_moe.config.errors import ConfigError
 DEAD = """
 import os
 from pathlib import Path
-from megatron_moe.checkpoint import writer_lock
+from megatron_moe.checkpoint import lock as writer_lock
 writer_lock.acquire(Path({root!r}))
 os._exit(9)
 """

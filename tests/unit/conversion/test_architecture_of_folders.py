@@ -124,7 +124,7 @@ def test_a_folder_that_gives_the_architecture_is_read_without_torch(tmp_path):
     code = (
         "import sys, pretrain_moe\n"
         "from megatron_moe.config import cli\n"
-        "from megatron_moe.conversion import architecture\n"
+        "from megatron_moe.hf import architecture\n"
         f"run = cli.parse(['--load-hf', {str(where)!r}], architecture.filled_in)\n"
         "print(run.model.kv_channels, [name for name in ('torch', 'megatron.core') if name in sys.modules])"
     )
