@@ -184,6 +184,6 @@ def require_writable(flag: str, name: str | None) -> None:
         return
     folder = Path(name).absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {name}: the folder does not exist; create it, or name a file in a folder that exists")
+        raise ConfigError(f"{flag} {name}: its folder does not exist; create it, or name a folder that exists")
     if not os.access(folder, os.W_OK | os.X_OK) or Path(name).is_dir():
         raise ConfigError(f"{flag} {name}: cannot be written; name a file in a folder that you may write to")

@@ -53,5 +53,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "advisories" if name == "engine_version" else "hardware"
-    return getattr(import_module(f"megatron_moe.platform.{room}"), name)
+    module = "advisories" if name == "engine_version" else "hardware"
+    return getattr(import_module(f"megatron_moe.platform.{module}"), name)

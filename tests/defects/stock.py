@@ -12,13 +12,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe import TopKRouter
 from megatron_moe.platform import engine_version
-from megatron_moe.platform.advisories import DEFECTS
+from megatron_moe.platform.defects import known_defects
 
 
 def present(name: str) -> bool:
     """Whether the table says that the engine in use has this defect: what its own code has to show."""
-    (defect,) = [defect for defect in DEFECTS if defect.id == name]
-    return defect.present(engine_version())
+    (defect,) = [defect for defect in known_defects() if defect.id == name]
+    return defect.is_present(engine_version())
 
 
 def router_config(num_experts: int, **changes: Any) -> TransformerConfig:

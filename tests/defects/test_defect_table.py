@@ -1,41 +1,48 @@
-"""docs/engine_defects.md says what the table in the code says, and names a test or a reason for every defect."""
+"""docs/engine_defects.md shows the table of the package, which names a test or a reason for every defect."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from megatron_moe.platform.advisories import DEFECTS
-from megatron_moe.platform.defect import Defect
+from megatron_moe.platform.defects import Defect, known_defects
+from tests.defects.page import COLUMNS, PAGE, ROOT, met_with, page
 
-ROOT = Path(__file__).parents[2]
 ROWS = {
     cells[0]: cells[1:]
-    for line in (ROOT / "docs" / "engine_defects.md").read_text(encoding="utf-8").splitlines()
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
     if re.fullmatch(r"[ESN]\d+", (cells := [cell.strip() for cell in line.strip("|").split(" | ")])[0])
 }
 
 
-def test_the_page_has_a_row_for_every_defect_in_the_order_of_the_code() -> None:
-    assert list(ROWS) == [defect.id for defect in DEFECTS] and len(DEFECTS) > 50
+@pytest.mark.claim("The page of megatron-core's defects says what the package and the tests say.")
+def test_the_page_has_the_table_of_the_package() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text), "run: python -m tests.defects.page"
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
-def test_a_row_says_what_the_code_says(defect: Defect) -> None:
-    where = ", ".join(f"`{file}`" for file in dict.fromkeys(file for file, _ in defect.where)) or "-"
-    told = f"{defect.treatment}: {defect.how}"
-    assert ROWS[defect.id][:-1] == [defect.title, defect.versions(), defect.source, told, where]
+def test_the_page_has_a_row_for_every_defect_in_the_order_of_the_file() -> None:
+    assert list(ROWS) == [defect.id for defect in known_defects()] and len(ROWS) > 50
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
-def test_a_row_names_tests_that_exist_or_says_why_there_is_none(defect: Defect) -> None:
-    cell = ROWS[defect.id][-1]
-    if cell.startswith("no test: "):
+@pytest.mark.parametrize("defect", known_defects(), ids=lambda defect: defect.id)
+def test_a_row_says_what_the_package_says(defect: Defect) -> None:
+    where = ", ".join(f"`{file}`" for file in defect.where) or "-"
+    here = f"{defect.treatment}: {defect.how}"
+    test = ", ".join(f"`{name}`" for name in defect.tests) or f"no test: {defect.no_test}"
+    expected = [defect.title, met_with(defect), defect.releases(), defect.source, here, where, test]
+    assert ROWS[defect.id] == expected and len(expected) == len(COLUMNS) - 1
+
+
+@pytest.mark.claim("The page of megatron-core's defects says what the package and the tests say.")
+@pytest.mark.parametrize("defect", known_defects(), ids=lambda defect: defect.id)
+def test_a_defect_names_tests_that_exist_or_says_why_there_is_none(defect: Defect) -> None:
+    if defect.no_test is not None:
         assert defect.treatment in ("not used", "kept"), "what is overridden or refused has a test"
+        assert not defect.tests
         return
-    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", cell)
+    named = [name.split("::") for name in defect.tests]
     assert named
     for file, name in named:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)

@@ -204,6 +204,7 @@ def planted(plant: Plant, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.claim("The doctor finds and names errors that are planted in copies of the package.")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_error_is_found_and_named(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     plant = PLANTS[name]

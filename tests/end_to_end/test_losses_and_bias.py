@@ -24,7 +24,8 @@ def trained(flags: dict[str, Any]) -> dict[str, Any]:
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
     """Build a model, load a checkpoint into it: per MoE layer the dtypes of bias and counts, and the bias."""
-    from megatron_moe.checkpoint.load import load, plan
+    from megatron_moe.checkpoint.load import load
+    from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import Trained
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.state import routers
@@ -48,6 +49,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.claim("One rank and two expert-parallel ranks have the same losses.")
 def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     alone = gloo.run(1, trained, flags={"metrics_file": str(one)})[0]
@@ -61,6 +63,7 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
     assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
 
 
+@pytest.mark.claim("After 50 steps in bf16 or fp16 and a reload expert_bias has the bits of its counts.")
 @pytest.mark.parametrize(
     "flags",
     [

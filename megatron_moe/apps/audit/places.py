@@ -161,7 +161,7 @@ def location(filename: str, line: int) -> str:
 def _shown(filename: str) -> str:
     path = Path(filename)
     installed = (Path(entry) for entry in sys.path if entry.endswith("site-packages"))
-    for base in (*installed, Path(__file__).parents[2], Path.cwd()):
+    for base in (*installed, Path(__file__).parents[3], Path.cwd()):
         if path.is_relative_to(base):
             return str(path.relative_to(base))
     return filename

@@ -307,6 +307,7 @@ def die(*args: Any, **kwargs: Any) -> None:
     raise Killed
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
@@ -337,6 +338,7 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"

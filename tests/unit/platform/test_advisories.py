@@ -1,4 +1,4 @@
-"""The table of the engine's defects is true of this repository, and a run tells which of them it meets."""
+"""The table of the engine's defects is true of this repository, and a run reports which of them it meets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.platform import advisories
-from megatron_moe.platform.advisories import DEFECTS, TESTED, applying, start_lines, text
+from megatron_moe.platform.advisories import OUTCOMES, TESTED, defects_met, start_lines, text
+from megatron_moe.platform.defects import Defect, known_defects
 
 ROOT = Path(__file__).parents[3]
+DEFECTS = known_defects()
 OLD, NEW = TESTED
 TINY = build({**PRESETS["tiny"]})
 DEEPSEEK = build({**PRESETS["deepseek-v3"]})
 
 
 def met(run: Run, version: tuple[int, ...] = OLD, world_size: int = 1, cuda: bool = False) -> set[str]:
-    return {defect.id for defect in applying(run, world_size, version, cuda=cuda)}
+    return {defect.id for defect in defects_met(run, world_size, version, cuda=cuda)}
 
 
 def test_ids_and_titles_are_unique() -> None:
@@ -31,16 +32,16 @@ def test_ids_and_titles_are_unique() -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
-def test_every_mechanism_stands_where_the_table_says(defect: advisories.Defect) -> None:
+def test_every_mechanism_is_where_the_table_says(defect: Defect) -> None:
     assert defect.where or defect.treatment == "not used", "what is done has to be somewhere"
-    for file, word in defect.where:
+    for file, word in defect.where.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(re.escape(word) + (r"\b" if word[-1].isalnum() else ""), source), (file, word)
 
 
 def test_a_refusal_is_a_rule_that_refuses() -> None:
     run = replace(TINY, moe_router_score_function="softmax", moe_router_enable_expert_bias=True)
-    assert [d.id for d in applying(run, 1, OLD) if d.treatment == "refused"] == ["E20"]
+    assert [d.id for d in defects_met(run, 1, OLD) if d.treatment == "refused"] == ["E20"]
     with pytest.raises(ConfigError, match="--moe-router-score-function sigmoid"):
         rules.check_model(run, 1)
 
@@ -63,7 +64,7 @@ def test_a_defect_is_met_by_its_flags_and_by_no_others() -> None:
     assert "S1" in met(two_stages, world_size=2) and "S1" not in met(TINY)
 
 
-def test_what_a_release_has_fixed_is_not_told_of_it() -> None:
+def test_what_a_release_has_fixed_is_not_reported_for_it() -> None:
     run = replace(TINY, tensor_model_parallel_size=2, sequence_parallel=True)
     assert "E6" in met(run, OLD, 2) and "E6" in met(run, (0, 18, 2), 2)
     assert "E6" not in met(run, (0, 19, 0), 2) and "E6" not in met(run, NEW, 2)
@@ -73,16 +74,33 @@ def test_a_gpu_has_no_defects_of_a_machine_without_one() -> None:
     assert "E18" in met(TINY) and "E18" not in met(TINY, cuda=True)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("version", TESTED, ids=str)
 @pytest.mark.parametrize("run", [TINY, DEEPSEEK], ids=["tiny", "deepseek-v3"])
-def test_a_run_starts_with_a_short_line_per_defect_that_says_what_is_done(run: Run) -> None:
-    lines = start_lines(run, 1, OLD, cuda=False)
-    assert 5 < len(lines) == len(met(run)) < 20
-    for line in lines:
-        assert re.match(r"engine defect [ESN]\d+: .*; (overridden|kept): ", line) and len(line) < 200, line
+def test_a_run_starts_with_one_line_that_counts_the_defects_by_their_treatment(
+    run: Run, version: tuple[int, ...], cuda: bool
+) -> None:
+    (line,) = start_lines(run, 1, version, cuda=cuda)
+    assert f"megatron-core {'.'.join(map(str, version))}" in line and "--list-advisories" in line and len(line) < 200
+    found = defects_met(run, 1, version, cuda=cuda)
+    counted = {outcome: int(n) for n, outcome in re.findall(rf"(\d+) ({'|'.join(OUTCOMES.values())})", line)}
+    assert re.findall(r"(\d+) known", line) == [str(len(found))]
+    assert sum(counted.values()) == len(found) and 5 < len(found) < 20
+    for treatment, outcome in OUTCOMES.items():
+        assert counted.get(outcome, 0) == len([d for d in found if d.treatment == treatment])
+
+
+def test_the_list_says_what_is_done_about_each_defect_that_is_met() -> None:
+    entries = text(TINY, 1, OLD).split("\nnot met by these flags")[0].split("\n\n")[1:]
+    assert [entry.split()[0] for entry in entries] == [defect.id for defect in defects_met(TINY, 1, OLD)]
+    for entry in entries:
+        assert (
+            re.search(r"\n    (overridden|kept): .* \(\S+\.py.*\)", entry) and max(map(len, entry.splitlines())) < 200
+        )
 
 
 @pytest.mark.parametrize("version", [(0, 17, 1), (0, 18, 2), (0, 20, 0)])
-def test_an_engine_that_was_not_tested_is_told_and_not_refused(version: tuple[int, ...]) -> None:
+def test_an_engine_that_was_not_tested_is_reported_and_not_refused(version: tuple[int, ...]) -> None:
     first, *rest = start_lines(TINY, 1, version, cuda=False)
     assert first.startswith(f"megatron-core {'.'.join(map(str, version))} was not tested with this project, 0.16.1 and")
     assert rest and not [

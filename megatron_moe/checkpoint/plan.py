@@ -1,0 +1,116 @@
+"""Decide what `--load` and `--save` come to before anything is allocated. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import compare, folder
+from megatron_moe.checkpoint.origin import is_converted
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The step a run will start from, checked as far as its small files allow."""
+
+    step: Path
+    config: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """The step's number."""
+        return int(self.state["iteration"])
+
+    @property
+    def weights_only(self) -> bool:
+        """It was converted, not trained: there is no optimizer, schedule or data to go on with."""
+        return is_converted(self.state)
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What `--load` and `--save` come to: the step to read, where the run starts, what to tell about it."""
+
+    source: CheckpointSource | None
+    start_iteration: int
+    notes: tuple[str, ...]
+    continues: bool = False
+    """The run goes on in the very folder it saves to."""
+    known_bad: Mapping[int, str] = field(default_factory=dict)
+    """Steps passed over because their content is damaged, with the reason."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What belongs into the run's summary: damaged steps, a check left out."""
+        return [note for note in self.notes if note.startswith(folder.WARNING)]
+
+
+def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan:
+    """Look at the folders of `--load` and `--save`; allocate nothing and change nothing.
+
+    Names, sizes and the small files are checked here; `verify` checks the rest when the ranks are there to share it.
+
+    Args:
+        known_bad: steps whose content was found damaged, with the reason.
+
+    Raises:
+        ConfigError: a folder is not what its flag needs, or the checkpoint does not fit the run.
+    """
+    options = run.checkpoint
+    known = dict(known_bad or {})
+    source, notes = (None, []) if options.load is None else _find(run, Path(options.load), known)
+    start = source.state["iteration"] if source is not None and not options.finetune else 0
+    if options.save is None:
+        return CheckpointPlan(source, start, tuple(notes), known_bad=known)
+    save, continued = Path(options.save), None
+    if options.load is not None and not options.finetune:
+        continued = Path(options.load)
+    folder.check_save_root(save, loaded_from=continued, start_iteration=start, known_bad=known)
+    continues = source is not None and continued is not None and continued.resolve() == save.resolve()
+    return CheckpointPlan(source, start, tuple(notes), continues, known)
+
+
+def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[CheckpointSource | None, list[str]]:
+    verify = run.checkpoint.verify_checkpoint
+    step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
+    if step is None:
+        if run.checkpoint.exit_on_missing_checkpoint or run.checkpoint.finetune:
+            raise ConfigError(
+                f"--load {root}: holds no complete checkpoint ({folder.LATEST} and iter_* folders were expected); "
+                "leave out --exit-on-missing-checkpoint or --finetune to start afresh"
+            )
+        start = "starting afresh" if run.checkpoint.load_hf is None else f"starting from {run.checkpoint.load_hf}"
+        return None, [*notes, f"{root} holds no checkpoint yet: {start}"]
+    if run.checkpoint.load_hf is not None:
+        notes.append(f"weights come from {step}, which goes before --load-hf {run.checkpoint.load_hf}")
+    config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
+    _check_state(state, step)
+    source = CheckpointSource(step, config, state)
+    compare.check_matches(run, config, str(step), weights_only=source.weights_only)
+    if source.weights_only:
+        notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
+    elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
+        raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
+    if not verify:
+        notes.append(
+            f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
+        )
+    changed = compare.changed_settings(run, config)
+    if changed and not source.weights_only:
+        notes.append("settings changed since the checkpoint: " + "; ".join(changed))
+    return source, notes
+
+
+def _check_state(state: dict[str, Any], step: Path) -> None:
+    """Refuse a state that is none, before its values steer the run."""
+    iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
+    if type(iteration) is not int or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
+        raise ConfigError(
+            f"--load {step}: {folder.STATE} says iteration {iteration!r} and has_optimizer {has_optimizer!r}: it is "
+            "not the state of this step"
+        )
