@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replacing
 
 MODEL_TYPES = ("bpe", "unigram")
 SAMPLE_BYTES = 4_000_000
@@ -124,12 +124,8 @@ def _trained_on(sample: list[str], vocab_size: int, model_type: str) -> bytes:
 def _publish(target: Path, content: bytes) -> None:
     """Write the file next to its place and rename it, so that it is never half written."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(target, "wb") as file:
+        file.write(content)
 
 
 def _advice(message: str) -> str:

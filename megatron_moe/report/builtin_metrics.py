@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_moe.io.texts import duration_text
 from megatron_moe.report import health
 from megatron_moe.report.metric import Metric
 
@@ -15,20 +16,6 @@ if TYPE_CHECKING:
     from megatron_moe.report.records import StepRecord
 
 Records = Sequence["StepRecord"]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in at most two units: 42s, 3m12s, 5h07m, 2d03h; '?' where they are not known."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 # ---- Parts of a log line. Losses are means over the steps that were applied, speeds over the time of all; everything
@@ -105,7 +92,7 @@ def _skipped(records: Records) -> str | None:
 
 
 def _left(records: Records) -> str:
-    return f"left {duration(records[-1].seconds_left)}"
+    return f"left {duration_text(records[-1].seconds_left)}"
 
 
 # ---- TensorBoard scalars of metrics that are more than one number.

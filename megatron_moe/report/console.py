@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any, TextIO
 
-from megatron_moe.report.builtin_metrics import duration
+from megatron_moe.io.texts import duration_text
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
@@ -39,7 +39,7 @@ def status(record: StepRecord, expert_load: float | None) -> str:
         parts.append(f"gnorm {record.grad_norm:.2f}")
     if expert_load is not None:
         parts.append(f"load {expert_load:.2f}")
-    parts.append("SKIPPED" if record.skipped else f"left {duration(record.seconds_left)}")
+    parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
     return " ".join(parts)
 
 
@@ -77,7 +77,7 @@ class ConsoleSink(Sink):
         perplexity = math.exp(min(record.loss, 700.0))
         self.message(
             f"{record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "
-            f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration(record.seconds)})"
+            f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration_text(record.seconds)})"
         )
 
     def message(self, text: str) -> None:

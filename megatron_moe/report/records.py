@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.config.schema import Run
+from megatron_moe.io.files import finite
 from megatron_moe.report.builtin_metrics import load_max_over_mean
 from megatron_moe.report.health import Health
 from megatron_moe.report.registry import metrics
@@ -135,17 +135,6 @@ class EvalRecord:
     loss: float
     tokens: int
     seconds: float
-
-
-def finite(value: Any) -> Any:
-    """`value` with every NaN and infinity replaced by None: JSON has no word for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return value
 
 
 def to_json(record: StepRecord | EvalRecord) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from megatron_moe.report.registry import metrics
 
 
 class Sink:
-    """Takes the events of one run, in order, and overrides those that it cares for: start, then steps, evaluations and messages, then close, once.
+    """Takes the events of one run in order: start, then steps, evaluations and messages, then close, once.
+
+    A sink overrides the events that it cares for.
 
     A sink of your own goes to `pretrain(run, also=[sink])`. Its methods are called on rank 0, the rank that writes, and
     before those of the sinks that the flags ask for; what they raise ends the run.
