@@ -68,22 +68,6 @@ def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduc
 # ---- Kinds of modules, as a token meets them.
 
 
-def _no_parameters(run: Run) -> tuple[str, ...]:
-    return ()
-
-
-def _weight(run: Run) -> tuple[str, ...]:
-    return ("weight",)
-
-
-def _weight_and_bias(run: Run) -> tuple[str, ...]:
-    return ("weight", "bias") if run.model.add_bias_linear else ("weight",)
-
-
-def _query_key_value(run: Run) -> tuple[str, ...]:
-    return ("weight", "bias") if run.model.add_bias_linear or run.model.add_qkv_bias else ("weight",)
-
-
 def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
     return INPUT
 
@@ -92,7 +76,7 @@ def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
 class ModelPart:
     """One kind of module of the model.
 
-    parameters: names of the parameters that the module holds itself, in a run.
+    parameters: those that the module holds itself, by name, and in which runs.
     when: in which runs a module that may contain this part does.
     alias: the word of `--keep-fp32` that names all modules of this kind.
     tensors: its lines of the precision contract; the first is that of its weights and of those inside it.
@@ -102,13 +86,16 @@ class ModelPart:
     parts: the modules inside, by name.
     """
 
-    parameters: Callable[[Run], tuple[str, ...]] = _no_parameters
+    parameters: Mapping[str, Condition] = field(default_factory=dict)
     when: Condition = _always
     alias: str | None = None
     tensors: tuple[TensorClass, ...] = ()
     state: Mapping[str, TensorClass] = field(default_factory=dict)
     emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
+
+
+WEIGHT: Mapping[str, Condition] = {"weight": _always}
 
 
 def _is_latent(run: Run) -> bool:
@@ -130,19 +117,19 @@ def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
 
 
 NORM = ModelPart(
-    _weight,
+    WEIGHT,
     alias="norms",
     tensors=(replace(_weights("norms", computed="fp32"), note="rounded once"),),
     emits=_norm_emits,
 )
 FINAL_NORM = replace(NORM, emits=_final_norm_emits)
-LINEAR = ModelPart(_weight_and_bias)
+LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
 
 EMBEDDING = ModelPart(
     alias="embedding",
     tensors=(_weights("embedding"), TensorClass("residual stream", RESIDUAL, RESIDUAL)),
     emits=lambda run, kept: RESIDUAL,  # it starts the stream
-    parts={"word_embeddings": ModelPart(_weight, emits=lambda run, kept: RESIDUAL)},
+    parts={"word_embeddings": ModelPart(WEIGHT, emits=lambda run, kept: RESIDUAL)},
 )
 
 ATTENTION = ModelPart(
@@ -160,13 +147,16 @@ ATTENTION = ModelPart(
     ),
     parts={
         # grouped-query attention
-        "linear_qkv": ModelPart(_query_key_value, when=lambda run: not _is_latent(run)),
+        "linear_qkv": ModelPart(
+            {**WEIGHT, "bias": lambda run: run.model.add_bias_linear or run.model.add_qkv_bias},
+            when=lambda run: not _is_latent(run),
+        ),
         # multi-latent attention
-        "linear_q_proj": ModelPart(_weight, when=lambda run: _is_latent(run) and not _has_query_latent(run)),
-        "linear_q_down_proj": ModelPart(_weight, when=_has_query_latent),
-        "linear_q_up_proj": ModelPart(_weight, when=_has_query_latent),
-        "linear_kv_down_proj": ModelPart(_weight, when=_is_latent),
-        "linear_kv_up_proj": ModelPart(_weight, when=_is_latent),
+        "linear_q_proj": ModelPart(WEIGHT, when=lambda run: _is_latent(run) and not _has_query_latent(run)),
+        "linear_q_down_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_q_up_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_kv_down_proj": ModelPart(WEIGHT, when=_is_latent),
+        "linear_kv_up_proj": ModelPart(WEIGHT, when=_is_latent),
         "kv_layernorm": replace(NORM, when=lambda run: _is_latent(run) and run.model.qk_layernorm),
         # both
         "q_layernorm": replace(
@@ -200,7 +190,7 @@ _BIAS = TensorClass(
 )
 
 TOP_K_ROUTER = ModelPart(
-    _weight,
+    WEIGHT,
     alias="router",
     tensors=(
         _weights("router weight", computed=ROUTER, accumulated=ROUTER),
@@ -214,7 +204,7 @@ TOP_K_ROUTER = ModelPart(
 )
 
 EXPERTS = ModelPart(
-    lambda run: ("weight1", "weight2"),
+    {"weight1": _always, "weight2": _always},
     alias="experts",
     tensors=(
         _weights("expert weights", reduced="fp32"),
@@ -225,7 +215,7 @@ EXPERTS = ModelPart(
 
 SHARED_EXPERTS = replace(
     DENSE_MLP,
-    parameters=lambda run: ("gate_weight",) if run.moe.moe_shared_expert_gate else (),
+    parameters={"gate_weight": lambda run: run.moe.moe_shared_expert_gate},
     when=lambda run: bool(run.moe.moe_shared_expert_intermediate_size),
     alias="shared_experts",
     tensors=(_weights("shared expert weights", reduced=OWN),),
@@ -242,7 +232,7 @@ def _layer(mlp: ModelPart) -> ModelPart:
 DENSE_LAYER, MOE_LAYER = _layer(DENSE_MLP), _layer(MOE_MLP)
 
 OUTPUT_LAYER = ModelPart(
-    _weight,
+    WEIGHT,
     alias="output_layer",
     tensors=(
         _weights("output layer"),
@@ -257,7 +247,7 @@ PREDICTION = ModelPart(
         "enorm": NORM,
         "hnorm": NORM,
         "eh_proj": ModelPart(
-            _weight,
+            WEIGHT,
             tensors=(
                 _weights("merge of further predictions", reduced=OWN),
                 TensorClass("further losses", "fp32", "fp32", "fp32", "fp64", note="logged sums and counts in fp64"),

@@ -34,7 +34,10 @@ def parts(run: Run) -> dict[str, ModelPart]:
 
 def modules(run: Run) -> dict[str, tuple[str, ...]]:
     """Return every module with the names of the parameters that it holds itself."""
-    return {name: part.parameters(run) for name, part in parts(run).items()}
+    return {
+        name: tuple(parameter for parameter, when in part.parameters.items() if when(run))
+        for name, part in parts(run).items()
+    }
 
 
 def aliases(run: Run) -> dict[str, tuple[str, ...]]:
