@@ -2,7 +2,8 @@
 
 The names and parameters of modules, the words of `--keep-fp32`, what a module kept in fp32 emits, the state that is
 always fp32 and the printed precision contract follow from these records; a test compares them with built models. A new
-kind of module is a record here and its class. No torch.
+kind of module is a record here, its class, and how its parameters are split over tensor-parallel ranks
+(`model/initialize.py`). No torch.
 """
 
 from __future__ import annotations
