@@ -76,8 +76,6 @@ def train_sentencepiece(
     Raises:
         ConfigError: no text, a vocabulary that the sample cannot fill, an existing file without `overwrite`.
     """
-    import sentencepiece
-
     target = Path(model_file)
     if target.exists() and not overwrite:
         raise ConfigError(f"--tokenizer-model {target} exists: use it without --train-tokenizer, or add --overwrite")
@@ -90,6 +88,13 @@ def train_sentencepiece(
     sample = sample_texts(texts, limit_bytes)
     if not sample:
         raise ConfigError("--train-tokenizer: the input holds no text to train on")
+    _publish(target, _trained_on(sample, vocab_size, model_type))
+
+
+def _trained_on(sample: list[str], vocab_size: int, model_type: str) -> bytes:
+    """Return the model file of a tokenizer that is trained on the sample."""
+    import sentencepiece
+
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -113,10 +118,15 @@ def train_sentencepiece(
         raise ConfigError(
             f"--tokenizer-vocab-size {vocab_size} does not fit the text: {_advice(str(error))}"
         ) from error
+    return content.getvalue()
+
+
+def _publish(target: Path, content: bytes) -> None:
+    """Write the file next to its place and rename it, so that it is never half written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        aside.write_bytes(content.getvalue())
+        aside.write_bytes(content)
         os.replace(aside, target)
     finally:
         aside.unlink(missing_ok=True)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, load_max_over_mean
-from megatron_moe.report.records import scalars as health_scalars
+from megatron_moe.report.metric import MetricError
+from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
 
 
 class TensorBoardSink(Sink):
-    """One scalar per figure and step under `folder`.
+    """Writes the scalars of all metrics under `folder`, one event per scalar and step.
 
     A resumed run writes a new event file whose first event tells TensorBoard to forget every step after
     `start_iteration` of the older files.
@@ -37,34 +38,12 @@ class TensorBoardSink(Sink):
         self._writer.add_text("run", f"| | |\n|---|---|\n{table}", 0)
 
     def step(self, record: StepRecord) -> None:
-        scalars: dict[str, float | None] = {
-            "loss/train": record.loss,
-            "optimizer/learning_rate": record.learning_rate,
-            "optimizer/grad_norm": record.grad_norm,
-            "optimizer/loss_scale": record.loss_scale,
-            "optimizer/skipped": float(record.skipped),
-            "speed/tokens_per_second": record.tokens_per_second,
-            "speed/model_tflops": record.model_tflops,
-            "speed/mfu": record.mfu,
-            "speed/step_seconds": record.seconds,
-            "batch/global_batch_size": float(record.global_batch_size),
-            "memory/peak_bytes": float(record.memory_bytes),
-        }
-        if record.tokens_per_expert:
-            scalars["experts/load_max_over_mean"] = record.expert_load
-            scalars["experts/empty"] = float(record.empty_experts)
-            scalars["experts/bias_max"] = record.expert_bias_max
-        for layer, counts in record.tokens_per_expert.items():
-            scalars[f"experts_by_layer/load_max_over_mean_{layer}"] = load_max_over_mean(counts)
-        for name, value in record.aux_losses.items():
-            scalars[f"loss/{name}"] = value
-        for depth, loss in enumerate(record.mtp_losses, start=1):
-            scalars[f"loss/mtp_{depth}"] = loss
-        scalars["experts/dropped_share"] = dropped_share(record)
-        if record.health is not None:
-            scalars.update(health_scalars(record.health))
-        for tag, number in scalars.items():
-            if number is not None:
+        written: dict[str, str] = {}
+        for metric in metrics():
+            for tag, number in metric.scalars(record).items():
+                if tag in written:
+                    raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
+                written[tag] = metric.name
                 self._writer.add_scalar(tag, number, record.iteration)
 
     def evaluation(self, record: EvalRecord) -> None:

@@ -35,6 +35,7 @@ def traced_step(folder: str, fail_on: int | None = None) -> list[str]:
     return told
 
 
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_what_only_rank_1_mixes_stands_in_the_report_of_rank_0(gloo, tmp_path):
     told = gloo.run(2, traced_step, folder=str(tmp_path))
     found = json.loads((tmp_path / "found.json").read_text())
@@ -53,6 +54,7 @@ def test_a_rank_whose_step_fails_writes_what_it_saw_and_fails(gloo, tmp_path):
 
 
 def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
+    from megatron_moe.apps.audit.step import auditing
     from megatron_moe.config import cli, rules
     from megatron_moe.training.run import pretrain
 
@@ -60,10 +62,11 @@ def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
     metrics = folder / f"{len(flags)}.jsonl"
     run = replace(cli.parse([*words.split(), "--metrics-file", str(metrics)]), **{"train_iters": 3, **flags})
     rules.check(run, 1)
-    pretrain(run)
+    pretrain(run, audit=auditing)
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
+@pytest.mark.claim("Auditing a run changes no number of it.")
 @pytest.mark.usefixtures("one_process")
 def test_the_audit_changes_no_number_of_a_run(tmp_path, capsys):
     prefix = str(tmp_path / "deep" / "audit")
