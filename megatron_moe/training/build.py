@@ -31,7 +31,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.platform import advisories
-from megatron_moe.precision.guard import PrecisionGuard
+from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler

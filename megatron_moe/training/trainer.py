@@ -19,7 +19,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.fingerprint import Fingerprint, changed_since
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.precision.guard import PrecisionGuard
+from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
