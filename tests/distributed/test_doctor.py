@@ -14,10 +14,10 @@ import pytest
 
 from megatron_moe.apps.doctor import launch
 from megatron_moe.apps.doctor.compare import rounding_error
-from megatron_moe.apps.doctor.default_visit import model
+from megatron_moe.apps.doctor.default_layouts import model
 from megatron_moe.apps.doctor.launch import RankFailure, Ranks
 from megatron_moe.apps.doctor.measure import Request
-from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, small
+from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, small_copy
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 
@@ -92,7 +92,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(
     assert file.read_text().count(start) == 1
     file.write_text(file.read_text().replace(start, f'{start}    if os.environ["RANK"] == "1":\n        {what}\n'))
     monkeypatch.setattr(launch, "PACKAGE_ROOT", tmp_path)
-    asked = Request(small(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
+    asked = Request(small_copy(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
     with Ranks(2, seconds=6.0) as ranks:
         ranks._start()
         pids = [process.process.pid for process in ranks._processes]

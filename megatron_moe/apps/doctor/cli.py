@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
-from megatron_moe.apps.doctor.compare import compare, rounding_error, tolerances_of
-from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
+from megatron_moe.apps.doctor.compare import compare, matching_patterns, rounding_error, tolerances_of
+from megatron_moe.apps.doctor.default_layouts import MODELS, default_choice, model
 from megatron_moe.apps.doctor.launch import RankFailure, Ranks
-from megatron_moe.apps.doctor.layouts import Choice, Layout, alone, choose
+from megatron_moe.apps.doctor.layouts import Choice, Layout, choose, oracle_run
 from megatron_moe.apps.doctor.measure import Request
-from megatron_moe.apps.doctor.patterns import smells
-from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
-from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, changes, small
+from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, log_line
+from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
 from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
         if rest:
             own = cli.parse(rest, filled_in)
             _check_own(own)
-            copy = small(own)
+            copy = small_copy(own)
             choice = choose(own, copy, words.ranks, words.layouts)
         else:
             own, copy = model("demo")
@@ -121,7 +120,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
         {
             "flags": _changed(own),
             "layout_in_use": choice.reduced_from,
-            "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
+            "shrunk": {name: list(pair) for name, pair in changed_fields(own, copy).items()},
             "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
             "models": {name: MODELS[name] for name in models},
             "steps": steps,
@@ -139,7 +138,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
                 report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
             finding = _examine(pool, *oracles[key], layout)
             report.findings.append(finding)
-            tell(line(number, len(layouts), finding))
+            tell(log_line(number, len(layouts), finding))
     for layout, rule in choice.refused:
         tell(f"not tried: {layout.name}: {rule}")
     tell(f"{time.monotonic() - began:.0f} s")
@@ -152,7 +151,7 @@ def _oracle(pool: Ranks, layout: Layout, steps: int, tell: Tell) -> tuple[Assemb
     Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
     what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
     """
-    run, dtype = alone(layout.copy), derived.params_dtype_name(layout.run)
+    run, dtype = oracle_run(layout.copy), derived.params_dtype_name(layout.run)
     rules.check(run, 1)
     half = dtype != "float32"
     clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
@@ -208,7 +207,7 @@ def _examine(pool: Ranks, oracle: AssembledModel, request: Request, layout: Layo
     except RankFailure as failure:
         return LayoutFinding(layout, time.monotonic() - began, error=str(failure))
     comparison = compare(whole, oracle, tolerances_of(layout.run))
-    fits = smells(whole, oracle, comparison, one_process=not layout.masked)
+    fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
     return LayoutFinding(layout, time.monotonic() - began, comparison, fits)
 
 
