@@ -62,12 +62,12 @@ _WIDEST_CELL = 72
 
 
 def json_report(report: dict[str, Any]) -> str:
-    """The dictionary, indented."""
+    """Return the report as indented JSON."""
     return json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def text_report(report: dict[str, Any]) -> str:
-    """For a terminal: the verdict, the figures, then every table that has rows."""
+    """Return the report as text for a terminal: the overall result, the figures, then every table that has rows."""
     lines = [report["verdict"], "", *(f"{name:<22} {value}" for name, value in _figures(report))]
     if report["error"] is not None:
         error = report["error"]
@@ -82,7 +82,7 @@ def text_report(report: dict[str, Any]) -> str:
 
 
 def html_report(report: dict[str, Any]) -> str:
-    """One file without anything from the network; a click on a column's head sorts by it."""
+    """Return the report as one HTML file that loads nothing else; a click on a column's head sorts by it."""
     parts = [
         _HEAD,
         f'<h1 class="{"bad" if report["failed"] else "good"}">{html.escape(report["verdict"])}</h1>',

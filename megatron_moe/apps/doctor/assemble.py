@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
 
 class ParameterShard(NamedTuple):
-    """A parameter's name in the whole model, the same in every layout, and its cuts; none if the rank holds it whole."""
+    """A parameter's name in the whole model, which no layout changes, and its cuts; none if the rank holds it whole."""
 
     name: str
     cuts: tuple[Cut, ...]
