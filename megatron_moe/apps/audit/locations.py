@@ -18,7 +18,7 @@ from megatron_moe.precision.contract import declaration
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_TRACER_FILES = frozenset(_HERE + name for name in ("tracer.py", "locations.py", "audit.py"))
+_TRACER_FILES = frozenset(_HERE + name for name in ("tracer.py", "locations.py", "step.py"))
 _ENGINE_RUN = "_engine_run_backward"
 _MODULE_CALL = ("_call_impl", "_wrapped_call_impl")
 UNKNOWN = "?"
