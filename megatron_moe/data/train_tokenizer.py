@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replacing
 
 MODEL_TYPES = ("bpe", "unigram")
 SAMPLE_BYTES = 4_000_000
@@ -114,12 +114,8 @@ def train_sentencepiece(
             f"--tokenizer-vocab-size {vocab_size} does not fit the text: {_advice(str(error))}"
         ) from error
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content.getvalue())
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(target, "wb") as file:
+        file.write(content.getvalue())
 
 
 def _advice(message: str) -> str:

@@ -7,22 +7,9 @@ import os
 import time
 from typing import Any, TextIO
 
+from megatron_moe.io.texts import duration_text
 from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, glance
 from megatron_moe.report.sink import Sink
-
-
-def duration(seconds: float) -> str:
-    """Seconds in at most two units: 42s, 3m12s, 5h07m, 2d03h; '?' where it is not known."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 class Interval:
@@ -67,7 +54,7 @@ class Interval:
         skipped = len(self._records) - len(taken)
         if skipped:
             parts.append(f"SKIPPED {skipped} (loss scale {last.loss_scale:g})")
-        parts.append(f"left {duration(last.seconds_left)}")
+        parts.append(f"left {duration_text(last.seconds_left)}")
         return " | ".join(parts)
 
     def _further_losses(self) -> list[str]:
@@ -84,7 +71,7 @@ def status(record: StepRecord, expert_load: float | None) -> str:
         parts.append(f"gnorm {record.grad_norm:.2f}")
     if expert_load is not None:
         parts.append(f"load {expert_load:.2f}")
-    parts.append("SKIPPED" if record.skipped else f"left {duration(record.seconds_left)}")
+    parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
     return " ".join(parts)
 
 
@@ -131,7 +118,7 @@ class ConsoleSink(Sink):
         perplexity = math.exp(min(record.loss, 700.0))
         self.message(
             f"{record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "
-            f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration(record.seconds)})"
+            f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration_text(record.seconds)})"
         )
 
     def message(self, text: str) -> None:

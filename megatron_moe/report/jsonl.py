@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replacing
 from megatron_moe.report.records import (
     EvalRecord,
     StepRecord,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replacing
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
@@ -130,6 +130,7 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
         panels[-1].set_xlabel("iteration")
         if history.iterations:
             panels[-1].set_xlim(history.iterations[0] - 0.5, history.iterations[-1] + 0.5)
+        plot_file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(plot_file, "wb") as file:
             figure.savefig(file, format="png")
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_moe.io.files import finite
+
 # ---- What a health measurement found, as plain values. Nothing here imports torch.
 
 
@@ -230,17 +232,6 @@ def load_max_over_mean(counts: list[int]) -> float | None:
     """max / mean of one layer's token counts; none for a layer that got no token at all."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else None
-
-
-def finite(value: Any) -> Any:
-    """`value` with every NaN and infinity replaced by None: JSON has no word for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return value
 
 
 def to_json(record: StepRecord | EvalRecord) -> dict[str, Any]:

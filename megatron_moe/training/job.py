@@ -11,7 +11,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.async_save import Saver
-from megatron_moe.checkpoint.durable import SaveError
+from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.errors import ConfigError

@@ -14,11 +14,11 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.async_save import Saver
+from megatron_moe.checkpoint.errors import read_on_rank_zero
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.load import verified as verified_plan
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import CheckpointPlan, plan
-from megatron_moe.checkpoint.ranks import read_on_rank_zero
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config import derived, rules

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replacing
 from megatron_moe.training.job import Trainer
 from megatron_moe.training.replay import StepReplay
 
@@ -107,6 +107,7 @@ class SpikeWatch:
             "sequences": num_samples,
         }
         path = self._folder / f"spike_{iteration:07d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps(head) + "\n")
             for place, (total, count) in enumerate(zip(losses, tokens)):

@@ -40,6 +40,10 @@ from tests.defects.stock import forget_logged_losses, present
 from tests.distributed.moe_cases import build_layer, random_case
 from tests.unit.checkpoint.steps import make_step
 
+pytestmark = pytest.mark.claim(
+    "Known defects of megatron-core are shown in its own code, with what is done about them here."
+)
+
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 NO_ENGINE_EXTENSION = pytest.mark.skipif(platform.have_transformer_engine(), reason="Transformer Engine is here")

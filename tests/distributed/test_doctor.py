@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.doctor import launch
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_layouts import model
-from megatron_moe.apps.doctor.launch import RankFailure, Ranks
-from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
 from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, small_copy
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.io import local_ranks
+from megatron_moe.io.local_ranks import RankFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +78,7 @@ def test_a_mistake_in_the_flags_ends_in_two(words: list[str], named: str, capsys
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.claim("The doctor names a rank that dies or hangs, and leaves no process behind.")
 @pytest.mark.parametrize(
     ("what", "told"),
     [("os._exit(3)", "rank 1 ended with status 3"), ("__import__('time').sleep(600)", "rank 1 did not end")],
@@ -87,18 +88,18 @@ def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(
     what: str, told: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     shutil.copytree(ROOT / "megatron_moe", tmp_path / "megatron_moe")
-    file = tmp_path / "megatron_moe" / "doctor" / "measure.py"
+    file = tmp_path / "megatron_moe" / "apps" / "doctor" / "measure.py"
     start = "    run, chunks = request.run, []\n"
     assert file.read_text().count(start) == 1
     file.write_text(file.read_text().replace(start, f'{start}    if os.environ["RANK"] == "1":\n        {what}\n'))
-    monkeypatch.setattr(launch, "PACKAGE_ROOT", tmp_path)
+    monkeypatch.setattr(local_ranks, "PACKAGE_ROOT", tmp_path)
     asked = Request(small_copy(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
-    with Ranks(2, seconds=6.0) as ranks:
-        ranks._start()
-        pids = [process.process.pid for process in ranks._processes]
+    with MeasuringRanks(2, seconds=6.0) as measuring:
+        measuring.ranks._start()
+        pids = [process.process.pid for process in measuring.ranks._processes]
         with pytest.raises(RankFailure) as failure:
-            ranks.measure(asked, 2)
-        folder = ranks._folder
+            measuring.measure(asked, 2)
+        folder = measuring.ranks.folder
     assert told in str(failure.value)
     assert "measure.py" in str(failure.value)  # where the hanging one stands, or what its peer was at
     for pid in pids:

@@ -52,6 +52,7 @@ def one_rank_norms(gloo: Any) -> dict[bool, float]:
     return {experts: math.sqrt(value) for experts, value in squares.items()}
 
 
+@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -119,6 +120,7 @@ HALF = {"bf16": True, "grad_reduce_in_bf16": True}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 
 
+@pytest.mark.claim("Measuring a step's health changes no bit of the run.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

@@ -139,6 +139,7 @@ def test_a_copy_that_is_another_table_is_refused(gloo, folders, tmp_path):
     assert len(set(messages)) == 1 and f"nothing was made of {name}" in messages[0]
 
 
+@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("mistake", "on", "says"),
     [
@@ -161,6 +162,7 @@ def large(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.full(shape, 1e5)
 
 
+@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [

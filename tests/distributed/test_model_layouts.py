@@ -90,6 +90,7 @@ def oracle(gloo):
     return of
 
 
+@pytest.mark.claim("TP, SP, PP, VPP, EP, ETP, DP and the distributed optimizer train as one rank does.")
 @pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS])
 def test_a_layout_agrees_with_one_rank(gloo, oracle, model, ranks, layout):
     wanted = oracle(model)

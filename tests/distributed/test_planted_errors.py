@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_moe.apps.doctor import cli, launch
+from megatron_moe.apps.doctor import cli
+from megatron_moe.io import local_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,10 +204,11 @@ def planted(plant: Plant, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.claim("The doctor finds and names errors that are planted in copies of the package.")
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_error_is_found_and_named(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     plant = PLANTS[name]
-    monkeypatch.setattr(launch, "PACKAGE_ROOT", planted(plant, tmp_path))
+    monkeypatch.setattr(local_ranks, "PACKAGE_ROOT", planted(plant, tmp_path))
     code = cli.main([*plant.flags.split(), "--steps", "1", "--json", str(tmp_path / "report.json")])
     told = capsys.readouterr().out
     assert code == cli.DIFFERENT, told

@@ -39,6 +39,7 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
     assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
+@pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 @pytest.mark.parametrize(("ranks", "flags"), [(2, EP2), (4, TP2_DP2)])
 def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
     for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):

@@ -161,6 +161,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
+@pytest.mark.claim("A step is clipped AdamW at the schedule's rate, as it is written out in fp64.")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_clipped_adamw_in_fp64(gloo: Any, case: str) -> None:
     model, ranks, flags = CASES[case]

@@ -26,6 +26,7 @@ def launcher() -> Iterator[broken_jobs.Breaking]:
     started.close()
 
 
+@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.slow
 def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
@@ -44,6 +45,7 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert kills.differences(job, oracle, 2) == []
 
 
+@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 @pytest.mark.slow
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]

@@ -26,6 +26,7 @@ def forked() -> Iterator[kills.Forked]:
     launcher.close()
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "wanted", "saving", "most_lost"),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from megatron_moe.apps.verify_resume import cli
+from megatron_moe.io.program import USER_ERROR
 from tests.distributed import reshard_cases as cases
 
 
+@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, tmp_path, capsys, monkeypatch):
     save, report = tmp_path / "steps", tmp_path / "verified.json"
     flags = {"data_path": (cases.corpus(tmp_path),), "train_iters": 4, "save_interval": 2, "hidden_dropout": 0.1}
@@ -32,8 +36,8 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
     assert cli.main([str(save)]) == cli.DIFFERENT
     assert "WRONG: loss" in capsys.readouterr().out
-    assert cli.main([str(tmp_path / "none")]) == cli.USER_ERROR
-    assert cli.main([str(save), "--steps", "0"]) == cli.USER_ERROR
+    assert cli.main([str(tmp_path / "none")]) == USER_ERROR
+    assert cli.main([str(save), "--steps", "0"]) == USER_ERROR
     # a flag that the run would refuse is refused before anything starts
-    assert cli.main([str(save), "--moe-router-topk", "99"]) == cli.USER_ERROR
-    assert cli.main([str(save), "--no-such-flag"]) == cli.USER_ERROR
+    assert cli.main([str(save), "--moe-router-topk", "99"]) == USER_ERROR
+    assert cli.main([str(save), "--no-such-flag"]) == USER_ERROR

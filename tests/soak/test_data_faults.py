@@ -29,6 +29,7 @@ def test_there_are_twenty_kinds() -> None:
     assert len(KINDS) == 20
 
 
+@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_is_named_or_harmless(
     scene: Scene,  # noqa: F811

@@ -9,6 +9,7 @@ from tests.distributed.test_imported_layouts import LAYOUTS, difference, referen
 from tests.unit.conversion import tiny_models
 
 
+@pytest.mark.claim("Imported models have transformers' logits, choices of experts, loss and gradients.")
 @pytest.mark.parametrize("case", list(tiny_models.CASES))
 def test_every_seed_of_a_family_computes_what_transformers_computes(case, gloo, tmp_path, scaled, figure):
     seeds = range(100, 100 + scaled(20))

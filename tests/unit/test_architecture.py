@@ -21,6 +21,7 @@ PACKAGE = ROOT / "megatron_moe"
 # A room may import from the rooms before it.
 ROOMS = (
     "config",
+    "io",
     "platform",
     "parallel",
     "precision",
@@ -127,6 +128,15 @@ CUDA_OUTSIDE_PLATFORM = {
 # Files that may read pickled bytes, each with its reason.
 UNPICKLING = {
     "checkpoint/index.py": "builds stand-ins from an allow-list, before the engine reads the same file without one",
+}
+
+# Files that rename or sync by themselves, each with its reason; all others write through io/files.py.
+WRITING_BY_HAND = {
+    "apps/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
+    "checkpoint/lock.py": "a lock is linked, and taken over by a rename, so that one of several rivals has it",
+    "checkpoint/publish.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
+    "hf/streamed_file.py": "a file is written tensor by tensor at known places",
+    "report/jsonl.py": "lines are appended",
 }
 
 LONGEST_FILE = 450
@@ -348,6 +358,33 @@ def test_torch_loads_weights_only():
     ]
     assert calls and [place for place, words in calls if words.get("weights_only") != "True"] == []
     assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
+
+
+# ---- packages
+
+
+def test_transformers_is_imported_by_two_programs_and_the_version_of_the_engine_read_in_one_file():
+    """What docs/decisions.md says of both."""
+    files = sources("megatron_moe", "tools")
+    named = {name_of(path) for path in files for name, _ in imported(path) if name.split(".")[0] == "transformers"}
+    assert named == {"apps/audit/cli.py", "apps/convert/reference_model.py"}
+    assert [name_of(path) for path in files if 'version("megatron-core")' in path.read_text()] == [
+        "platform/advisories.py"
+    ]
+
+
+# ---- files
+
+
+def test_files_are_replaced_and_synced_in_one_place():
+    calls = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "tempfile.mkstemp", "shutil.move"}
+    by_hand = {
+        name_of(path)
+        for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
+    }
+    assert by_hand - {"io/files.py", "io/hashing.py"} == set(WRITING_BY_HAND)
 
 
 # ---- sizes

@@ -44,6 +44,7 @@ def harmful(sound: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tupl
 every_payload = pytest.mark.parametrize("harmful", PAYLOADS, indirect=True)
 
 
+@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @every_payload
 @pytest.mark.parametrize("mode", ["load", "resume"])
 def test_nothing_runs_when_a_run_reads_it(gloo, harmful, mode):
@@ -68,6 +69,7 @@ def outcome_of_a_swap(flags: dict[str, Any]) -> str:
         dist.check_trusted = check
 
 
+@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @pytest.mark.parametrize("harmful", ["common.pt", ".metadata", "tensor in a .distcp file"], indirect=True)
 def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo, harmful):
     _, root, sentinel = harmful
@@ -75,6 +77,7 @@ def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo,
     assert not sentinel.exists() and result != "loaded"
 
 
+@pytest.mark.claim("A checkpoint that was made to run code runs none when it is loaded or inspected.")
 @every_payload
 def test_nothing_runs_when_it_is_inspected(harmful, capsys):
     _, root, sentinel = harmful

@@ -17,15 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.apps.convert import certificate, parity
+from megatron_moe.apps.convert import certificate, convert, parity
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.apps.convert.native_step import DataFile, copy_file
 from megatron_moe.apps.convert.workspace import Workspace, hidden_folder
-from megatron_moe.checkpoint import durable, manifest
+from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import transforms
 from megatron_moe.hf.tensors import TensorReader
+from megatron_moe.io.files import write_bytes
 from tests.unit.conversion import small_folders, tiny_models
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,7 +116,7 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
 
 
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf, monkeypatch):
-    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(convert, "free_bytes", lambda folder: 1000)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
 
@@ -306,6 +307,7 @@ def die(*args: Any, **kwargs: Any) -> None:
     raise Killed
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
@@ -336,6 +338,7 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"
@@ -392,7 +395,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, 
 
 def test_a_small_file_that_is_not_what_the_manifest_knows_is_not_copied(tmp_path):
     source = tmp_path / "tokenizer.json"
-    known = durable.write_bytes(source, b"{}")
+    known = write_bytes(source, b"{}")
     assert copy_file(source, tmp_path / "copy", known) == known and (tmp_path / "copy").read_bytes() == b"{}"
     source.write_bytes(b"[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: changed while it was read"):

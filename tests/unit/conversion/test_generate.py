@@ -27,6 +27,7 @@ def continued(model, prompt, new=NEW):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.claim("tools/generate.py gives the greedy tokens of transformers, for every family.")
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     model = tiny_models.make(case, 1, tmp_path)

@@ -73,6 +73,7 @@ def v3_example(page):
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
 
+@pytest.mark.claim("The plan for DeepSeek-V3 on the pages is what tools/plan.py prints.")
 def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
     words, in_readme = v3_example("README.md")
     same_words, in_docs = v3_example("docs/planning.md")
@@ -98,4 +99,4 @@ def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(mon
     assert "largest rank, GiB" not in out
     assert "stage 1 of 4" in err
     assert "largest rank, GiB" in capsys.readouterr().out
-    assert logging.getLogger("megatron_moe.planning").handlers == []
+    assert logging.getLogger("megatron_moe.apps.plan").handlers == []

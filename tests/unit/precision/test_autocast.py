@@ -71,6 +71,7 @@ def routed(options: dict[str, Any], place: str, dtype: torch.dtype, params: torc
     return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROUTING)
@@ -102,6 +103,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: str) -> None:
@@ -148,6 +150,7 @@ RECOMPUTED = [
 ]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changes",
@@ -204,6 +207,7 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
     return [seen, record.loss, trainer.state()]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize(
     "flags",
     [

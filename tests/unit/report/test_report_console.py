@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink, duration
+from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink
 from megatron_moe.report.records import EvalRecord, StepRecord
 
 STEP = StepRecord(
@@ -181,14 +181,6 @@ def test_a_generated_text_cannot_move_the_cursor():
     stream, sink = plain()
     sink.message("def f():\n\treturn '\x1b[2J\x07'")
     assert text(stream) == "def f():\n\treturn '\\x1b[2J\\x07'\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.4, "0s"), (59.6, "1m00s"), (192, "3m12s"), (18420, "5h07m"), (183600, "2d03h"), (float("nan"), "?")],
-)
-def test_durations_have_at_most_two_units(seconds, shown):
-    assert duration(seconds) == shown
 
 
 def test_an_evaluation_of_masked_tokens_says_so_and_shows_no_number():

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report import files
+from megatron_moe.io import files
 from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.summary import SummarySink, Totals
@@ -137,15 +137,6 @@ def test_a_cut_that_fails_halfway_leaves_the_old_file_whole(tmp_path, monkeypatc
         JsonlSink(path, 6)
     assert path.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["m.eval.jsonl", "m.jsonl"]
-
-
-def test_a_reader_of_the_old_file_never_sees_half_of_the_new_one(tmp_path):
-    path = tmp_path / "summary.json"
-    files.write_json(path, {"valid_loss": 1.0})
-    with open(path) as reader:
-        files.write_json(path, {"valid_loss": 2.0})
-        assert json.load(reader) == {"valid_loss": 1.0}
-    assert json.loads(path.read_text()) == {"valid_loss": 2.0}
 
 
 def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_path):

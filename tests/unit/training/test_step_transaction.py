@@ -107,6 +107,7 @@ def poisoned_steps(flags: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.claim("A skipped step changes no bit, whichever rank the overflow or the NaN was on.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_a_step_that_one_rank_spoils_changes_nothing_on_any_rank(gloo, precision, distributed_optimizer):
@@ -221,6 +222,7 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.claim("A batch whose tokens are all masked changes nothing, and the log says so.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
