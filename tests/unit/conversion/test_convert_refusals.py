@@ -245,7 +245,7 @@ def test_every_element_is_covered_once_or_it_is_told():
         ([*two, two[0]], ["a", "b"], "a is used 2 times"),
         ([two[0], row([1, 0], [2, 4], "b")], ["a", "b"], "16 of 16 elements in 2 blocks"),
         (two, ["a", "b", "c"], "c is used 0 times"),
-        (two, ["a"], "b is nobody's"),
+        (two, ["a"], "b is unexpected"),
     ):
         with pytest.raises(ConfigError) as error:
             certificate.require_coverage(rows, names, {"k": (4, 4)}, "here")
