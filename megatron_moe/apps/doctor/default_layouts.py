@@ -18,12 +18,12 @@ from typing import Any
 
 from megatron_moe.apps.doctor.layouts import (
     EVERY_KIND,
-    Choice,
     Layout,
-    checked,
+    LayoutChoice,
+    apply_rules,
     combinations_of,
     other_batches,
-    selected,
+    select_layouts,
 )
 from megatron_moe.apps.doctor.small_copy import small_copy, with_few_choices
 from megatron_moe.config import cli
@@ -105,7 +105,7 @@ def model(name: str) -> tuple[Run, Run]:
     return own, dataclasses.replace(with_few_choices(small_copy(own)), precision=own.precision)
 
 
-def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
+def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
     """Return the default layouts of at most `max_ranks` ranks; `wanted` has the meaning that it has in `choose`."""
     own, _ = model("demo")
     known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
@@ -119,7 +119,7 @@ def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
     layouts += [_with_model(layout, "demo", demo, {}) for name, layout in known.items() if name not in trained]
     layouts += [_against_fp32(name) for name in _HALF]
     layouts.sort(key=lambda layout: layout.ranks)
-    return checked(selected(layouts, wanted), "")
+    return apply_rules(select_layouts(layouts, wanted), "")
 
 
 def _with_model(layout: Layout, name: str, copy: Run, options: dict[str, Any]) -> Layout:

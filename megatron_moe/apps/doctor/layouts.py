@@ -132,7 +132,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """The layouts that are tried, and those that are not, each of these with the rule that refuses it."""
 
     layouts: list[Layout]
@@ -154,7 +154,7 @@ def oracle_run(run: Run) -> Run:
     )
 
 
-def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
+def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
     """Return the layouts for the small copy of a run.
 
     Args:
@@ -173,10 +173,12 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
         kinds.discard("EP")
     layouts = [*other_batches(copy), *combinations_of(own, kinds, max_ranks)]
     shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
-    return checked(selected([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown))
+    return apply_rules(
+        select_layouts([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown)
+    )
 
 
-def selected(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
+def select_layouts(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
     """Return the layouts whose name, with or without "+model", matches one of the patterns; all without patterns.
 
     Raises:
@@ -192,7 +194,7 @@ def _matches(layout: Layout, pattern: str) -> bool:
     return fnmatchcase(layout.name, pattern) or fnmatchcase(layout.name.partition("+")[0], pattern)
 
 
-def checked(layouts: list[Layout], reduced_from: str) -> Choice:
+def apply_rules(layouts: list[Layout], reduced_from: str) -> LayoutChoice:
     """Divide layouts into those that the rules of a run accept and those that they refuse.
 
     Raises:
@@ -207,7 +209,7 @@ def checked(layouts: list[Layout], reduced_from: str) -> Choice:
             refused.append((layout, str(error)))
     if not good:
         raise ConfigError(f"no layout of two or more ranks can train this model; {refused[0][0].name}: {refused[0][1]}")
-    return Choice(good, refused, reduced_from)
+    return LayoutChoice(good, refused, reduced_from)
 
 
 def other_batches(copy: Run) -> Iterator[Layout]:
