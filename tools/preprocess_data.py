@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Tokenize text into Megatron's indexed datasets. See `megatron_moe/data/preprocess.py`.
+r"""Tokenize text into Megatron's indexed datasets. See `megatron_moe/data/preprocess.py`.
 
-    python tools/preprocess_data.py --input train.jsonl --output-prefix data/train --append-eod \\
-        --train-tokenizer --tokenizer-vocab-size 4096 --tokenizer-model data/tokenizer.model
-    python tools/preprocess_data.py --input valid.jsonl --output-prefix data/valid --append-eod \\
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+python tools/preprocess_data.py --input train.jsonl --output-prefix data/train --append-eod \
+    --train-tokenizer --tokenizer-vocab-size 4096 --tokenizer-model data/tokenizer.model
+python tools/preprocess_data.py --input valid.jsonl --output-prefix data/valid --append-eod \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
         (["--ckpt-step", "3"], "--ckpt-step 3: is for --from native"),
         (["--family", "mixtral"], "--family mixtral: is for --to hf"),
         (["--verify-layers", "2"], "--verify-layers 2: says how much is verified; add --verify"),
-        (["--certificate", "nowhere/c.json"], "--certificate nowhere/c.json: the folder does not exist"),
+        (["--certificate", "nowhere/c.json"], "--certificate nowhere/c.json: its folder does not exist"),
         (["--verify-only"], "--verify-only: --save"),
     ],
 )
