@@ -209,10 +209,10 @@ class Audit:
                 for name, entry in self.modules.items()
             },
         }
-        return {"verdict": verdict(report), **report}
+        return {"verdict": summary_line(report), **report}
 
 
-def verdict(report: dict[str, Any]) -> str:
+def summary_line(report: dict[str, Any]) -> str:
     """Return the overall result in one line: clean, or what is wrong and how often."""
     counts = report["counts"]
     words = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_moe import platform
-from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, verdict
+from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, summary_line
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.tracer import Tracer
 from megatron_moe.config import derived
@@ -187,7 +187,7 @@ def merge(audit: Audit) -> dict[str, Any]:
     }
     for name in FINDING_LISTS:
         merged[name] = [{**entry, "rank": rank} for rank, report in enumerate(reports) for entry in report[name]]
-    return {**merged, "verdict": verdict(merged)}
+    return {**merged, "verdict": summary_line(merged)}
 
 
 def write(report: dict[str, Any], prefix: str) -> list[Path]:

@@ -96,12 +96,12 @@ class Reshard(Conversion):
                 )
             files.setdefault(native_step.file_order(key), []).extend(_boxes(key, tensor))
         units = []
-        for number, place in enumerate(sorted(files)):
-            size = sum(self._bytes(box) for box in files[place])
+        for number, order in enumerate(sorted(files)):
+            size = sum(self._bytes(box) for box in files[order])
             name = f"{self.source.name}/{native_step.data_name(number)}"
-            units.append(OutputFile(name, size, tuple(sorted(files[place]))))
+            units.append(OutputFile(name, size, tuple(sorted(files[order]))))
         if self.reader.index.values:  # values that are neither tensors nor in the common file
-            size = sum(place.length for place in self.reader.index.values.values())
+            size = sum(stored.length for stored in self.reader.index.values.values())
             name = f"{self.source.name}/{native_step.data_name(len(units))}"
             units.append(OutputFile(name, size, tuple(sorted(self.reader.index.values))))
         return units
@@ -132,10 +132,10 @@ class Reshard(Conversion):
         return {"entry": file.entry(), "parts": data.parts, "values": values, "rows": rows}
 
     def _value(self, key: str) -> bytes:
-        place = self.reader.index.values[key]
-        with open(self.source / place.file, "rb") as file:
-            file.seek(place.offset)
-            return file.read(min(place.length, LARGEST_VALUE))
+        stored = self.reader.index.values[key]
+        with open(self.source / stored.file, "rb") as file:
+            file.seek(stored.offset)
+            return file.read(min(stored.length, LARGEST_VALUE))
 
     def coverage(self, records: list[Record]) -> None:
         rows = [row for record in records for row in record["rows"]]

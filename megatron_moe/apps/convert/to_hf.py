@@ -256,13 +256,13 @@ class ToHF(Conversion):
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
-            places = {
+            weight_map = {
                 entry["name"]: record["name"]
                 for record in records
                 for entry in [*(entry for row in record["rows"] for entry in row["hf"]), *record["copies"]]
             }
             total = sum(self._bytes(item) for unit in self.units for item in unit.content)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, _json(index))
         files[hf_folder.CONFIG] = write_bytes(output / hf_folder.CONFIG, self.config)
         for name in sorted(self.companions):

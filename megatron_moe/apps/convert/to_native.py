@@ -90,10 +90,10 @@ class ToNative(Conversion):
             self._warn_of_rounded(piece)
             files.setdefault(native_step.file_order(piece.key), []).append(piece)
         units = []
-        for number, place in enumerate(sorted(files)):
-            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[place])
+        for number, order in enumerate(sorted(files)):
+            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[order])
             name = f"{folder.step_folder(Path(), ITERATION)}/{native_step.data_name(number)}"
-            units.append(OutputFile(name, size, tuple(files[place])))
+            units.append(OutputFile(name, size, tuple(files[order])))
         return units
 
     def _warn_of_rounded(self, piece: Piece) -> None:

@@ -81,7 +81,7 @@ def require_free(target: Path, source: Path) -> None:
         raise ConfigError(f"--save {target}: {target.parent} is no folder; create it")
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
-        raise ConfigError(f"--save {target}: is --load {source}, or one lies in the other; name another folder")
+        raise ConfigError(f"--save {target}: is --load {source}, or one is inside the other; name another folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"--save {target}: is there and no folder; name another one")
     if target.is_dir() and any(target.iterdir()):

@@ -49,7 +49,7 @@ class DoctorReport:
         failed = [finding.layout for finding in self.findings if not finding.good]
         return common_to(failed, passed)
 
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Return the overall result in one line."""
         bad = [finding.layout.name for finding in self.findings if not finding.good]
         tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
@@ -60,7 +60,7 @@ class DoctorReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, which holds neither NaN nor infinity."""
         return {
-            "verdict": self.verdict(),
+            "verdict": self.summary(),
             "failed": self.failed,
             "common_to_what_failed": self.common,
             **self.about,
@@ -110,7 +110,7 @@ def details(report: DoctorReport) -> Iterator[str]:
             yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
     if any(finding.good for finding in report.findings) and (common := report.common):
         yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
-    yield f"\n{report.verdict()}"
+    yield f"\n{report.summary()}"
 
 
 def _flags(layout: Layout) -> str:

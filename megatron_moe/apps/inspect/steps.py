@@ -109,7 +109,7 @@ def list_steps(found: Folder, verify: bool, log: Log) -> tuple[list[str], dict[s
     hidden = sorted(entry.name for entry in found.root.iterdir() if _HIDDEN.fullmatch(entry.name))
     if hidden:
         result["hidden"] = hidden
-        lines.append(f"  being written, or left behind by a writer that died: {', '.join(hidden)}")
+        lines.append(f"  being written, or left by a writer that died: {', '.join(hidden)}")
     aside = sorted(entry.name for entry in found.root.iterdir() if _PUT_ASIDE.fullmatch(entry.name))
     if aside:
         result["put_aside"] = aside

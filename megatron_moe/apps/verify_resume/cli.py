@@ -66,7 +66,7 @@ def _main(argv: list[str]) -> int:
     rules.check(replay.run, replay.ranks)
     if speaks:
         say(
-            f"{replay.root}: step {replay.begin}, {replay.steps} steps behind it on {replay.ranks} ranks, compared "
+            f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
             f"with their records"
         )
     try:
@@ -188,8 +188,8 @@ def report_lines(replay: ResumeReplay, findings: list[ReplayedStep], differences
         lines += [f"  WRONG: {wrong}" for wrong in finding.wrong]
     bad = sum(bool(finding.wrong) for finding in findings)
     how = "to the bit" if not differences else f"within tolerances, because of {'; '.join(differences)}"
-    verdict = "all agree" if not bad else f"{bad} DIFFER"
-    return [*lines, f"{len(findings)} steps behind step {replay.begin}, compared {how}: {verdict}"]
+    result = "all agree" if not bad else f"{bad} DIFFER"
+    return [*lines, f"{len(findings)} steps after step {replay.begin}, compared {how}: {result}"]
 
 
 def _equality(finding: ReplayedStep, name: str, word: str) -> str:

@@ -101,12 +101,12 @@ def plan_replay(
         candidates = [number for number in sound if number + 1 in known]
         if not candidates:
             raise ConfigError(
-                f"{root}: no step has recorded steps behind it (steps {', '.join(map(str, sound))}); save once more "
-                "after some steps, or give the metrics of the steps behind the last one with --metrics-file"
+                f"{root}: no step has recorded steps after it (steps {', '.join(map(str, sound))}); save once more "
+                "after some steps, or give the metrics of the steps after the last one with --metrics-file"
             )
         begin = candidates[-1]
     if begin + 1 not in known:
-        raise ConfigError(f"{root}: no step behind {begin} is recorded; choose an earlier one with --ckpt-step")
+        raise ConfigError(f"{root}: no step after {begin} is recorded; choose an earlier one with --ckpt-step")
     # The next step was written by the run that made the records, which may have had other flags than the one before.
     writer = next((number for number in sound if number > begin), begin)
     config, state = folder.read_json(folder.step_folder(root, writer) / folder.CONFIG), states[writer]
@@ -115,7 +115,7 @@ def plan_replay(
         last += 1
     wanted = min(last - begin, steps if steps is not None else MOST_STEPS)
     if steps is not None and steps > last - begin:
-        raise ConfigError(f"--steps {steps}: only {last - begin} steps behind step {begin} are recorded under one run")
+        raise ConfigError(f"--steps {steps}: only {last - begin} steps after step {begin} are recorded under one run")
     recorded = {iteration: known[iteration] for iteration in range(begin + 1, begin + wanted + 1)}
     return _replay(root, begin, recorded, config, state, ranks, changes or {})
 

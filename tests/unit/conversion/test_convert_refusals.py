@@ -71,11 +71,11 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     (full / "mine.txt").write_text("kept")
     assert "is not empty, and nothing is overwritten" in refused(capsys, words(hf, full))
     assert (full / "mine.txt").read_text() == "kept"
-    assert "one lies in the other" in refused(capsys, words(hf, hf))
-    assert "one lies in the other" in refused(capsys, words(hf, hf / "native"))
-    assert "one lies in the other" in refused(capsys, words(hf, tmp_path))
+    assert "one is inside the other" in refused(capsys, words(hf, hf))
+    assert "one is inside the other" in refused(capsys, words(hf, hf / "native"))
+    assert "one is inside the other" in refused(capsys, words(hf, tmp_path))
     (tmp_path / "link").symlink_to(hf)
-    assert "one lies in the other" in refused(capsys, words(hf, tmp_path / "link"))
+    assert "one is inside the other" in refused(capsys, words(hf, tmp_path / "link"))
     assert f"{tmp_path / 'none'} is no folder; create it" in refused(capsys, words(hf, tmp_path / "none" / "native"))
     (tmp_path / "empty").mkdir()
     assert main(words(hf, tmp_path / "empty")) == 0

@@ -84,11 +84,11 @@ def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="--metrics-file"):
         plan_replay(tmp_path)
     save(tmp_path, 5)
-    with pytest.raises(ConfigError, match="no step behind 5 is recorded"):
+    with pytest.raises(ConfigError, match="no step after 5 is recorded"):
         plan_replay(tmp_path, begin=5)
     with pytest.raises(ConfigError, match="no complete step"):
         plan_replay(tmp_path, begin=4)
-    with pytest.raises(ConfigError, match="only 2 steps behind step 3"):
+    with pytest.raises(ConfigError, match="only 2 steps after step 3"):
         plan_replay(tmp_path, begin=3, steps=3)
     save(tmp_path, 7, records=[record(5, loss_hex=(1.0).hex())])
     with pytest.raises(ConfigError, match="record iteration 5 otherwise: loss_hex"):
