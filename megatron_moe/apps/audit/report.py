@@ -56,6 +56,7 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "in place into the widest operand: no promotion",
     ),
 )
+_MODULE_NOTE = "dtypes in, of parameters, out"
 _MODULE_COLUMNS = ("module", "kind", "calls", "inputs", "parameters", "outputs")
 _TEXT_ROWS = 40
 _WIDEST_CELL = 72
@@ -77,7 +78,8 @@ def text_report(report: dict[str, Any]) -> str:
         rows = _rows(report, key, columns)
         if rows:
             lines += ["", f"{heading} ({note})", *_aligned(columns, rows)]
-    lines += ["", "Modules (dtypes in, of parameters, out)", *_aligned(_MODULE_COLUMNS, _module_rows(report), limit=None)]
+    modules = _aligned(_MODULE_COLUMNS, _module_rows(report), limit=None)
+    lines += ["", f"Modules ({_MODULE_NOTE})", *modules]
     return "\n".join(lines) + "\n"
 
 
@@ -98,7 +100,7 @@ def html_report(report: dict[str, Any]) -> str:
         )
     for heading, key, columns, note in _TABLES:
         parts.append(_html_table(heading, note, columns, _rows(report, key, columns)))
-    parts.append(_html_table("Modules", "dtypes in, of parameters, out", _MODULE_COLUMNS, _module_rows(report)))
+    parts.append(_html_table("Modules", _MODULE_NOTE, _MODULE_COLUMNS, _module_rows(report)))
     flags = json.dumps({"flags": report.get("flags"), "versions": report.get("versions")}, indent=2, default=str)
     parts += [f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>", _SCRIPT, "</body></html>", ""]
     return "\n".join(parts)
