@@ -17,8 +17,8 @@ RUN := $(VENV)/bin/python
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 # Files of tests that run at a time, for two cores. A distributed test waits for much of its time; each worker has ranks
-# of its own, of some 0.7 GB each.
-WORKERS ?= 3
+# of its own, which share what is loaded with the process that forked them.
+WORKERS ?= 4
 
 # Byte code is kept whatever the caller's environment says: each rank of each test would else compile torch and the
 # engine for itself, which more than doubles the time that a start takes.

@@ -14,9 +14,9 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.parallel.sequence import in_order
 from megatron_moe.precision import table
-from tests.distributed import model_cases as cases
 from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, VPP2, oracle, relative_error  # noqa: F401
 from tests.distributed.test_model_layouts import test_a_layout_agrees_with_one_rank as agrees
+from tests.helpers import model_cases as cases
 from tests.unit.model.test_attention import WIDTHS, inputs, reference
 
 CP2 = {"context_parallel_size": 2}

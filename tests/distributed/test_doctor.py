@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_moe.apps.doctor import cli
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_layouts import model
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
@@ -20,6 +21,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io import local_ranks
 from megatron_moe.io.local_ranks import RankFailure
+from tests.helpers.forked_doctor import ForkedRanks
+from tests.helpers.ranks import RankParent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,9 +51,12 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
     assert report["oracles"][0]["smallest_margin"] > 0
 
 
-def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(tmp_path: Path) -> None:
-    done = doctor("--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(
+    rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
+    code = cli.main(["--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json")])
+    assert code == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
     (layout,), (oracle,) = report["layouts"], report["oracles"]
     assert (oracle["dtype"], layout["agrees"]) == ("float16", True)
@@ -72,8 +78,6 @@ def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_p
     ],
 )
 def test_a_mistake_in_the_flags_ends_in_two(words: list[str], named: str, capsys: Any) -> None:
-    from megatron_moe.apps.doctor import cli
-
     assert cli.main(words) == 2
     assert named in capsys.readouterr().err
 

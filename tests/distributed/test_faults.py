@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
+from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import Run, replace
-from tests.distributed import model_cases as cases
 from tests.distributed import test_model_layouts as layouts
+from tests.helpers import model_cases as cases
 
 TOKENS, ROWS, WIDTH = 24, 40, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}

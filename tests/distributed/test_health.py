@@ -10,8 +10,8 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from tests.distributed import model_cases as cases
-from tests.unit.training import test_step_transaction as steps
+from tests.helpers import model_cases as cases
+from tests.helpers import stepped_trainer as steps
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}

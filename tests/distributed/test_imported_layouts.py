@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
-from tests.distributed import imported_cases as cases
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 
 ALL = tuple(tiny_models.CASES)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
 from megatron_moe.hf.importing import plan_import
-from tests.distributed import imported_cases as cases
 from tests.distributed.test_imported_layouts import assembled, by_hf_name
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -99,7 +99,7 @@ SITES: dict[str, Callable[[Any, float], Any]] = {
 
 def injected(flags: dict[str, Any]) -> dict[str, Any]:
     """At each site and with each value: was the step applied, and what has changed; one rank spoils."""
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from tests.distributed.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
+from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
 from tests.reference import reference_moe as reference
 
 SEQUENCE, BATCH = 8, 2

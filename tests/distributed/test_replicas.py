@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
-from tests.distributed.replica_cases import flip, flipped_bits
+from tests.helpers.replica_cases import flip, flipped_bits
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
 TP2_DP2: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe.training.spikes import LEAST, SpikeDetector
-from tests.distributed.fault_cases import small
+from tests.helpers.fault_cases import small
 
 SPIKE, SEQUENCE = LEAST + 3, 5
 """The iteration that jumps, and which of its sequences does it."""

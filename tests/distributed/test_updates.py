@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
-from tests.distributed import model_cases, mtp_cases
+from tests.distributed import mtp_cases
 from tests.distributed.test_model_layouts import MODELS
+from tests.helpers import model_cases
 from tests.reference.reference_adamw import AdamW, clipped, joint_norm, learning_rate
 
 STEPS = 4

@@ -11,7 +11,7 @@ import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import broken_jobs, kills
+from tests.helpers import broken_jobs, kills
+from tests.helpers.ranks import RankParent
 
 ITERATIONS, TIMEOUT = 8, 10.0
 CASES = [
@@ -20,10 +20,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[broken_jobs.Breaking]:
-    started = broken_jobs.Breaking()
-    yield started
-    started.close()
+def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
+    return broken_jobs.Breaking(rank_parent)
 
 
 @pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from megatron_moe.apps.convert import cli
 from megatron_moe.checkpoint.origin import FOLDER
-from tests.distributed import imported_cases as cases
-from tests.end_to_end.launchers import Torchrun
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
+from tests.helpers.launchers import Torchrun
 
 TRAINING = [
     "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 # (TP, PP, EP) of each stop; two stops beside each other are a pair, twelve in all. The last is the first.
 CHAINS = {

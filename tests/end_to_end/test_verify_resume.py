@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe.apps.verify_resume import cli
 from megatron_moe.io.program import USER_ERROR
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 
 @pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")

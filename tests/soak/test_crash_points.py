@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.crash_points import CALLS, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
+from tests.helpers.crash_points import CALLS, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
 
 MODES = {
     "first save": (2, {}),

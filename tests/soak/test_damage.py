@@ -16,8 +16,8 @@ from megatron_moe.checkpoint.load import verified
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
-from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, tensors, trained
+from tests.helpers import damage
+from tests.helpers.trained_steps import TINY, tensors, trained
 
 FLIPS, TRUNCATIONS, ZEROED_PAGES = 1000, 200, 200
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.data_faults import Scene
 from tests.unit.data import test_data_faults as trials
-from tests.unit.data.faults import Scene
 from tests.unit.data.test_data_faults import OF_CONTENT as CONTENT
 from tests.unit.data.test_data_faults import STRUCTURAL, scene  # noqa: F401
 

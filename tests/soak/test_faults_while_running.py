@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import fault_cases, replica_cases
 from tests.distributed.test_faults import EP2, KINDS, PP2, TP2, check
-from tests.end_to_end import broken_jobs, kills
+from tests.helpers import broken_jobs, fault_cases, kills, replica_cases
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent
 
 Scaled, Figure = Callable[..., int], Callable[..., None]
 TIMEOUT = 10.0
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[kills.Forked]:
-    launcher = kills.Forked()
-    yield launcher
-    launcher.close()
+def forked(rank_parent: RankParent) -> Forked:
+    return Forked(rank_parent)
 
 
 @pytest.fixture(scope="module", params=["agent", "rank 0"])
-def breaking(request: pytest.FixtureRequest) -> Iterator[broken_jobs.Breaking]:
+def breaking(request: pytest.FixtureRequest, rank_parent: RankParent) -> broken_jobs.Breaking:
     """Ranks whose store lives in a launcher, and ranks whose store lives in rank 0."""
-    launcher = broken_jobs.Breaking(agent=request.param == "agent")
-    yield launcher
-    launcher.close()
+    return broken_jobs.Breaking(rank_parent, agent=request.param == "agent")
 
 
 # ---- R7
@@ -145,7 +142,7 @@ def test_ranks_that_hang(breaking: Any, tmp_path: Path, scaled: Scaled, figure: 
 
 
 @pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
-def test_signals_at_random_times(forked: kills.Forked, tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
+def test_signals_at_random_times(forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
     trials, argv = scaled(100), kills.flags(30, *flags, "--exit-signal-handler")
     result = broken_jobs.signalled_jobs(forked, tmp_path, argv, world_size, random.Random(12), trials)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import imported_cases as cases
 from tests.distributed.test_imported_layouts import LAYOUTS, difference, reference
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 
 
 @pytest.mark.claim("Imported models have transformers' logits, choices of experts, loss and gradients.")

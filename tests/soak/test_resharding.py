@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 PAIRS = list(itertools.product(cases.LAYOUTS, repeat=2))
 

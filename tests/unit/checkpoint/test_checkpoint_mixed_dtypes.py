@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.checkpoint import test_checkpoint_roundtrip as roundtrip
+from tests.helpers import trained_steps as roundtrip
 
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = {"keep_fp32": ["norms", "decoder.layers.2.mlp.experts", "*.mlp.router", "decoder.layers.1.self_attention"]}

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.unit.checkpoint.test_checkpoint_roundtrip import differing, tensors, trained
+from tests.helpers.trained_steps import differing, tensors, trained
 
 MTP = {
     "num_layers": 2,

@@ -15,9 +15,9 @@ from megatron_moe.checkpoint import folder, load, manifest
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
-from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.steps import make_step
-from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, trained
+from tests.helpers import damage
+from tests.helpers.checkpoint_steps import make_step
+from tests.helpers.trained_steps import TINY, trained
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_moe.checkpoint import folder
-from tests.soak.crash_points import KILLED, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
+from tests.helpers.crash_points import KILLED, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_moe.checkpoint import errors, folder, publish
 from megatron_moe.io.files import write_bytes
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def test_a_file_is_on_the_disk_before_it_counts_as_written(tmp_path, monkeypatch):

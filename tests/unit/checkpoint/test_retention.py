@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from megatron_moe.checkpoint import folder, publish
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 SAVED = list(range(50, 501, 50))
 

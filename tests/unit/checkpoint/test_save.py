@@ -19,7 +19,7 @@ import torch
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.save import changed_by_updates
 from megatron_moe.config.schema import Run, replace
-from tests.unit.checkpoint.test_checkpoint_roundtrip import OPTIMIZERS, TINY, differing, tensors
+from tests.helpers.trained_steps import OPTIMIZERS, TINY, differing, tensors
 
 EVERY = {"train_iters": 4, "save_interval": 2}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_moe.apps.inspect.cli import main as inspect
+from tests.helpers.trained_steps import trained
 from tests.unit.checkpoint.payloads import CARRIES_NO_CODE, NOT_READ_BY_LOAD, PAYLOADS, plant, read_without_protection
-from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
 
 SMALL = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "max_position_embeddings": 16, "train_iters": 1}
 

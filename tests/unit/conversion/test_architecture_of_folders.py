@@ -16,8 +16,8 @@ from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.architecture import filled_in
-from tests.unit.checkpoint.plain_steps import write_step
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.plain_steps import write_step
 
 ROOT = Path(__file__).parents[3]
 

@@ -27,7 +27,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import transforms
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.io.files import write_bytes
-from tests.unit.conversion import small_folders, tiny_models
+from tests.helpers import tiny_models
+from tests.unit.conversion import small_folders
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARD = small_folders.SHARDS[1]

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_moe.apps.convert.cli import main
-from tests.unit.checkpoint.test_checkpoint_roundtrip import tensors
-from tests.unit.conversion import small_folders, tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.trained_steps import tensors
+from tests.unit.conversion import small_folders
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

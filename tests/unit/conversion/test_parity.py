@@ -28,7 +28,7 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.opened import one_process, opened
 from megatron_moe.hf.source import locate
 from megatron_moe.moe.routing import choose_experts
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 

@@ -26,7 +26,7 @@ from megatron_moe.hf import opened as opening
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 from tests.unit.conversion.planted_names import NAMES, NUMBERS, TRANSFORMS
 from tests.unit.conversion.planted_settings import COMPUTED, CONSTANTS, COVERED
 from tests.unit.conversion.planting import COVERAGE, PARITY, RULES, Plant

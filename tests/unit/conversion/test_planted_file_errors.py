@@ -27,7 +27,7 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.source import locate
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Copy, ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 from tests.unit.conversion.planting import EXPERTS, LOGITS, replaced
 
 EITHER = f"{EXPERTS}|{LOGITS}"

@@ -20,8 +20,8 @@ from megatron_moe.apps.trace import main
 from megatron_moe.hf import opened as opening
 from megatron_moe.hf import trace as tracing
 from megatron_moe.hf.folder import HFFolder
-from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.trained_steps import trained
 
 BATCH, LENGTH = 3, 10
 

@@ -22,9 +22,9 @@ from megatron_moe.data.fingerprint import changed_since, data_fingerprint, requi
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
 from megatron_moe.training.job import Trainer
-from tests.unit.checkpoint.plain_steps import write_step
-from tests.unit.data import faults
-from tests.unit.data.faults import VOCABULARY, Scene
+from tests.helpers import data_faults as faults
+from tests.helpers.data_faults import VOCABULARY, Scene
+from tests.helpers.plain_steps import write_step
 
 TRIALS = 10
 Fault = Callable[[Scene, random.Random], str]

@@ -26,8 +26,8 @@ from megatron_moe.moe.routing import balanced_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.moe.state import tell_routers
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.routers import config, tokens
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config, tokens
 
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
 

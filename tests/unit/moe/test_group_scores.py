@@ -15,8 +15,8 @@ from megatron_moe.model.engine_config import EngineConfig
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
+from tests.helpers.routers import config, tokens
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config, tokens
 
 TOKENS = 48
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)

@@ -78,7 +78,7 @@ def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(
 
 
 def test_a_router_of_a_plain_script_has_no_groups_and_is_pickled() -> None:
-    from tests.unit.moe.test_router import router, tokens
+    from tests.helpers.routers import router, tokens
 
     before = router()
     after = pickle.loads(pickle.dumps(before))

@@ -31,8 +31,8 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
+from tests.helpers.routers import config
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config
 
 ROOT = Path(__file__).resolve().parents[3]
 HALVES = [torch.bfloat16, torch.float16]

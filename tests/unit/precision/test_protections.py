@@ -281,7 +281,7 @@ def test_wrapping_notices_a_model_whose_shield_is_gone_and_only_its_check_does(g
 def a_skipped_step_changes(restored: bool) -> list[str]:
     """What a step with a NaN loss changes."""
     from megatron_moe.moe.state import RouterSnapshot
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer({})
     trainer.step()
@@ -311,7 +311,7 @@ def counted_under_recomputation(guarded: bool) -> tuple[int, int, str]:
     from megatron_moe.moe.router import TopKRouter
     from megatron_moe.moe.state import routers
     from megatron_moe.training import step as step_file
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer({"recompute_granularity": "selective", "recompute_modules": ("moe",)})
     route, seen = TopKRouter.route, []

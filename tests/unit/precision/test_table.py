@@ -39,7 +39,7 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     from megatron_moe.checkpoint.state import Trained, model_state
     from megatron_moe.moe import router as router_file
     from megatron_moe.training.optimizer import parts
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer({**flags, "untie_embeddings_and_output_weights": True})
     model = trainer.model[0]

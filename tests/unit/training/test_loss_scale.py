@@ -13,7 +13,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 256.0}
 def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float]]:
     """Per step: was it applied, and the scale that the next one uses."""
     from megatron_moe.training.optimizer import shared_loss_scale
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     scale = shared_loss_scale(trainer.optimizer)
@@ -62,7 +62,7 @@ AUX = {
 def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
     """Gradients of all routers' weights as the optimizer uses them: fp32, unscaled."""
     from megatron_moe.training import step as step_file
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     weights = [p for name, p in trainer.model[0].named_parameters() if name.endswith("router.weight")]
@@ -103,7 +103,7 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_moe.moe.state import routers
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     def outside() -> torch.Tensor:
         probs = router.route(hidden).probs
@@ -137,7 +137,7 @@ def steps_after_the_engines_own_backward() -> list[bool]:
     """The engine's function leaves a scale without dimensions where no schedule has set one."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(AUX)
     loss = torch.ones((), requires_grad=True)
