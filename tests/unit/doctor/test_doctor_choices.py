@@ -187,15 +187,15 @@ def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
 
 
-@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
-def test_the_default_visit_has_every_feature_and_refuses_nothing():
-    visit = default_choice(4)
-    assert visit.refused == []
-    covered = frozenset[str]().union(*(layout.features for layout in visit.layouts))
+@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
+def test_the_default_layouts_have_every_feature_and_refuse_nothing():
+    choice = default_choice(4)
+    assert choice.refused == []
+    covered = frozenset[str]().union(*(layout.features for layout in choice.layouts))
     assert covered == set(FEATURES), (
         "put what is missing into MODELS or DEFAULT_LAYOUTS of apps/doctor/default_layouts.py"
     )
-    assert len({layout.name for layout in visit.layouts}) == len(visit.layouts)
+    assert len({layout.name for layout in choice.layouts}) == len(choice.layouts)
 
 
 def test_the_page_lists_the_features():
@@ -204,14 +204,14 @@ def test_the_page_lists_the_features():
     assert wanted in " ".join(page.read_text(encoding="utf-8").split()), f"replace the page's list by:\n{wanted}"
 
 
-def test_a_layout_of_the_default_visit_is_found_with_its_model_and_without():
+def test_a_default_layout_is_found_with_its_model_and_without():
     assert [one.name for one in default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
     assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
 
 
-@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
+@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
 @pytest.mark.parametrize("name", MODELS)
-def test_each_model_of_the_default_visit_meets_every_kind_of_parallelism(name):
+def test_each_model_of_the_default_layouts_meets_every_kind_of_parallelism(name):
     layouts = [layout for layout in default_choice(4).layouts if layout.model == name]
     assert frozenset[str]().union(*(layout.kinds for layout in layouts)) == EVERY_KIND
 
