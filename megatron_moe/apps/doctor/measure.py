@@ -99,10 +99,10 @@ class MadeUpSamples(Dataset):
 
 
 class MeasuringRanks:
-    """As many processes of this machine as the largest layout needs, each with one thread. A context.
+    """A context with as many processes of this machine as the largest layout needs, each with one thread.
 
     Args:
-        number: of processes.
+        number: number of processes.
         seconds: a layout that takes longer has hung.
     """
 
