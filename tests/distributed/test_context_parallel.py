@@ -299,10 +299,11 @@ TINY = {
 
 def trained(flags: dict[str, object]) -> dict[str, object]:
     """A whole run; its summary, and what it printed."""
+    from megatron_moe.apps.audit.step import auditing
     from megatron_moe.training.run import pretrain
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return {**pretrain(build({**TINY, **flags})), "printed": printed.getvalue()}
+        return {**pretrain(build({**TINY, **flags}), audit=auditing), "printed": printed.getvalue()}
 
 
 def told(path):

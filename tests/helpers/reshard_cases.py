@@ -80,13 +80,13 @@ def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     train = runs.train
 
-    def saving_first(job: Any, stop: Any) -> str:
+    def saving_first(job: Any, stop: Any, audit: Any) -> str:
         job.saved = None
         job.save()
         job.finish_save()
         job.saver = None
         before = len(job.records)
-        said = train(job, stop)
+        said = train(job, stop, audit)
         found.extend(list(job.records)[before:])
         return said
 
