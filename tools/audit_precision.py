@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One step under a microscope: every cast, promotion and mixed product; see `megatron_moe/apps/audit/tracer.py`.
+"""Report every cast, promotion and mixed matrix product of one step. See `megatron_moe/apps/audit/tracer.py`.
 
 python tools/audit_precision.py --preset tiny --bf16 --json audit.json --html audit.html
 python tools/audit_precision.py --module my_model.py:build --json audit.json
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.audit.cli import main

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hugging Face folder <-> checkpoint of ours, with a certificate. See `megatron_moe/apps/convert/cli.py`.
+"""Convert between a Hugging Face folder and a native checkpoint. See `megatron_moe/apps/convert/cli.py`.
 
 python tools/convert_checkpoint.py --from hf --to native --load models/deepseek-v2-lite --save checkpoints/lite
 python tools/convert_checkpoint.py --from native --to hf --load runs/lite/checkpoints --save models/mine
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.convert.cli import main

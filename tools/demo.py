@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""`make demo`: from nothing to a small DeepSeek-V3 that was trained on this machine's own Python sources.
+"""Train a small DeepSeek-V3 from scratch on this machine's own Python sources, as `make demo` does.
 
-    python tools/demo.py                    run, or go on where it stopped
+    python tools/demo.py                    run, or continue where it stopped
     python tools/demo.py --fresh            start over
     python tools/demo.py --train-iters 600  other flags go to pretrain_moe.py
 
-Five stages, each a command that could be typed by hand and is shown before it runs: corpus, tokenizer and training
-tokens, validation tokens, test tokens, training. A stage that is complete is skipped; training goes on from its last
-checkpoint. Exit status: 0 when the validation loss is at least one nat below the unigram entropy of the same tokens, 1
-when it is not, 2 for a mistake in the flags, 130 after Ctrl-C, otherwise that of the command that failed.
+The stages are corpus, tokenizer and training tokens, validation tokens, test tokens, and training; each is a command
+that could be typed by hand and is shown before it runs. A stage that is complete is skipped; training continues from
+its last checkpoint. Exit status: 0 when the validation loss is at least one nat below the unigram entropy of the same
+tokens, 1 when it is not, 2 for a mistake in the flags, 130 after Ctrl-C, otherwise that of the command that failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.io.files import replace_json
@@ -44,7 +44,7 @@ _STAMPS = "stages"
 
 @dataclass(frozen=True)
 class Stage:
-    """One command and the files that it leaves; complete when its stamp holds the same command and they exist."""
+    """A command and the files that it writes; complete when its stamp has the same command and the files exist."""
 
     name: str
     title: str
@@ -53,11 +53,11 @@ class Stage:
     environment: tuple[tuple[str, str], ...] = ()
 
     def stamp(self, folder: Path) -> Path:
-        """Where its completion is written down."""
+        """Return the path of the file that records its completion."""
         return folder / _STAMPS / f"{self.name}.json"
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether this very command ran to its end here before."""
+        """Return whether the same command has been completed here before."""
         try:
             done = json.loads(self.stamp(folder).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -65,14 +65,14 @@ class Stage:
         return done.get("command") == list(self.command) and all(output.exists() for output in self.outputs)
 
     def complete(self, folder: Path, seconds: float) -> None:
-        """Write the stamp, whole or not at all."""
+        """Write the stamp in one atomic step."""
         stamp = self.stamp(folder)
         stamp.parent.mkdir(parents=True, exist_ok=True)
         replace_json(stamp, {"command": list(self.command), "seconds": seconds})
 
 
 def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:
-    """The five stages with their commands; paths are written as they are given, relative to the repository."""
+    """Return the stages with their commands; paths stay as they are given, relative to the repository."""
     corpus, data, model = folder / "corpus", folder / "data", folder / "tokenizer" / "python.model"
     text = {split: str(corpus / f"{split}.jsonl") for split in ("train", "valid", "test")}
     preprocess = (sys.executable, "tools/preprocess_data.py", "--append-eod", "--overwrite")
@@ -102,7 +102,7 @@ def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:
             "training",
             training_command(folder, extra),
             (folder / "summary.json",),
-            # One thread per core over both ranks, and a thread that waits leaves its core to the others.
+            # One thread per core, shared by the ranks; a waiting thread leaves its core to the others.
             (("OMP_NUM_THREADS", str(max(1, _cores() // RANKS))), ("OMP_WAIT_POLICY", "passive")),
         )
     )
@@ -114,7 +114,7 @@ def _dataset(data: Path, split: str) -> tuple[Path, ...]:
 
 
 def training_command(folder: Path, extra: Sequence[str]) -> tuple[str, ...]:
-    """The torchrun command line; `extra` flags come last and win."""
+    """Return the torchrun command line; `extra` flags come last and override the others."""
     data, model = folder / "data", folder / "tokenizer" / "python.model"
     flags: dict[str, Any] = {
         "--preset": "demo",
@@ -142,7 +142,7 @@ def training_command(folder: Path, extra: Sequence[str]) -> tuple[str, ...]:
 
 
 def shown(command: Sequence[str]) -> str:
-    """A command as one would type it, torchrun and python by their names, one flag per line where it is long."""
+    """Return a command as one would type it, with torchrun and python by their names, broken into lines at flags."""
     words = list(command)
     words[0] = "python"
     if words[1:3] == ["-m", "torch.distributed.run"]:
@@ -156,7 +156,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is not complete yet, then tell the result."""
+    """Run the stages that are not complete, print the result and return the exit status."""
     flags, extra = _parse(argv)
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -175,10 +175,10 @@ def main(argv: Sequence[str]) -> int:
                 _say(f"demo: {stage.name} ended with status {status}")
                 return status
     except KeyboardInterrupt:
-        _say("\ndemo: interrupted; run it again to go on from here")
+        _say("\ndemo: interrupted; run it again to continue from here")
         return 130
     _say(f"\nall stages complete after {time.monotonic() - started:.0f} s")
-    return _tell(flags.folder)
+    return _print_result(flags.folder)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -202,7 +202,7 @@ def _run_stage(stage: Stage, heading: str, folder: Path, later: Sequence[Stage])
         other.stamp(folder).unlink(missing_ok=True)
     _say(f"\n{heading}\n  {shown(stage.command)}\n")
     started = time.monotonic()
-    # The checkout is what the demo shows, also where another version of the package is installed.
+    # The demo runs this checkout, even if another version of the package is installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     status = _run(stage.command, {**os.environ, "PYTHONPATH": paths, **dict(stage.environment)})
     seconds = time.monotonic() - started
@@ -217,7 +217,7 @@ def _run_stage(stage: Stage, heading: str, folder: Path, later: Sequence[Stage])
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run a command on this terminal and wait; when this process is told to stop, or dies, so is the command."""
+    """Run a command on this terminal and wait; it is stopped when this process is interrupted or dies."""
     child = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
     try:
         return child.wait()
@@ -227,7 +227,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """End a command: Ctrl-C has reached it already if it came from the terminal, otherwise it is passed on."""
+    """Stop a command. Ctrl-C from the terminal has reached it already; any other interrupt is passed on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for number, patience in ((None, 2), (signal.SIGINT, 10), (signal.SIGTERM, 10), (signal.SIGKILL, None)):
@@ -241,7 +241,7 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child: have Linux send SIGTERM when the demo dies in a way that it cannot answer."""
+    """Have Linux send SIGTERM to the child that calls this when the demo dies without stopping it."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):  # not Linux
@@ -260,8 +260,8 @@ def _start_over(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _tell(folder: Path) -> int:
-    """Print the result and where everything lies."""
+def _print_result(folder: Path) -> int:
+    """Print the result and the paths of all outputs; return the exit status."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     loss, entropy = summary["valid_loss"], summary["unigram_entropy"]
     below = entropy - loss
@@ -273,7 +273,7 @@ def _tell(folder: Path) -> int:
         f"{summary['tokens_per_second']:,.0f} tokens/s\n\nwhat the model makes of a line of Python:\n"
     )
     _say("\n".join(f"    {line}" for line in _printable(summary["sample"]).splitlines()))
-    places = {
+    paths = {
         "text, tokens": f"{folder / 'corpus'}, {folder / 'data'}",
         "tokenizer": folder / "tokenizer" / "python.model",
         "checkpoint": summary["checkpoint"],
@@ -282,7 +282,7 @@ def _tell(folder: Path) -> int:
         "TensorBoard": f"tensorboard --logdir {folder / 'tensorboard'}",
         "summary": folder / "summary.json",
     }
-    _say("\n" + "\n".join(f"{name:<13} {place}" for name, place in places.items()))
+    _say("\n" + "\n".join(f"{name:<13} {path}" for name, path in paths.items()))
     if not below >= MARGIN:
         _say(
             f"\nFAILED: the validation loss {loss:.3f} is not at least {MARGIN:g} nat below the unigram entropy "
@@ -293,9 +293,12 @@ def _tell(folder: Path) -> int:
 
 
 def _printable(text: str) -> str:
-    """Generated text may hold anything: control characters and what the terminal cannot show become escapes."""
+    """Return generated text with control characters and what the terminal cannot show as escapes."""
     encoding = sys.stdout.encoding or "utf-8"
-    visible = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    visible = ""
+    for character in text:
+        shown_as_is = character.isprintable() or character in "\n\t"
+        visible += character if shown_as_is else character.encode("unicode_escape").decode()
     return visible.encode(encoding, errors="backslashreplace").decode(encoding)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does this model train the same under every layout? See `megatron_moe/apps/doctor/cli.py`.
+"""Check that a model trains the same under every layout. See `megatron_moe/apps/doctor/cli.py`.
 
 python tools/doctor.py --preset demo --json doctor.json
 python tools/doctor.py --config run.yaml --tensor-model-parallel-size 8 --expert-model-parallel-size 16
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.doctor.cli import main

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Text from a checkpoint, for a quick look. See `megatron_moe/apps/generate.py`.
+"""Generate text from a checkpoint, for a quick look. See `megatron_moe/apps/generate.py`.
 
 python tools/generate.py --load runs/demo/checkpoints --prompt "Once upon a time"
 python tools/generate.py --load converted --dtype bf16 --prompt-file start.py --temperature 0.7 --top-p 0.95
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.generate import main

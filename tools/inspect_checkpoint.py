@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is in a checkpoint, and is it whole? See `megatron_moe/apps/inspect/cli.py`.
+"""Inspect, verify, compare and prune checkpoints. See `megatron_moe/apps/inspect/cli.py`.
 
 python tools/inspect_checkpoint.py list runs/demo/checkpoints
 python tools/inspect_checkpoint.py verify runs/demo/checkpoints --json verify.json
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.inspect.cli import main

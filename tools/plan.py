@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A layout on paper: parameters, memory, traffic and speed of every rank; see `megatron_moe/apps/plan/plan.py`.
+"""Plan a run: parameters, memory, traffic and speed of every rank. See `megatron_moe/apps/plan/plan.py`.
 
 python tools/plan.py --preset deepseek-v2-lite --world-size 8 --expert-model-parallel-size 8
 python tools/plan.py --preset mixtral-8x7b --world-size 64 --expert-model-parallel-size 8 --json plan.json
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.plan.cli import main

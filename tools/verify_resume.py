@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a checkpoint go on as the run that wrote it went on? See `megatron_moe/apps/verify_resume/cli.py`.
+"""Check that a run resumes from a checkpoint as it went on before. See `megatron_moe/apps/verify_resume/cli.py`.
 
 python tools/verify_resume.py runs/demo/checkpoints
 python tools/verify_resume.py runs/demo/checkpoints --ckpt-step 100 --steps 20 --json verified.json
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The package beside this file, also where another checkout is the installed one.
+# Import the package of this checkout, even if another one is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_moe.apps.verify_resume.cli import main

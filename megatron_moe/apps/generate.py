@@ -1,4 +1,4 @@
-"""The flags of tools/generate.py, and its exit codes."""
+"""The command line of tools/generate.py: continue prompts with a checkpoint and print the text as it is made."""
 
 from __future__ import annotations
 
@@ -29,60 +29,16 @@ from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe.model.generate import Sampling
 from megatron_moe.model.key_value_cache import continuation, numbers_per_token
 
-# ---- Text of tokens as they come, in whole characters: a character's bytes may lie in several tokens.
-
-
-class TextStream:
-    """What each further token adds to a text.
-
-    Tokens are decoded behind the few before them, because some decoders treat a text's first token otherwise than the
-    same one later. Text that ends amid a character waits for the tokens that end it.
-
-    Args:
-        tokenizer: of the tokens. before: the tokens that the text continues, such as a prompt's.
-    """
-
-    _CONTEXT = 6
-
-    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(before)[-self._CONTEXT :]
-        self._told = len(self._ids)
-
-    def add(self, token: int) -> str:
-        """The text that is complete with this token; empty while it waits."""
-        self._ids.append(token)
-        text = self._waiting()
-        if not text or text.endswith(REPLACEMENT):
-            return ""
-        # What was told last is the context of what comes next.
-        self._ids = self._ids[self._told :]
-        self._told = len(self._ids)
-        return text
-
-    def rest(self) -> str:
-        """What is left when no token comes any more, with U+FFFD for a character that was not ended."""
-        text, self._told = self._waiting(), len(self._ids)
-        return text
-
-    def _waiting(self) -> str:
-        decode = self._tokenizer.detokenize
-        return decode(self._ids)[len(decode(self._ids[: self._told])) :]
-
-
-# ----
-
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Which model, which prompts, how tokens are chosen."""
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="generate.py",
-        description="Text from a checkpoint, for a quick look: one process, one prompt after the other, a key-value "
-        "cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
-        epilog="Each prompt is written to stdout and its continuation behind it as it is made; stderr tells how fast. "
+        description="Generate text from a checkpoint, for a quick look: one process, one prompt after the other, a "
+        "key-value cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
+        epilog="Each prompt is written to stdout, followed by its continuation as it is made; the speed is on stderr. "
         "Exit status: 0 done; 2 a mistake in the flags or a file; 130 interrupted.",
         allow_abbrev=False,
     )
@@ -91,7 +47,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
     p.add_argument(
-        "--prompt", dest="prompts", action="append", type=lambda text: (None, text), metavar="TEXT", help="repeatable"
+        "--prompt",
+        dest="prompts",
+        action="append",
+        type=lambda text: (None, text),
+        metavar="TEXT",
+        help="a prompt; repeatable",
     )
     p.add_argument(
         "--prompt-file",
@@ -101,17 +62,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a prompt that is all of a UTF-8 file; repeatable",
     )
-    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     p.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     p.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have P together")
-    p.add_argument("--seed", type=int, default=0, help="of the draws, the same for every prompt (default: 0)")
-    p.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of the model (default: fp32)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for every prompt (default: 0)")
+    p.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="dtype of the model (default: fp32)")
     p.add_argument(
         "--stop-at-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="stop behind the end-of-document token",
+        help="stop after the end-of-document token",
     )
     p.add_argument(
         "--add-bos",
@@ -121,12 +82,12 @@ def parser() -> argparse.ArgumentParser:
         "an imported model says, otherwise not)",
     )
     p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the checkpoint's own tokenizer")
-    p.add_argument("--tokenizer-model", metavar="PATH", help="of --tokenizer-type")
+    p.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
     return p
 
 
 def main(argv: list[str]) -> int:
-    """Continue the prompts. Returns the exit code."""
+    """Continue the prompts and return the exit status."""
     return run_program("generate.py", _main, argv, errors=(ConfigError, OSError))
 
 
@@ -150,14 +111,17 @@ def _main(argv: list[str]) -> int:
 
 
 def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
-    """What a continuation takes beside the model: the cache, the prompt's logits and its activations.
+    """Return the bytes that a continuation needs besides the model: cache, the prompt's logits and activations.
 
     Args:
-        prompt, new: tokens. width: bytes of a number of the model.
+        run: the model's run.
+        prompt: tokens of the prompt.
+        new: tokens to generate.
+        width: bytes of a number of the model.
     """
     cache = (prompt + new) * numbers_per_token(run) * width
     vocabulary = derived.padded_vocab_size(run.model.vocab_size or 0, run)
-    # Logits as computed and in fp32; in a layer, a few tensors of the widest kind there is.
+    # Logits as computed and in fp32; within a layer, a few tensors of the widest kind.
     widest = max(run.model.hidden_size, derived.ffn_hidden_size(run), run.model.num_attention_heads * 256)
     return cache + prompt * (vocabulary * (width + 4) + 16 * widest * 4)
 
@@ -197,7 +161,7 @@ def _read(path: str | None, text: str) -> str:
 
 
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
-    """The one that is asked for, else the one that came with the model, else the one of the run's flags."""
+    """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
     vocab_size = source.run.model.vocab_size
     if flags.tokenizer_type is not None or flags.tokenizer_model is not None:
         chosen = {"tokenizer_type": flags.tokenizer_type, "tokenizer_model": flags.tokenizer_model}
@@ -233,7 +197,7 @@ def _companions(source: ModelSource) -> Path:
 
 
 def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
-    """What stands before a prompt's own tokens."""
+    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none."""
     file = _companions(source) / "tokenizer_config.json"
     if wanted is None:
         came_along = isinstance(tokenizer, (HuggingFaceTokenizer, SentencePieceTokenizer)) and file.is_file()
@@ -285,7 +249,7 @@ def _continue(
         times.append(time.perf_counter())
         _write(stream.add(token))
     _write(stream.rest() + "\n")
-    # The first token costs the whole prompt.
+    # The time of the first token includes the whole prompt.
     count, first = len(times) - 1, times[1] - times[0]
     speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
     note(f"generate.py: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
@@ -294,3 +258,42 @@ def _continue(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+class TextStream:
+    """A decoder of tokens as they come, in whole characters: a character's bytes may be in several tokens.
+
+    Tokens are decoded together with a few before them, because some decoders treat a text's first token differently.
+    Text that ends within a character waits for the tokens that complete it.
+
+    Args:
+        tokenizer: the tokenizer of the tokens.
+        before: the tokens that the text continues, such as a prompt's.
+    """
+
+    _CONTEXT = 6
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before)[-self._CONTEXT :]
+        self._shown = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """Add a token and return the text that it completes; empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._waiting()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        # What was returned last is the context of what comes next.
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """Return what is left at the end, with U+FFFD for a character that is incomplete."""
+        text, self._shown = self._waiting(), len(self._ids)
+        return text
+
+    def _waiting(self) -> str:
+        decode = self._tokenizer.detokenize
+        return decode(self._ids)[len(decode(self._ids[: self._shown])) :]

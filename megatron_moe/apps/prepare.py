@@ -1,4 +1,4 @@
-"""The flags of tools/preprocess_data.py, Megatron-LM's names where it has them, and its exit codes."""
+"""The command line of tools/preprocess_data.py; flags that Megatron-LM has too have its names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_moe.io.program import DONE, run_program
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag per field of `PreprocessOptions`."""
+    """Return the parser, with one flag per field of `PreprocessOptions`."""
     p = argparse.ArgumentParser(
         prog="preprocess_data.py",
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 2 for a wrong flag or input (one line on stderr), 130 after Ctrl-C."""
+    """Preprocess as the flags say; return 0, 2 for a wrong flag or input (a line on stderr), or 130 after Ctrl-C."""
     return run_program("preprocess_data.py", _main, argv, interrupted="interrupted; nothing was written")
 
 

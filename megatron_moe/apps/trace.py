@@ -1,4 +1,4 @@
-"""The flags of tools/trace_forward.py, and its exit codes."""
+"""The command line of tools/trace_forward.py: run a checkpoint on given tokens and write what it computed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _INPUT = "input_ids"
 
 
 def parser() -> argparse.ArgumentParser:
-    """What is run, on what, and where the results go."""
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="trace_forward.py",
-        description="Run a checkpoint in fp32 on given tokens and write down what it computed: to compare two "
+        description="Run a checkpoint in fp32 on given tokens and write what it computed, to compare two "
         "implementations. One process, on this machine's device.",
         epilog="The result holds logits [B, S, V] and loss; with --routing topk_idx.L [B*S, K] and probs.L [B*S, E] of "
-        "every MoE layer L, counted from 0 over all layers, those of multi-token prediction behind the last; "
+        "every MoE layer L, counted from 0 over all layers, those of multi-token prediction after the last; "
         "mtp_logits [D, B, S, V] of models that have them. Files that exist are replaced. Exit status: 0 done; 2 a "
         "mistake in the flags or a file.",
         allow_abbrev=False,
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Trace what the flags name. Returns the exit code."""
+    """Trace what the flags name and return the exit status."""
     return run_program(
         "trace_forward.py",
         _main,
@@ -83,10 +83,10 @@ def _main(argv: list[str]) -> int:
 
 
 def read_tokens(path: Path, source: ModelSource) -> Tensor:
-    """The tokens [B, S] int64 of a file, which the model can take.
+    """Return the tokens [B, S] int64 of a file, after checking that the model can take them.
 
     Raises:
-        ConfigError: it is no such file, or its tokens are not the model's.
+        ConfigError: the file is not of this kind, or its tokens are not the model's.
     """
     where = f"--tokens {path}"
     try:

@@ -14,9 +14,9 @@ import pytest
 
 from megatron_moe.apps.doctor import cli
 from megatron_moe.apps.doctor.compare import rounding_error
-from megatron_moe.apps.doctor.default_visit import model
+from megatron_moe.apps.doctor.default_layouts import model
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
-from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, small
+from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, small_copy
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io import local_ranks
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(
     assert file.read_text().count(start) == 1
     file.write_text(file.read_text().replace(start, f'{start}    if os.environ["RANK"] == "1":\n        {what}\n'))
     monkeypatch.setattr(local_ranks, "PACKAGE_ROOT", tmp_path)
-    asked = Request(small(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
+    asked = Request(small_copy(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
     with MeasuringRanks(2, seconds=6.0) as measuring:
         measuring.ranks._start()
         pids = [process.process.pid for process in measuring.ranks._processes]

@@ -20,7 +20,7 @@ import torch
 from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
 from megatron_moe.apps.doctor.compare import FP32, compare, tolerances_of
 from megatron_moe.apps.doctor.measure import Request
-from megatron_moe.apps.doctor.report import said
+from megatron_moe.apps.doctor.report import describe
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
     "eval_iters": 0,
     "mock_data": True,
     "lr": 1e-3,
-    # see apps/doctor/shrink.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
+    # see apps/doctor/small_copy.py: with 1e-8 weights whose gradient is rounding alone move by a whole learning rate
     "adam_eps": 1e-6,
     "lr_decay_style": "constant",
 }
@@ -273,7 +273,7 @@ def oracle(measured: Measured) -> Any:
 
 
 def tell(differences: list[Any]) -> str:
-    return "\n".join(said(one) for one in differences[:10])
+    return "\n".join(describe(one) for one in differences[:10])
 
 
 def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:

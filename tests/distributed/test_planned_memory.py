@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe.apps.plan.memory import rank_memory
+from megatron_moe.apps.plan.plan import rank_memory
 from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS

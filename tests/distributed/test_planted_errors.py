@@ -105,7 +105,7 @@ PLANTS = {
         "--multi-latent-attention --q-lora-rank 32 --layouts tp2",
         ("gradient, step 1", "self_attention.linear_kv_down_proj.weight"),
     ),
-    # What follows is found by the default visit.
+    # What follows is found by the default layouts.
     "an expert's capacity is that of a rank's tokens": Plant(
         "moe/capacity.py",
         "size = capacity(everyones.shape[0], ",

@@ -26,7 +26,7 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     replay = cli.records_of
     monkeypatch.setattr(cli, "records_of", lambda *given: replays.append(replay(*given)) or replays[-1])
     assert cli.main([str(save), "--json", str(report)]) == cli.EQUAL
-    assert "2 steps behind step 2, compared to the bit: all agree" in capsys.readouterr().out
+    assert "2 steps after step 2, compared to the bit: all agree" in capsys.readouterr().out
     told = json.loads(report.read_text())
     assert told["agrees"] and told["to_the_bit"] and [step["iteration"] for step in told["steps"]] == [3, 4]
     assert sorted(path.name for path in save.rglob("*")) == before

@@ -109,9 +109,9 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
 
 
 def places(chunks: Any) -> Any:
-    from megatron_moe.apps.doctor.assemble import parameter_places
+    from megatron_moe.apps.doctor.assemble import parameter_shards
 
-    return [found for chunk in chunks for found in parameter_places(chunk)]
+    return [found for chunk in chunks for found in parameter_shards(chunk)]
 
 
 def masters_follow(chunks: Any, optimizer: Any) -> bool:

@@ -90,12 +90,12 @@ def forward_backward(
 
 
 def _tensors(ddp: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    from megatron_moe.apps.doctor.assemble import parameter_places
+    from megatron_moe.apps.doctor.assemble import parameter_shards
 
     names = {id(parameter): name for name, parameter in ddp.named_parameters()}
     return {
         place.name: (place.cuts, weights[names[id(parameter)]], parameter.main_grad.detach().clone())
-        for place, parameter in parameter_places(ddp)
+        for place, parameter in parameter_shards(ddp)
     }
 
 

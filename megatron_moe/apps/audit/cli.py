@@ -1,4 +1,4 @@
-"""The flags of tools/audit_precision.py, and its exit codes."""
+"""The command line of tools/audit_precision.py: trace one pass, write the reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HF_TOKENS = (2, 32)
 
 
 def parser() -> argparse.ArgumentParser:
-    """What is audited and where the reports go; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
     p = argparse.ArgumentParser(
         prog="audit_precision.py",
         usage="audit_precision.py --json FILE [pretrain_moe.py's flags | --module FILE.py:FACTORY | --hf FOLDER]",
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Audit what the flags name, write the reports and say the verdict. Returns the exit code."""
+    """Audit what the flags name, write the reports, and return the exit status."""
     return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written")
 
 

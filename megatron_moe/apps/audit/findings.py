@@ -1,4 +1,4 @@
-"""What an audit found: records that add up while the tracer runs, and the dictionary that reports are made of."""
+"""The findings of an audit: records that add up while the tracer runs, and the dictionary that reports are made of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_moe.apps.audit.places import OperationPlace
+from megatron_moe.apps.audit.locations import OperationLocation
 
 COUNTED = (
     "unintended_promotions",
@@ -19,15 +19,18 @@ COUNTED = (
     "fp32_state_violations",
 )
 TOP_COUNTS = ("unintended_promotions", "mixed_matmuls", "casts", "other_conversions")
-"""Counts that stand at the top of the JSON report as well."""
+"""Counts that are also at the top level of the JSON report."""
 FINDING_LISTS = ("unintended_promotion_list", "mixed_matmul_list", "fp32_state_violations", "widened_modules")
-# A place where the processor's missing half-precision instructions are made up for, not a choice of the model's.
+# Casts in this file replace half-precision instructions that the processor lacks; the model did not ask for them.
 PROCESSOR_WORKAROUND = "platform/half_products.py"
 
 
 @dataclass
 class AuditFinding:
-    """One kind of event at one place, and how often it happened. seconds and bytes are sums; first is its order."""
+    """One kind of event at one location and how often it happened.
+
+    seconds and bytes are sums over the events; first is the number of the operation where it happened first.
+    """
 
     operation: str
     dtypes: str
@@ -44,14 +47,14 @@ class AuditFinding:
 
 
 class AuditFindings:
-    """Findings of one kind, those that agree in everything but count added up."""
+    """The findings of one kind; events that differ in nothing but time and bytes are counted in one finding."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[Any, ...], AuditFinding] = {}
 
     def add(
         self,
-        place: OperationPlace,
+        location: OperationLocation,
         operation: str,
         dtypes: str,
         result: str,
@@ -61,12 +64,20 @@ class AuditFindings:
         seconds: float = 0.0,
         bytes_: int = 0,
     ) -> AuditFinding:
-        """Count one event."""
-        key = (operation, dtypes, result, place, detail)
+        """Count one event and return its finding."""
+        key = (operation, dtypes, result, location, detail)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = AuditFinding(
-                operation, dtypes, result, place.module, place.where, place.phase, place.reason, detail, first=order
+                operation,
+                dtypes,
+                result,
+                location.module,
+                location.where,
+                location.phase,
+                location.reason,
+                detail,
+                first=order,
             )
         entry.count += 1
         entry.seconds += seconds
@@ -75,24 +86,24 @@ class AuditFindings:
 
     @property
     def count(self) -> int:
-        """Events, not entries."""
+        """The number of events, which is at least that of the findings."""
         return sum(entry.count for entry in self._entries.values())
 
     def total(self, name: str, entries: Iterable[AuditFinding] | None = None) -> Any:
-        """Sum of a field over all entries, or over those given."""
+        """Return the sum of a field over all entries, or over those given."""
         return sum(getattr(entry, name) for entry in (self._entries.values() if entries is None else entries))
 
     def __iter__(self) -> Any:
         return iter(sorted(self._entries.values(), key=lambda entry: entry.first))
 
     def as_list(self) -> list[dict[str, Any]]:
-        """In the order in which they happened first."""
+        """Return the findings as plain values, in the order in which they happened first."""
         return [asdict(entry) for entry in self]
 
 
 @dataclass
 class ModuleDtypes:
-    """Dtypes that a module's forward got, held and returned."""
+    """The dtypes of a module's inputs, parameters and outputs."""
 
     kind: str
     parameters: tuple[str, ...]
@@ -103,7 +114,11 @@ class ModuleDtypes:
 
 @dataclass
 class Widened:
-    """A module that returned more than it got: its first promotion (or cast) and the module it took it over from."""
+    """A module whose output was wider than its inputs and parameters.
+
+    operation and where are the first promotion (or cast) that caused it; taken_over_from is the inner module that had
+    returned the wide tensor already.
+    """
 
     module: str
     kind: str
@@ -119,10 +134,10 @@ class Widened:
 
 @dataclass
 class Audit:
-    """Everything one traced step showed.
+    """The result of one traced step.
 
     kernel_seconds and kernel_bytes are sums over all operations (views move no bytes); wall_seconds includes the
-    tracer. error is None, or {"type", "message", "module", "where"} of what the traced code raised, which ends it.
+    tracer. error is None, or {"type", "message", "module", "where"} of what the traced code raised.
     """
 
     unintended_promotions: AuditFindings = field(default_factory=AuditFindings)
@@ -150,11 +165,11 @@ class Audit:
         return self.error is not None or any(findings.count for findings in found)
 
     def counts(self) -> dict[str, int]:
-        """Events of each kind."""
+        """Return the number of events of each kind."""
         return {name: getattr(self, name).count for name in COUNTED}
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON report: counts as integers at the top, their lists beside them."""
+        """Return the report as plain values for JSON: counts as integers at the top level, next to their lists."""
         counts = self.counts()
         listed_under_its_name = ("declared_promotions", "accumulations", "low_precision_reductions")
         lists = {
@@ -194,11 +209,11 @@ class Audit:
                 for name, entry in self.modules.items()
             },
         }
-        return {"verdict": verdict(report), **report}
+        return {"verdict": summary_line(report), **report}
 
 
-def verdict(report: dict[str, Any]) -> str:
-    """One line for a person: clean, or what is wrong and how often."""
+def summary_line(report: dict[str, Any]) -> str:
+    """Return the overall result in one line: clean, or what is wrong and how often."""
     counts = report["counts"]
     words = [
         (counts["unintended_promotions"], "unintended promotion"),

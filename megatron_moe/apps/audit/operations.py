@@ -1,4 +1,4 @@
-"""What the audit knows of torch's operations: which are products, casts, reductions, and which operands must agree."""
+"""Classify torch's operations for the audit: products, casts, reductions, and the operands whose dtypes must agree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLLECTIVES = frozenset(
     "allreduce_ allreduce_coalesced_ reduce_ reduce_scatter_ _reduce_scatter_base_ "
     "reduce_scatter_tensor_coalesced_ all_reduce all_reduce_ reduce_scatter_tensor all_reduce_coalesced".split()
 )
-# Statistics that a kernel saved for its own backward are fp32 whatever the data is: they say nothing of a promotion.
+# Statistics that a kernel saved for its own backward pass are fp32 whatever the data is: they are no promotion.
 _OWN_STATISTICS = frozenset(
     "mean rstd save_mean save_invstd save_rstd save_var running_mean running_var logsumexp L total_weight "
     "mean_dy mean_dy_xmu invstd".split()
@@ -45,10 +45,20 @@ _OWN_STATISTICS = frozenset(
 
 @dataclass(frozen=True)
 class Operation:
-    """What is true of one overload of an operation, whatever its operands.
+    """The properties of one overload of an operation, whatever its operands.
 
-    name: "aten.mul". statistics, written: positions of arguments. listed: operands are lists whose n-th members belong
-    together.
+    Attributes:
+        name: e.g. "aten.mul".
+        base: the name without its namespace.
+        statistics: positions of the arguments that are a kernel's own statistics.
+        statistics_names: their names.
+        written: positions of the arguments that are written to.
+        written_names: their names.
+        returns_view: whether the result is a view of an argument.
+        listed: whether operands are lists whose n-th members belong together.
+        matmul: whether it is a matrix product.
+        cast: whether it is a cast or a copy.
+        communicates: whether it is a collective.
     """
 
     name: str
@@ -66,7 +76,7 @@ class Operation:
 
 @functools.cache
 def describe(func: Any) -> Operation:
-    """The description of an overload such as `torch.ops.aten.mul.Tensor`."""
+    """Return the properties of an overload such as `torch.ops.aten.mul.Tensor`."""
     schema = func._schema
     namespace, base = schema.name.split("::")
     arguments = schema.arguments
@@ -93,7 +103,7 @@ def describe(func: Any) -> Operation:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
+    """Return all tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -104,7 +114,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operand_groups(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[Tensor]]:
-    """Floating-point operands that are combined with each other; a kernel's own saved statistics are left out."""
+    """Return the floating-point operands that are combined with each other, without a kernel's own saved statistics."""
     if op.listed:
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
         members = [tensors_in(value) for value in lists]
@@ -118,13 +128,13 @@ def operand_groups(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -
     return [[tensor for tensor in tensors_in(values) if tensor.is_floating_point()]]
 
 
-def deciding(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Operands whose dtype decides the result's: those with dimensions, unless there are none."""
+def deciding_operands(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the operands whose dtype decides the result's: those with dimensions, or all if none has any."""
     return [tensor for tensor in operands if tensor.dim() > 0] or list(operands)
 
 
 def written_tensors(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that the operation writes into."""
+    """Return the tensors that the operation writes to."""
     found = [args[i] for i in op.written if i < len(args)]
     found += [kwargs[name] for name in op.written_names if name in kwargs]
     return tensors_in(found)
@@ -133,7 +143,7 @@ def written_tensors(op: Operation, args: Sequence[Any], kwargs: dict[str, Any]) 
 def low_precision_reduction(
     op: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]
 ) -> str:
-    """How a reduction loses precision: "result rounded", "may round every addition", or "" where it does not."""
+    """Return how a reduction loses precision, e.g. "result rounded" or "may round every addition"; "" if it doesn't."""
     floats = [tensor for tensor in inputs if tensor.is_floating_point()]
     if not floats or floats[0].dtype not in LOW_PRECISION:
         return ""
@@ -148,16 +158,16 @@ def low_precision_reduction(
     return ""
 
 
-def short(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-def joined(tensors: Sequence[Tensor]) -> str:
-    """Their dtypes in order, each once."""
-    return ", ".join(dict.fromkeys(short(tensor.dtype) for tensor in tensors))
+def dtype_names(tensors: Sequence[Tensor]) -> str:
+    """Return the names of the tensors' dtypes in order, each once."""
+    return ", ".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors))
 
 
 def width(dtype: torch.dtype) -> int:
-    """Bytes of a floating-point dtype: which of two is wider."""
+    """Return the bytes of a floating-point dtype; the wider of two has more."""
     return dtype.itemsize

@@ -56,18 +56,19 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "in place into the widest operand: no promotion",
     ),
 )
+_MODULE_NOTE = "dtypes in, of parameters, out"
 _MODULE_COLUMNS = ("module", "kind", "calls", "inputs", "parameters", "outputs")
 _TEXT_ROWS = 40
 _WIDEST_CELL = 72
 
 
 def json_report(report: dict[str, Any]) -> str:
-    """The dictionary, indented."""
+    """Return the report as indented JSON."""
     return json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def text_report(report: dict[str, Any]) -> str:
-    """For a terminal: the verdict, the figures, then every table that has rows."""
+    """Return the report as text for a terminal: the overall result, the figures, then every table that has rows."""
     lines = [report["verdict"], "", *(f"{name:<22} {value}" for name, value in _figures(report))]
     if report["error"] is not None:
         error = report["error"]
@@ -77,12 +78,13 @@ def text_report(report: dict[str, Any]) -> str:
         rows = _rows(report, key, columns)
         if rows:
             lines += ["", f"{heading} ({note})", *_aligned(columns, rows)]
-    lines += ["", "Modules (dtypes in, held, out)", *_aligned(_MODULE_COLUMNS, _module_rows(report), limit=None)]
+    modules = _aligned(_MODULE_COLUMNS, _module_rows(report), limit=None)
+    lines += ["", f"Modules ({_MODULE_NOTE})", *modules]
     return "\n".join(lines) + "\n"
 
 
 def html_report(report: dict[str, Any]) -> str:
-    """One file without anything from the network; a click on a column's head sorts by it."""
+    """Return the report as one HTML file that loads nothing else; a click on a column's head sorts by it."""
     parts = [
         _HEAD,
         f'<h1 class="{"bad" if report["failed"] else "good"}">{html.escape(report["verdict"])}</h1>',
@@ -98,7 +100,7 @@ def html_report(report: dict[str, Any]) -> str:
         )
     for heading, key, columns, note in _TABLES:
         parts.append(_html_table(heading, note, columns, _rows(report, key, columns)))
-    parts.append(_html_table("Modules", "dtypes in, held, out", _MODULE_COLUMNS, _module_rows(report)))
+    parts.append(_html_table("Modules", _MODULE_NOTE, _MODULE_COLUMNS, _module_rows(report)))
     flags = json.dumps({"flags": report.get("flags"), "versions": report.get("versions")}, indent=2, default=str)
     parts += [f"<h2>Flags and versions</h2><pre>{html.escape(flags)}</pre>", _SCRIPT, "</body></html>", ""]
     return "\n".join(parts)

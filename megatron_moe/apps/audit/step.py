@@ -1,4 +1,4 @@
-"""Audit any torch module: one forward and backward under the tracer."""
+"""Audit one pass under the tracer: forward and backward of any torch module, or a training step of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron_moe import platform
-from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, verdict
+from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, summary_line
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.tracer import Tracer
 from megatron_moe.config import derived
@@ -33,15 +33,47 @@ from megatron_moe.training.batch_size import batch_schedule
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.step import connect, train_step
 
-# ---- The precision audit of our own model: one training step under the tracer, in a run or by itself.
-
-
 # Weights, their gradients, main gradients, masters and two moments; activations come on top.
 _BYTES_PER_PARAMETER = {"float32": 16, "bfloat16": 20, "float16": 20}
 
 
+def audit_module(
+    module: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    about: dict[str, Any] | None = None,
+) -> Audit:
+    """Trace one forward and backward pass of `module(*args, **kwargs)` and return the audit.
+
+    The backward pass starts from the output's `loss` if it has one, else from the sum, in fp32, of all outputs that
+    have a graph. What the module raises is in the audit's `error`; KeyboardInterrupt and the like are passed on.
+
+    Args:
+        module: any torch module.
+        args: positional arguments of its forward pass.
+        kwargs: keyword arguments of its forward pass.
+        about: facts for the report's head, such as `subject` and `dtype`.
+    """
+    tracer = Tracer(module, about)
+    try:
+        with tracer:
+            output = module(*args, **(kwargs or {}))
+            loss = getattr(output, "loss", None)
+            outputs = [loss] if loss is not None else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            total = [value.float().sum() for value in outputs if value.requires_grad]
+            if total:
+                torch.stack(total).sum().backward()
+    except Exception:  # recorded by the tracer: the report says what was raised, and where
+        assert tracer.audit.error is not None
+    return tracer.audit
+
+
+# A run: one training step, by itself or inside a training process.
+
+
 def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
-    """Raise a ConfigError for a model whose weights, gradients and optimizer state would pass `limit_gib`."""
+    """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
     parameters = derived.parameter_count(run, vocabulary)
     need = parameters * _BYTES_PER_PARAMETER[derived.params_dtype_name(run)] / 2**30
     if need > limit_gib:
@@ -53,12 +85,12 @@ def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
         )
 
 
-def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
+def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
     """Build the run's model in this process and trace one training step of it.
 
     Args:
-        run: has passed `config.rules.check` for one rank.
-        tell: is told what happens.
+        run: a run that has passed `config.rules.check` for one rank.
+        report: called with lines of progress.
 
     Returns:
         The audit; an exception of the step is in its `error`.
@@ -71,7 +103,7 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
     try:
         pg_collection = groups.initialize(run)
         seed_everything(run)
-        tell(f"building {derived.parameter_count(run, vocabulary):,} parameters in {derived.params_dtype_name(run)}")
+        report(f"building {derived.parameter_count(run, vocabulary):,} parameters in {derived.params_dtype_name(run)}")
         model = build_model(run, pg_collection, vocab_size)
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
@@ -79,7 +111,7 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
         batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=pg_collection, num_chunks=len(model))
         connect(model, optimizer)
         micro_batches = schedule.num_micro_batches(0)
-        tell(
+        report(
             f"tracing the second of two steps: {micro_batches} micro-batches of {run.training.micro_batch_size} x "
             f"{run.model.seq_length} tokens"
         )
@@ -94,8 +126,8 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
             seq_length=run.model.seq_length,
             pg_collection=pg_collection,
         )
-        # What a process does once would count as the cost of whichever operation comes first. Should this step fail,
-        # the traced one fails in the same way and is told.
+        # The first step pays for what a process does once, which would count as the cost of the operation that comes
+        # first. If this step fails, the traced one fails in the same way and is reported.
         with suppress(Exception):
             step()
         tracer = Tracer(model, facts(run))
@@ -103,7 +135,7 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
             with tracer:
                 result = step()
             tracer.audit.about["step_committed"] = result.committed
-        except Exception:  # the tracer wrote it down
+        except Exception:  # recorded by the tracer
             assert tracer.audit.error is not None
         clean = tracer.audit.error is None
         return tracer.audit
@@ -112,11 +144,16 @@ def audit_run(run: Run, tell: Callable[[str], None] = print) -> Audit:
 
 
 @contextmanager
-def auditing(run: Run, model: list[torch.nn.Module], tell: Callable[[str], None]) -> Iterator[None]:
-    """Trace the step inside the block and write the report of all ranks to `--audit-precision-output`.
+def auditing(run: Run, model: list[torch.nn.Module], report: Callable[[str], None]) -> Iterator[None]:
+    """Trace the step in this context and write the report of all ranks to `--audit-precision-output`.
 
     Every rank traces. Counts are summed and findings gathered over ranks; modules, cast list and shares are rank 0's.
-    A rank whose step fails writes what it saw by itself, since the others may never answer, and the error goes on.
+    A rank whose step fails writes its own report, since the others may not answer any more, and raises the error.
+
+    Args:
+        run: the run that is trained.
+        model: its model chunks on this rank.
+        report: called with a line about the files that were written.
     """
     tracer = Tracer(model, facts(run))
     prefix = run.precision.audit_precision_output
@@ -126,16 +163,16 @@ def auditing(run: Run, model: list[torch.nn.Module], tell: Callable[[str], None]
     except Exception:
         rank = dist.get_rank()
         paths = write(tracer.audit.as_dict(), f"{prefix}.rank{rank}" if rank else prefix)
-        tell(f"wrote {', '.join(map(str, paths))}: the traced step failed")
+        report(f"wrote {', '.join(map(str, paths))}: the traced step failed")
         raise
     merged = merge(tracer.audit)
     if dist.get_rank() == 0:
         paths = write(merged, prefix)
-        tell(f"wrote {', '.join(map(str, paths))}: {merged['verdict']}")
+        report(f"wrote {', '.join(map(str, paths))}: {merged['verdict']}")
 
 
 def merge(audit: Audit) -> dict[str, Any]:
-    """One report of all ranks, on every rank: rank 0's, with everyone's counts and findings."""
+    """Return, on every rank, this rank's report with the counts and findings of all ranks."""
     own = audit.as_dict()
     world = dist.get_world_size()
     reports: list[Any] = [None] * world
@@ -150,7 +187,7 @@ def merge(audit: Audit) -> dict[str, Any]:
     }
     for name in FINDING_LISTS:
         merged[name] = [{**entry, "rank": rank} for rank, report in enumerate(reports) for entry in report[name]]
-    return {**merged, "verdict": verdict(merged)}
+    return {**merged, "verdict": summary_line(merged)}
 
 
 def write(report: dict[str, Any], prefix: str) -> list[Path]:
@@ -165,7 +202,7 @@ def write(report: dict[str, Any], prefix: str) -> list[Path]:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """The report's head: what was traced, with which flags and versions."""
+    """Return the report's head: what was traced, with which flags and versions."""
     flags = {name: value for section in asdict(run).values() for name, value in section.items()}
     defaults = {name: value for section in asdict(Run()).values() for name, value in section.items()}
     return {
@@ -175,35 +212,3 @@ def facts(run: Run) -> dict[str, Any]:
         "flags": {name: value for name, value in flags.items() if value != defaults[name]},
         "versions": versions(),
     }
-
-
-# ----
-
-
-def audit_module(
-    module: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    about: dict[str, Any] | None = None,
-) -> Audit:
-    """Trace one forward and backward of `module(*args, **kwargs)`.
-
-    The backward starts from the output's `loss` if it has one, else from the sum, in fp32, of all outputs that have a
-    graph. What the module raises is in the audit's `error`; KeyboardInterrupt and the like pass.
-
-    Args:
-        about: facts for the report's head, such as `subject` and `dtype`.
-    """
-    tracer = Tracer(module, about)
-    try:
-        with tracer:
-            output = module(*args, **(kwargs or {}))
-            loss = getattr(output, "loss", None)
-            outputs = [loss] if loss is not None else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            total = [value.float().sum() for value in outputs if value.requires_grad]
-            if total:
-                torch.stack(total).sum().backward()
-    except Exception:  # the tracer wrote it down: the report says what and where
-        assert tracer.audit.error is not None
-    return tracer.audit

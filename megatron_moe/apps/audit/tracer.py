@@ -1,7 +1,7 @@
-"""The tracer: watches every operation of a forward and backward pass below autograd, and writes down its dtypes.
+"""The tracer: it observes every operation of a forward and backward pass below autograd and records its dtypes.
 
-It sees operations where type promotion happens, inside the dispatcher, so nothing that Python hides gets past it. It is
-a context: outside of it nothing is hooked and nothing is slower.
+It is in torch's dispatcher, where type promotion happens, so it also sees operations that no Python code names. It is a
+context: outside of it nothing is hooked and nothing is slower.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_moe import platform
 from megatron_moe.apps.audit.findings import Audit, ModuleDtypes
+from megatron_moe.apps.audit.locations import UNKNOWN, LocationFinder, OperationLocation
 from megatron_moe.apps.audit.operations import (
     Operation,
-    deciding,
+    deciding_operands,
     describe,
-    joined,
+    dtype_name,
+    dtype_names,
     low_precision_reduction,
     operand_groups,
-    short,
     tensors_in,
     width,
     written_tensors,
 )
-from megatron_moe.apps.audit.places import UNKNOWN, OperationPlace, OperationPlaces
 from megatron_moe.apps.audit.widening import Cause, Widening
 from megatron_moe.precision.contract import declared_fp32_state
 
 
 class Tracer(TorchDispatchMode):
-    """Trace what runs inside `with Tracer(model) as tracer:`; `tracer.audit` is what it saw.
+    """A dispatch mode that traces what runs in `with Tracer(model) as tracer:` and records it in `tracer.audit`.
 
-    An exception of the traced code is written down and passed on.
+    An exception of the traced code is recorded and passed on.
 
     Args:
         modules: the model, or the chunks of one; names are those of `named_modules`, wrappers left out.
@@ -58,7 +58,7 @@ class Tracer(TorchDispatchMode):
         self._roots = roots
         self._names = _names(roots)
         self._owners = owners = _owners(roots, self._names)
-        self._places = OperationPlaces(
+        self._locations = LocationFinder(
             lambda module: self._names.get(id(module)), lambda tensor: owners.get(id(tensor))
         )
         self._states: dict[int, str] = {}
@@ -67,9 +67,8 @@ class Tracer(TorchDispatchMode):
         self._undo: list[Callable[[], None]] = []
         self._started = 0.0
 
-    # ---- the context
-
     def __enter__(self) -> Tracer:
+        """Register the hooks and record declared fp32 state that is not fp32 before the step."""
         for root in self._roots:
             for name, tensor in declared_fp32_state(root):
                 self._states[tensor.untyped_storage().data_ptr()] = _unwrapped(name)
@@ -86,6 +85,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Remove the hooks; record state that is not fp32 after the step, and the error that ended it."""
         super().__exit__(kind, error, trace)
         self.audit.wall_seconds += time.perf_counter() - self._started
         while self._undo:
@@ -94,31 +94,31 @@ class Tracer(TorchDispatchMode):
             for name, tensor in declared_fp32_state(root):
                 self._check_state(name, tensor, "after the step")
         if error is not None:
-            place = self._places.of_error(trace)
+            location = self._locations.error_location(trace)
             self.audit.error = {
                 "type": type(error).__name__,
                 "message": str(error),
-                "module": place.module,
-                "where": place.where,
+                "module": location.module,
+                "where": location.where,
             }
 
-    # ---- operations
+    # Operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation: what it is going to mix is written down before it runs, what it cost afterwards."""
+        """Run one operation; mixed dtypes are recorded before it runs, time and bytes afterwards."""
         kwargs = kwargs or {}
-        op, place, audit = describe(func), self._places.here(), self.audit
+        op, location, audit = describe(func), self._locations.current(), self.audit
         audit.operations += 1
         order = audit.operations
         inputs = tensors_in((args, kwargs))
         dtypes = [tensor.dtype for tensor in inputs]
-        if place.module == UNKNOWN:
-            place = self._place_of_owner(place, inputs)
+        if location.module == UNKNOWN:
+            location = self._location_of_owner(location, inputs)
         written = written_tensors(op, args, kwargs)
-        groups = [deciding(group) for group in operand_groups(op, args, kwargs)]
+        groups = [deciding_operands(group) for group in operand_groups(op, args, kwargs)]
         mixed = [group for group in groups if len({tensor.dtype for tensor in group}) > 1]
         if op.matmul and mixed:
-            self._record_matmul(op.name, mixed[0], place, order)
+            self._record_matmul(op.name, mixed[0], location, order)
         on_device = any(tensor.device.type != "cpu" for tensor in inputs)
         if on_device:
             platform.synchronize()
@@ -133,34 +133,33 @@ class Tracer(TorchDispatchMode):
         audit.kernel_bytes += moved
         cause = None
         if op.cast:
-            cause = self._record_cast(op, inputs, outputs, place, order, seconds, moved)
+            cause = self._record_cast(op, inputs, outputs, location, order, seconds, moved)
         elif mixed and not op.matmul and not op.communicates:
-            cause = self._record_promotions(op, mixed, written, outputs, place, order)
-        self._record_reduction(op, inputs, outputs, args, place, order, dtypes)
+            cause = self._record_promotions(op, mixed, written, outputs, location, order)
+        self._record_reduction(op, inputs, outputs, args, location, order, dtypes)
         self._widening.follow(inputs, [*outputs, *written], cause)
         return result
 
-    def _place_of_owner(self, place: OperationPlace, inputs: Sequence[Tensor]) -> OperationPlace:
-        """Outside of every module, as in the optimizer: the module whose parameter the operation works on."""
+    def _location_of_owner(self, location: OperationLocation, inputs: Sequence[Tensor]) -> OperationLocation:
+        """Return `location` with the module whose parameter is an input: the optimizer runs outside of every module."""
         owner = next((self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners), None)
-        return place if owner is None else replace(place, module=owner)
+        return location if owner is None else replace(location, module=owner)
 
-    def _record_matmul(self, name: str, operands: Sequence[Tensor], place: OperationPlace, order: int) -> None:
+    def _record_matmul(self, name: str, operands: Sequence[Tensor], location: OperationLocation, order: int) -> None:
         wide = self._widening.origin(operands)
-        self.audit.mixed_matmuls.add(place, name, joined(operands), "", order=order, detail=wide)
+        self.audit.mixed_matmuls.add(location, name, dtype_names(operands), "", order=order, detail=wide)
 
     def _record_cast(
         self,
         op: Operation,
         inputs: list[Tensor],
         outputs: list[Tensor],
-        place: OperationPlace,
+        location: OperationLocation,
         order: int,
         seconds: float,
         moved: int,
     ) -> Cause | None:
-        """`_to_copy` has a source and a result; `copy_` a destination, which is its result, and a source."""
-        if op.base == "_to_copy":
+        if op.base == "_to_copy":  # it has a source and a result; copy_ has a destination, its result, and a source
             pairs = list(zip(inputs, outputs))
         else:
             half = len(inputs) // 2
@@ -169,15 +168,15 @@ class Tracer(TorchDispatchMode):
         for source, target in pairs:
             if source.dtype == target.dtype:
                 continue
-            direction = f"{short(source.dtype)}->{short(target.dtype)}"
+            direction = f"{dtype_name(source.dtype)}->{dtype_name(target.dtype)}"
             floating = source.is_floating_point() and target.is_floating_point()
             findings = self.audit.casts if floating else self.audit.other_conversions
             share = dict(order=order, seconds=seconds / len(pairs), bytes_=moved // len(pairs))
-            findings.add(place, op.name, direction, short(target.dtype), **share)  # type: ignore[arg-type]
+            findings.add(location, op.name, direction, dtype_name(target.dtype), **share)  # type: ignore[arg-type]
             if floating:
-                self._check_state_cast(op, source, target, direction, place, order)
+                self._check_state_cast(op, source, target, direction, location, order)
                 if width(target.dtype) > width(source.dtype):
-                    cause = Cause(order, False, op.name, place)
+                    cause = Cause(order, False, op.name, location)
         return cause
 
     def _record_promotions(
@@ -186,26 +185,25 @@ class Tracer(TorchDispatchMode):
         mixed: list[list[Tensor]],
         written: list[Tensor],
         outputs: list[Tensor],
-        place: OperationPlace,
+        location: OperationLocation,
         order: int,
     ) -> Cause | None:
         cause = None
         for operands in mixed:
             widest = max(width(tensor.dtype) for tensor in operands)
             targets = [tensor for tensor in written if any(tensor is operand for operand in operands)]
-            result = short(
-                (targets or [t for t in outputs if t.dtype.is_floating_point] or outputs or operands)[0].dtype
-            )
+            floating = [tensor for tensor in outputs if tensor.dtype.is_floating_point]
+            result = dtype_name((targets or floating or outputs or operands)[0].dtype)
             if targets and all(width(tensor.dtype) == widest for tensor in targets):
-                self.audit.accumulations.add(place, op.name, joined(operands), result, order=order)
+                self.audit.accumulations.add(location, op.name, dtype_names(operands), result, order=order)
                 for target in targets:
-                    self._check_state_sum(op, target, operands, place, order)
+                    self._check_state_sum(op, target, operands, location, order)
                 continue
             detail = "rounded back into the written tensor" if targets else self._widening.origin(operands)
-            declared = place.reason is not None
+            declared = location.reason is not None
             findings = self.audit.declared_promotions if declared else self.audit.unintended_promotions
-            findings.add(place, op.name, joined(operands), result, order=order, detail=detail)
-            cause = Cause(order, True, op.name, place)
+            findings.add(location, op.name, dtype_names(operands), result, order=order, detail=detail)
+            cause = Cause(order, True, op.name, location)
         return cause
 
     def _record_reduction(
@@ -214,25 +212,27 @@ class Tracer(TorchDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
         args: Sequence[Any],
-        place: OperationPlace,
+        location: OperationLocation,
         order: int,
         dtypes: list[torch.dtype],
     ) -> None:
         how = low_precision_reduction(op, inputs, outputs, args)
-        if not how and op.base in ("add", "add_") and self._places.gradient_accumulation():
+        if not how and op.base in ("add", "add_") and self._locations.gradient_accumulation():
             low = all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
             how = "every addition rounds" if low and len(dtypes) > 1 else ""
         if how:
-            result = short(outputs[0].dtype) if outputs else ""
-            self.audit.low_precision_reductions.add(place, op.name, short(dtypes[0]), result, order=order, detail=how)
+            result = dtype_name(outputs[0].dtype) if outputs else ""
+            self.audit.low_precision_reductions.add(
+                location, op.name, dtype_name(dtypes[0]), result, order=order, detail=how
+            )
 
-    # ---- modules
+    # Modules.
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         self._calls.append((id(module), self.audit.operations))
 
     def _leave_module(self, module: torch.nn.Module, *call: Any) -> None:
-        """Called with (args, kwargs, output), or after an exception with (args, None)."""
+        """Record the dtypes of a module's call, given (args, kwargs, output); after an exception (args, None)."""
         # A call that a raising hook or a reentrant pass left open is closed with the one around it.
         while self._calls:
             owner, begin = self._calls.pop()
@@ -242,62 +242,66 @@ class Tracer(TorchDispatchMode):
         if name is None or len(call) < 3:
             return
         args, kwargs, output = call
-        got = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        gave = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        received = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         entry = self.audit.modules.get(name)
         if entry is None:
-            held = tuple(sorted({short(parameter.dtype) for parameter in module.parameters()}))
-            entry = self.audit.modules[name] = ModuleDtypes(type(module).__qualname__, held)
+            parameters = tuple(sorted({dtype_name(parameter.dtype) for parameter in module.parameters()}))
+            entry = self.audit.modules[name] = ModuleDtypes(type(module).__qualname__, parameters)
         entry.calls += 1
-        entry.inputs |= {short(tensor.dtype) for tensor in got}
-        entry.outputs |= {short(tensor.dtype) for tensor in gave}
-        self._widening.check(module, name, got, gave, begin)
+        entry.inputs |= {dtype_name(tensor.dtype) for tensor in received}
+        entry.outputs |= {dtype_name(tensor.dtype) for tensor in returned}
+        self._widening.check(module, name, received, returned, begin)
 
-    # ---- fp32 state
+    # fp32 state.
 
     def _check_state(self, name: str, tensor: Tensor, when: str) -> None:
         if tensor.dtype != torch.float32:
-            place = OperationPlace(_unwrapped(name).rpartition(".")[0], when, "forward")
+            location = OperationLocation(_unwrapped(name).rpartition(".")[0], when, "forward")
             self.audit.fp32_state_violations.add(
-                place,
+                location,
                 "held",
-                short(tensor.dtype),
-                short(tensor.dtype),
+                dtype_name(tensor.dtype),
+                dtype_name(tensor.dtype),
                 order=self.audit.operations,
                 detail=_unwrapped(name),
             )
 
     def _check_state_cast(
-        self, op: Operation, source: Tensor, target: Tensor, direction: str, place: OperationPlace, order: int
+        self, op: Operation, source: Tensor, target: Tensor, direction: str, location: OperationLocation, order: int
     ) -> None:
-        """Declared state that is read through a narrower copy, or written from one."""
+        """Record declared state that is read through a narrower copy, or written from one."""
         read, wrote = (self._states.get(_storage(tensor)) for tensor in (source, target))
         if read is not None and width(target.dtype) < 4:
-            self._violation(place, op, direction, short(target.dtype), f"{read} is read through a narrower copy", order)
+            self._violation(
+                location, op, direction, dtype_name(target.dtype), f"{read} is read through a narrower copy", order
+            )
         if wrote is not None and width(source.dtype) < 4:
-            self._violation(place, op, direction, short(target.dtype), f"{wrote} is written from a narrower one", order)
+            self._violation(
+                location, op, direction, dtype_name(target.dtype), f"{wrote} is written from a narrower one", order
+            )
 
     def _check_state_sum(
-        self, op: Operation, target: Tensor, operands: Sequence[Tensor], place: OperationPlace, order: int
+        self, op: Operation, target: Tensor, operands: Sequence[Tensor], location: OperationLocation, order: int
     ) -> None:
         state = self._states.get(_storage(target))
         if state is not None:
             what = f"{state} is added to from a narrower tensor"
-            self._violation(place, op, joined(operands), short(target.dtype), what, order)
+            self._violation(location, op, dtype_names(operands), dtype_name(target.dtype), what, order)
 
     def _violation(
-        self, place: OperationPlace, op: Operation, dtypes: str, result: str, detail: str, order: int
+        self, location: OperationLocation, op: Operation, dtypes: str, result: str, detail: str, order: int
     ) -> None:
-        self.audit.fp32_state_violations.add(place, op.name, dtypes, result, order=order, detail=detail)
+        self.audit.fp32_state_violations.add(location, op.name, dtypes, result, order=order, detail=detail)
 
     def attention(self, operands: Sequence[Tensor]) -> None:
-        """Called before an attention whose query, key and value differ, which torch refuses above the dispatcher."""
-        place = self._places.here()
-        self._record_matmul("scaled_dot_product_attention", operands, place, self.audit.operations)
+        """Record an attention whose query, key and value differ in dtype, which torch refuses above the dispatcher."""
+        location = self._locations.current()
+        self._record_matmul("scaled_dot_product_attention", operands, location, self.audit.operations)
 
 
 class _AttentionCheck(TorchFunctionMode):
-    """Attention is the one product that torch refuses to mix before it reaches the dispatcher."""
+    """A function mode that reports attention of mixed dtypes, which torch refuses before it reaches the dispatcher."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -313,7 +317,7 @@ class _AttentionCheck(TorchFunctionMode):
 
 
 def _names(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """id -> qualified name; a wrapper that holds one `module` has its class name, so that layers keep theirs."""
+    """Return id -> qualified name; wrappers of a single `module` have their class name, so that layers keep theirs."""
     names: dict[int, str] = {}
     for index, root in enumerate(roots):
         core: Any = root
@@ -346,5 +350,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes that a kernel touches: an expanded tensor has no more than its storage."""
+    """Return the bytes that a kernel touches: of an expanded tensor those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""Where width comes from: the first promotion on a wide tensor's way, and the modules that let it out."""
+"""Trace wide tensors back to the promotion or cast that widened them, and forward to the modules that return them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.apps.audit.findings import Audit, Widened
-from megatron_moe.apps.audit.operations import joined, short, width
-from megatron_moe.apps.audit.places import OperationPlace
+from megatron_moe.apps.audit.locations import OperationLocation
+from megatron_moe.apps.audit.operations import dtype_name, dtype_names, width
 from megatron_moe.precision.contract import wider_output
 
 _WIDE = 4
@@ -19,17 +19,17 @@ _WIDE = 4
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a tensor is wider than what it was made from: a promotion, or a cast; `order` is that of the step."""
+    """The promotion or cast that made a tensor wider than its operands; `order` counts the step's operations."""
 
     order: int
     promotion: bool
     operation: str
-    place: OperationPlace
+    location: OperationLocation
 
 
 @dataclass(frozen=True)
-class _Returned:
-    """A module returned something wide, after `at` operations."""
+class _WideReturn:
+    """The return of something wide by a module, after `at` operations."""
 
     at: int
     module: str
@@ -37,24 +37,28 @@ class _Returned:
 
 
 class Widening:
-    """Follows wide tensors from the operation that widened them to the modules that return them.
+    """A record of wide tensors, from the operation that widened them to the modules that return them.
 
     Args:
-        audit: where widened modules are written down.
+        audit: the audit that gets the widened modules.
     """
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit
         self._causes = WeakTensorKeyDictionary()
         self._declared = WeakTensorKeyDictionary()
-        self._widened: list[_Returned] = []
+        self._widened: list[_WideReturn] = []
         self._parameters: dict[int, list[Tensor]] = {}
 
     def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Cause | None) -> None:
-        """A wide result has the first promotion on its way here, or else the first cast; rounding it ends that.
+        """Record the cause of a wide result: the first promotion on its way here, or else the first cast.
+
+        A result that is rounded has none any more.
 
         Args:
-            inputs: operands. outputs: what was returned or written. own: this operation's, if it widened something.
+            inputs: operands of an operation.
+            outputs: tensors that it returned or wrote.
+            own: the operation itself as a cause, if it widened something.
         """
         inherited = [self._causes[tensor] for tensor in inputs if tensor in self._causes] if self._causes else []
         candidates = [cause for cause in inherited if cause.promotion] or ([own] if own is not None else inherited)
@@ -66,31 +70,37 @@ class Widening:
                 self._causes[tensor] = cause
 
     def origin(self, operands: Sequence[Tensor]) -> str:
-        """Since where the widest operand has been wide, if an operation of this step made it so; else ""."""
+        """Return words on where the widest operand was widened, if an operation of this step did it; else ""."""
         widest = max(operands, key=lambda tensor: width(tensor.dtype))
         cause: Cause | None = self._causes.get(widest)
         if cause is None:
             return ""
-        what = "promoted" if cause.promotion else "cast"
-        module = cause.place.module or "(the model)"
-        return f"{short(widest.dtype)} since {cause.place.where} ({what} there, module {module})"
+        verb = "promoted" if cause.promotion else "cast"
+        module = cause.location.module or "(the model)"
+        return f"{dtype_name(widest.dtype)} since {cause.location.where} ({verb} there, module {module})"
 
     def check(
-        self, module: torch.nn.Module, name: str, got: Sequence[Tensor], gave: Sequence[Tensor], begin: int
+        self, module: torch.nn.Module, name: str, received: Sequence[Tensor], returned: Sequence[Tensor], begin: int
     ) -> None:
-        """Write down a module whose floating output is wider than every floating input and parameter.
+        """Record a module whose floating output is wider than every floating input and parameter.
 
         Args:
-            got, gave: tensors into and out of its forward. begin: operations that had run when it was called.
+            module: the module.
+            name: its qualified name.
+            received: tensors that its forward got.
+            returned: tensors that its forward returned.
+            begin: number of operations that had run when it was called.
         """
-        inputs, parameters = [tensor for tensor in got if tensor.is_floating_point()], self._held_by(module)
+        inputs, parameters = [tensor for tensor in received if tensor.is_floating_point()], self._parameters_of(module)
         known = [width(tensor.dtype) for tensor in (*inputs, *parameters)]
-        wide = [tensor for tensor in gave if tensor.is_floating_point() and known and width(tensor.dtype) > max(known)]
+        wide = [
+            tensor for tensor in returned if tensor.is_floating_point() and known and width(tensor.dtype) > max(known)
+        ]
         if not wide:
             return
         reason = wider_output(module)
         if reason is None and all(tensor in self._declared for tensor in wide):
-            reason = "hands on what a module gave that declares it"
+            reason = "passes on the output of a module that declares it"
         if reason is not None:
             self._audit.declared_wider[name] = reason
             self._declared.update(dict.fromkeys(wide, True))
@@ -98,25 +108,31 @@ class Widening:
         since = [one for one in self._widened if one.at > begin]
         causes: list[Cause] = [self._causes[tensor] for tensor in wide if tensor in self._causes]
         if not (inputs or since or causes):
-            return  # made here of numbers that never were narrow: a table of positions
+            return  # made here of numbers that were not narrow before, such as a table of positions
         candidates = [cause for cause in causes if cause.promotion] or causes
         cause = min(candidates, key=lambda one: one.order) if candidates else None
         entry = Widened(
             module=name,
             kind=type(module).__qualname__,
-            input=joined(inputs),
-            parameters=joined(parameters),
-            output=short(wide[0].dtype),
-            caused_by="?" if cause is None else "promotion" if cause.promotion else "cast",
+            input=dtype_names(inputs),
+            parameters=dtype_names(parameters),
+            output=dtype_name(wide[0].dtype),
+            caused_by=_kind(cause),
             operation="?" if cause is None else cause.operation,
-            where="?" if cause is None else cause.place.where,
+            where="?" if cause is None else cause.location.where,
             taken_over_from=next((one.module for one in since if one.cause is cause), None),
         )
         known_entry = self._audit.widened_modules.setdefault((name, entry.output, entry.where), entry)
         known_entry.count += known_entry is not entry
-        self._widened.append(_Returned(self._audit.operations, name, cause))
+        self._widened.append(_WideReturn(self._audit.operations, name, cause))
 
-    def _held_by(self, module: torch.nn.Module) -> list[Tensor]:
+    def _parameters_of(self, module: torch.nn.Module) -> list[Tensor]:
         if id(module) not in self._parameters:
             self._parameters[id(module)] = [one for one in module.parameters() if one.is_floating_point()]
         return self._parameters[id(module)]
+
+
+def _kind(cause: Cause | None) -> str:
+    if cause is None:
+        return "?"
+    return "promotion" if cause.promotion else "cast"

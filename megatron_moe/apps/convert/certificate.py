@@ -1,12 +1,12 @@
-"""What a conversion vouches for: every tensor of both sides by name, shape, dtype and hash, and that none is left out.
+"""The certificate of a conversion: every tensor of both sides by name, shape, dtype and hash, with none left out.
 
-A row is one block of ours and the tensors of the folder that belong to it:
+A row is one block of the native checkpoint and the tensors of the Hugging Face folder that belong to it:
 
     {"native": {"key", "start", "shape", "dtype", "sha256"}, "transform": "ExpertGateUp", "cast": null,
      "hf": [{"name", "shape", "dtype", "sha256"}, ...]}
 
-Hashes are of the bytes as each side stores them. Where a side was cast, dequantised or cut on its way, it also has
-`sha256_as_written`: of what the other side, transformed back, has to be equal to.
+Hashes are of the bytes as each side stores them. Where a tensor was cast, dequantised or cut on its way, its entry also
+has `sha256_as_written`: the hash that the other side has after it is transformed back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megatron_moe.io.files import replace_text
 NAME = "conversion_certificate.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK = 1 << 20
-"""Elements that are looked at together."""
+"""Number of elements that are checked at a time."""
 
 Row = dict[str, Any]
 
 
 def non_finite(tensor: Tensor) -> int:
-    """How many numbers are not finite; memory for a small part of them."""
+    """Return how many numbers are not finite; memory is needed for a small part of them."""
     flat, count = tensor.reshape(-1), 0
     for block in flat.split(_BLOCK) if flat.numel() else ():
         low, high = torch.aminmax(block)  # NaN is both
@@ -49,10 +49,10 @@ def non_finite(tensor: Tensor) -> int:
 
 
 def require_finite(tensor: Tensor, name: str, where: str) -> None:
-    """Refuse numbers that are none.
+    """Check that all numbers are finite.
 
     Raises:
-        ConfigError: naming the tensor and how many.
+        ConfigError: some are not; the message names the tensor and how many.
     """
     if count := non_finite(tensor):
         raise ConfigError(
@@ -62,10 +62,10 @@ def require_finite(tensor: Tensor, name: str, where: str) -> None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor in another dtype; widening is exact.
+    """Return the tensor in another dtype; widening is exact.
 
     Raises:
-        ConfigError: a number is too large for it.
+        ConfigError: a number is too large for the dtype.
     """
     if tensor.dtype == dtype:
         return tensor
@@ -79,49 +79,52 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def hf_entry(name: str, shape: Shape, dtype: torch.dtype, digest: str) -> Row:
-    """One tensor of a folder in a row."""
+    """Return a row's entry of one tensor of a Hugging Face folder."""
     return {"name": name, "shape": list(shape), "dtype": dtype_name(dtype), "sha256": digest}
 
 
 def native_entry(key: str, start: Shape, block: Tensor) -> Row:
-    """One block of ours in a row, hashed."""
+    """Return a row's entry of one block of a native checkpoint, hashed."""
     dtype, shape = dtype_name(block.dtype), list(block.shape)
     return {"key": key, "start": list(start), "shape": shape, "dtype": dtype, "sha256": sha256(block)}
 
 
 def cast_name(before: str, after: str) -> str | None:
-    """How a row names a change of dtype."""
+    """Return a row's name for a change of dtype; None if there is none."""
     return None if before == after else f"{before} -> {after}"
 
 
 def expected(entry: Row) -> str:
-    """The hash that the other side, transformed back, has to have."""
+    """Return the hash that the other side must have after it is transformed back."""
     return str(entry.get("sha256_as_written", entry["sha256"]))
 
 
 def require_same(found: str, wanted: str, name: str, what: str) -> None:
-    """Refuse an output that is not what was meant to be written.
+    """Check that a hash is the expected one.
 
     Raises:
-        ConfigError: naming the tensor.
+        ConfigError: it is not; the message names the tensor.
     """
     if found != wanted:
         raise ConfigError(f"{name}: {what}: SHA-256 {found} instead of {wanted}; nothing was published")
 
 
 def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str, Shape], where: str) -> None:
-    """Every tensor of the folder stands in exactly one row, and every element of ours.
+    """Check that every tensor of the folder, and every element of the native tensors, is in exactly one row.
 
     Args:
-        names: of the folder's tensors that have to be there. shapes: of ours, by key.
+        rows: the certificate's rows.
+        names: names of the folder's tensors that have to be there.
+        shapes: shapes of the native tensors, by key.
+        where: the source, for the message.
 
     Raises:
-        ConfigError: listing what is not.
+        ConfigError: some are not; the message lists them.
     """
     used = Counter(entry["name"] for row in rows for entry in row.get("hf", ()))
     wanted = set(names)
     wrong = [f"{name} is used {used[name]} times" for name in sorted(wanted | used.keys()) if used[name] != 1]
-    wrong += [f"{name} is nobody's" for name in sorted(used.keys() - wanted)]
+    wrong += [f"{name} is unexpected" for name in sorted(used.keys() - wanted)]
     boxes: dict[str, list[index.TensorPart]] = {}
     for row in rows:
         box = row["native"]
@@ -143,7 +146,7 @@ def require_coverage(rows: Sequence[Row], names: Iterable[str], shapes: dict[str
 
 
 def versions() -> dict[str, str]:
-    """Of what took part."""
+    """Return the versions of the programs that a conversion depends on."""
     return {
         "megatron_moe": __version__,
         "python": platform.python_version(),

@@ -23,16 +23,17 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="convert_checkpoint.py",
         description="Convert a model between a Hugging Face folder and a checkpoint of this framework, or write a "
         "checkpoint anew as one file per layer. Needs no GPU, no process group, and memory for a few tensors. Every "
-        "tensor is checked and hashed, read again from the disk, made back and compared; a certificate says so.",
+        "tensor is checked and hashed, read again from the disk, transformed back and compared; a certificate lists "
+        "the hashes.",
         epilog="native to native changes the files alone: any layout loads any step as it is, so no step has to be "
-        "converted to be loaded with another tensor, pipeline or expert parallel size. What was killed goes on where "
-        "it was when it is started again with the same source and options. Exit status: 0 done; 1 verification failed, "
-        "nothing published; 2 a mistake in the arguments or in the source, nothing left.",
+        "converted to be loaded with another tensor, pipeline or expert parallel size. A conversion that was killed "
+        "continues when it is started again with the same source and options. Exit status: 0 done; 1 verification "
+        "failed, nothing published; 2 a mistake in the arguments or in the source, nothing left.",
         allow_abbrev=False,
     )
     p.add_argument("--from", dest="origin", choices=("hf", "native"), required=True, help="what --load is")
@@ -49,18 +50,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--verify", action="store_true", help="compute the logits of both sides in fp32, ours and "
                    "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
     p.add_argument("--verify-only", action="store_true", help="compare --load and an earlier --save; write nothing")
-    p.add_argument("--verify-layers", type=int, metavar="N", help="of the first N layers only")
+    p.add_argument("--verify-layers", type=int, metavar="N", help="compare the first N layers only")
     p.add_argument("--family", choices=sorted(FAMILIES), help="export as this family, with a new config.json; default: "
                    "the one it was imported from, or the one whose architecture it has")  # fmt: skip
-    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a .safetensors file; default 5GB")
+    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
     p.add_argument("--no-optim", action="store_true", help="native to native: leave the optimizer's state out")
-    p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it always lies in --save")
+    p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     return p
 
 
 def main(argv: list[str]) -> int:
-    """Convert. Returns the exit status."""
+    """Convert as the flags say and return the exit status."""
     return run_program(
         "convert_checkpoint.py",
         _main,
@@ -71,35 +72,35 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    words = parser().parse_args(argv)
-    _check_flags(words)
+    args = parser().parse_args(argv)
+    _check_flags(args)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
-    if words.verify_only:
-        return _verify_only(words)
-    load, save = Path(words.load), Path(os.path.abspath(words.save))
-    conversion = _planned(words)
+    if args.verify_only:
+        return _verify_only(args)
+    load, save = Path(args.load), Path(os.path.abspath(args.save))
+    conversion = _planned(args)
     identity = conversion.identity()
     if published_before(save, identity):
         shutil.rmtree(hidden_folder(save))
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
-    if words.verify:
-        _require_verifiable(words)
+    if args.verify:
+        _require_verifiable(args)
     for line in (*conversion.notes, *conversion.warnings):
         note(line)
-    if words.dry_run:
+    if args.dry_run:
         print("\n".join(plan_lines(conversion, save)))
         return DONE
     workspace = Workspace(save, identity)
     with interruptible(), workspace.open():
         try:
-            verify = (lambda output: dict(_parity(words, output).as_dict())) if words.verify else None
+            verify = (lambda output: dict(_parity(args, output).as_dict())) if args.verify else None
             content = convert(conversion, workspace, verify)
             passed = verify is None or bool(content["verification"]["passed"])
-            return _publish(words, workspace, content) if passed else _refuse(words, workspace, content)
+            return _publish(args, workspace, content) if passed else _refuse(args, workspace, content)
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             free = free_bytes(workspace.hidden)
@@ -112,26 +113,26 @@ def _main(argv: list[str]) -> int:
             ) from error
 
 
-def _check_flags(words: argparse.Namespace) -> None:
-    if (words.origin, words.target) == ("hf", "hf"):
+def _check_flags(args: argparse.Namespace) -> None:
+    if (args.origin, args.target) == ("hf", "hf"):
         raise ConfigError("--from hf --to hf: there is nothing to convert; one of them is native")
-    resharding = words.origin == words.target
-    if words.no_optim and not resharding:
+    resharding = args.origin == args.target
+    if args.no_optim and not resharding:
         raise ConfigError("--no-optim: is for --from native --to native; a folder of Hugging Face's has no optimizer")
-    if (words.verify or words.verify_only or words.verify_layers is not None) and resharding:
+    if (args.verify or args.verify_only or args.verify_layers is not None) and resharding:
         raise ConfigError("--verify: compares with a Hugging Face folder; native to native, hashes are compared anyway")
-    if words.verify_layers is not None and not (words.verify or words.verify_only):
-        raise ConfigError(f"--verify-layers {words.verify_layers}: says how much is verified; add --verify")
-    if words.verify_layers is not None and words.verify_layers < 1:
-        raise ConfigError(f"--verify-layers {words.verify_layers}: must be at least 1")
-    if words.family is not None and words.target != "hf":
-        raise ConfigError(f"--family {words.family}: is for --to hf; a folder's config.json says what it is")
-    if words.ckpt_step is not None and words.origin != "native":
-        raise ConfigError(f"--ckpt-step {words.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
-    if words.verify and importlib.util.find_spec("transformers") is None:
+    if args.verify_layers is not None and not (args.verify or args.verify_only):
+        raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
+    if args.verify_layers is not None and args.verify_layers < 1:
+        raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
+    if args.family is not None and args.target != "hf":
+        raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
+    if args.ckpt_step is not None and args.origin != "native":
+        raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
+    if args.verify and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
-    require_writable("--certificate", words.certificate)
-    words.max_shard_bytes = _size(words.max_shard_size)
+    require_writable("--certificate", args.certificate)
+    args.max_shard_bytes = _size(args.max_shard_size)
 
 
 def _size(text: str) -> int:
@@ -142,8 +143,8 @@ def _size(text: str) -> int:
     return number
 
 
-def _planned(words: argparse.Namespace) -> Any:
-    """The conversion that is asked for. Reads the source's small files and headers."""
+def _planned(args: argparse.Namespace) -> Any:
+    """Return the conversion that the flags ask for; the source's small files and headers are read."""
     from megatron_moe.apps.convert import certificate
     from megatron_moe.apps.convert.convert import ConversionOptions
     from megatron_moe.apps.convert.reshard import Reshard
@@ -152,67 +153,67 @@ def _planned(words: argparse.Namespace) -> Any:
     from megatron_moe.hf.folder import HFFolder
     from megatron_moe.hf.source import locate
 
-    dtype = None if words.dtype is None else certificate.DTYPES[words.dtype]
-    options = ConversionOptions(dtype, words.family, words.drop_mtp, words.no_optim, words.max_shard_bytes)
-    load = Path(words.load)
-    if words.origin == "hf":
+    dtype = None if args.dtype is None else certificate.DTYPES[args.dtype]
+    options = ConversionOptions(dtype, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
+    load = Path(args.load)
+    if args.origin == "hf":
         if (load / folder.OWNER).exists() or (load / folder.STATE).exists():
             raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         return ToNative(HFFolder.open(load), options)
     if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
-    source = locate(load, words.ckpt_step, words.family)
-    return ToHF(source, options) if words.target == "hf" else Reshard(source.path, options, source.notes)
+    source = locate(load, args.ckpt_step, args.family)
+    return ToHF(source, options) if args.target == "hf" else Reshard(source.path, options, source.notes)
 
 
-def _publish(words: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
+def _publish(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
     from megatron_moe.apps.convert import certificate
 
     certificate.write(workspace.output / certificate.NAME, content)
-    if words.certificate is not None:
-        certificate.write(Path(words.certificate), content)
+    if args.certificate is not None:
+        certificate.write(Path(args.certificate), content)
     workspace.publish()
     print(f"{workspace.target}: {content['blocks']} blocks, each read again and made back; {certificate.NAME} says so")
     return DONE
 
 
-def _refuse(words: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
-    """The output is not what the source is: it goes, and the certificate says why."""
+def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
+    """Remove an output that is not what the source is; the certificate next to it says why."""
     from megatron_moe.apps.convert import certificate
 
     target = workspace.target
-    beside = Path(words.certificate or target.with_name(f"{target.name}.{certificate.NAME}"))
-    certificate.write(beside, content)
+    path = Path(args.certificate or target.with_name(f"{target.name}.{certificate.NAME}"))
+    certificate.write(path, content)
     workspace.discard()
-    note(f"convert_checkpoint.py: verification failed, {target} is not written; see {beside}")
+    note(f"convert_checkpoint.py: verification failed, {target} is not written; see {path}")
     return NOT_VERIFIED
 
 
-def _require_verifiable(words: argparse.Namespace) -> None:
-    """Is there memory for the model? Not to be told at the end of hours."""
+def _require_verifiable(args: argparse.Namespace) -> None:
+    """Check that there is memory for the model, before hours of conversion."""
     from megatron_moe.apps.convert.parity import require_memory
     from megatron_moe.hf.source import locate
 
-    require_memory(locate(Path(words.load), words.ckpt_step, words.family), words.verify_layers)
+    require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
 
 
-def _parity(words: argparse.Namespace, output: Path) -> Any:
+def _parity(args: argparse.Namespace, output: Path) -> Any:
     from megatron_moe.apps.convert.parity import compare
 
     note("verifying: logits, loss and choices of experts, both sides in fp32")
-    if words.origin == "hf":
-        result = compare(Path(words.load), output, layers=words.verify_layers)
+    if args.origin == "hf":
+        result = compare(Path(args.load), output, layers=args.verify_layers)
     else:
-        result = compare(output, Path(words.load), layers=words.verify_layers, ckpt_step=words.ckpt_step)
+        result = compare(output, Path(args.load), layers=args.verify_layers, ckpt_step=args.ckpt_step)
     for line in result.lines():
         note(line)
     return result
 
 
-def _verify_only(words: argparse.Namespace) -> int:
-    save = Path(words.save)
+def _verify_only(args: argparse.Namespace) -> int:
+    save = Path(args.save)
     if not save.is_dir():
         raise ConfigError(
             f"--verify-only: --save {save} is not there; it is compared with --load, and nothing is written"
         )
-    return DONE if _parity(words, save).passed else NOT_VERIFIED
+    return DONE if _parity(args, save).passed else NOT_VERIFIED

@@ -1,12 +1,12 @@
-"""A conversion of any kind: planned whole, written file by file, read again, published at once.
+"""The steps of a conversion, whatever its direction.
 
-    plan        names, shapes, dtypes and room are checked before anything is written
+    plan        check names, shapes, dtypes and free space before anything is written
     write       file by file; the journal keeps each that is complete, and its rows of the certificate
-    coverage    every tensor of both sides exactly once, told from what was really read and written
-    read again  every tensor from the disk, its hash, and what it is made back into held against its source's hash
-    publish     the certificate, one rename
+    coverage    check that every tensor of both sides was read and written exactly once
+    read again  read every tensor from the disk, transform it back, and compare both hashes
+    publish     write the certificate and rename the output
 
-What differs between the directions is in `to_native`, `to_hf` and `reshard`.
+The directions are in `to_native`, `to_hf` and `reshard`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megatron_moe.io.texts import size_text
 Advance = Callable[[int], object]
 Record = dict[str, Any]
 _SLACK = 64 * 2**20
-"""Bytes of small files, for the room that is needed."""
+"""Bytes that small files may need in addition."""
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Of the command line, what has an influence on the output."""
+    """The options of the command line that have an influence on the output."""
 
     dtype: torch.dtype | None = None
     family: str | None = None
@@ -50,14 +50,14 @@ class ConversionOptions:
     max_shard_bytes: int = 5 * 10**9
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the options as plain values for JSON."""
         dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
         return {**vars(self), "dtype": dtype}
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file of the output. content: the blocks in it; what they are, is the direction's matter."""
+    """A file of the output; `content` lists its blocks, which each direction defines."""
 
     name: str
     num_bytes: int
@@ -66,10 +66,16 @@ class OutputFile:
 
 @dataclass
 class Conversion(ABC):
-    """One source, planned. A subclass says what a unit is.
+    """A planned conversion of one source; a subclass for each direction says what is written.
 
-    source: a folder of Hugging Face's, or a step. inputs: its files by name. summary: the model in a line. notes,
-    warnings: what was found out while planning; warnings are loud.
+    Attributes:
+        source: a Hugging Face folder, or a step.
+        options: options of the command line.
+        inputs: the source's files by name.
+        notes: remarks from planning.
+        warnings: warnings from planning.
+        units: files to write.
+        summary: the model in a line.
     """
 
     source: Path
@@ -78,14 +84,12 @@ class Conversion(ABC):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     units: list[OutputFile] = field(default_factory=list)
-
     summary: str = ""
-
     direction: ClassVar[str] = ""
 
     @abstractmethod
     def write(self, unit: OutputFile, output: Path, advance: Advance) -> Record:
-        """Write one file. The record has `rows` and `entry`, and what `finish` needs."""
+        """Write one file; return a record with `rows`, `entry` and what `finish` needs."""
 
     @abstractmethod
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
@@ -93,35 +97,35 @@ class Conversion(ABC):
 
     @abstractmethod
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
-        """Read the output again, and make of it what it was made of.
+        """Read the output again, transform it back, and compare it with what was written and read.
 
         Raises:
-            ConfigError: it is not what was written, or not what it was made of.
+            ConfigError: it is not what was written, or does not transform back into the source.
         """
 
     @abstractmethod
     def coverage(self, records: list[Record]) -> None:
-        """Hold what was read and written against what there is.
+        """Check that every tensor of both sides was read and written exactly once.
 
         Raises:
-            ConfigError: something was not, or twice.
+            ConfigError: some were not.
         """
 
     @abstractmethod
     def facts(self, records: list[Record]) -> dict[str, Any]:
-        """What the certificate says beside rows, files and notes."""
+        """Return what the certificate says in addition to rows, files and notes."""
 
     def wanted_inputs(self) -> dict[str, FileEntry] | None:
-        """What the input files have to be, where the source has a manifest."""
+        """Return sizes and hashes of the input files, where the source has a manifest."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """Of the output, from above."""
+        """Upper bound of the output's bytes."""
         return sum(unit.num_bytes for unit in self.units)
 
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for a second start to go on with the work of the first."""
+        """Return what has to be the same for a second start to go on with the work of the first."""
         status = {name: path.stat() for name, path in self.inputs.items()}
         return {
             "direction": self.direction,
@@ -135,16 +139,19 @@ class Conversion(ABC):
 def convert(
     conversion: Conversion, workspace: Workspace, verify: Callable[[Path], dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Do it. The workspace is open; its output is complete when this returns, and not published.
+    """Write, check and read again the output of a conversion; it is complete on return, and not published yet.
 
     Args:
+        conversion: the planned conversion.
+        workspace: its workspace, opened.
         verify: compares the output with the source as models; its result becomes part of the certificate.
 
     Returns:
         The certificate.
 
     Raises:
-        ConfigError: something about the source or the output is wrong. OSError: the disk refused.
+        ConfigError: something about the source or the output is wrong.
+        OSError: a file could not be read or written.
     """
     output = workspace.output
     done = [unit for unit in conversion.units if unit.name in workspace.done]
@@ -163,7 +170,7 @@ def convert(
         conversion.coverage(records)
         inputs = hashes()
     outputs = conversion.finish(output, records)
-    _forget(output)
+    _drop_page_cache(output)
     progress = ConversionProgress("read again", sum(entry["bytes"] for entry in outputs.values()))
     conversion.check(output, records, progress.advance)
     progress.finish()
@@ -189,7 +196,7 @@ def convert(
 
 
 def plan_lines(conversion: Conversion, target: Path) -> list[str]:
-    """What would be done."""
+    """Return lines about what would be converted."""
     blocks = sum(len(unit.content) for unit in conversion.units)
     read = sum(path.stat().st_size for path in conversion.inputs.values())
     free = free_bytes(target.parent)
@@ -215,7 +222,7 @@ def _require_room(target: Path, needed: int) -> None:
 
 @contextmanager
 def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[], dict[str, FileEntry]]]:
-    """The hashes of the input's files, computed beside the rest; the function waits for them.
+    """Hash the input files in a thread while the context runs, and yield a function that waits for the hashes.
 
     Raises:
         ConfigError: from the function: a file is not what the source's manifest says, or cannot be read.
@@ -258,8 +265,8 @@ def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[
             stopped = True
 
 
-def _forget(output: Path) -> None:
-    """Have the system read the output from the disk when it is read again."""
+def _drop_page_cache(output: Path) -> None:
+    """Drop the output from the page cache, so that it is read from the disk again."""
     for path in output.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -271,7 +278,7 @@ def _forget(output: Path) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A request to end becomes KeyboardInterrupt: what is complete stays for the next start."""
+    """Turn SIGTERM into KeyboardInterrupt in this context: what is complete stays for the next start."""
 
     def end(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -284,7 +291,7 @@ def interruptible() -> Iterator[None]:
 
 
 def model_words(run: Run, family: str, dtype: str) -> str:
-    """A model in a line."""
+    """Return a description of a model in one line."""
     model, moe = run.model, run.moe
     depths = f" and {model.mtp_num_layers} of multi-token prediction" if model.mtp_num_layers else ""
     tied = "" if model.untie_embeddings_and_output_weights else ", tied"

@@ -1,7 +1,8 @@
-"""The files of a step, written block by block without a process group: one data file per layer, the index at the end.
+"""Write the files of a native step block by block, without a process group: a data file per layer, then the index.
 
-The engine's torch_dist format, as `checkpoint/writer.py` has torch write it from a model: each part of a tensor is an
-archive of its own in a data file, and `.metadata` says where. What a block is, is free: any layout loads any cut.
+The format is the engine's torch_dist, which `checkpoint/writer.py` has torch write from a model: each part of a tensor
+is an archive of its own in a data file, and `.metadata` says where it is. A tensor may be cut into any blocks, and any
+layout loads them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 
 
 class StoredPart(NamedTuple):
-    """A block of a tensor in a data file; offset and length in bytes. Plain values, for a journal."""
+    """A block of a tensor in a data file, as plain values for a journal; offset and length are in bytes."""
 
     key: str
     start: Shape
@@ -49,7 +50,7 @@ class StoredPart(NamedTuple):
 
 
 class DataFile:
-    """One `__0_N.distcp`: blocks are appended as they come."""
+    """A data file `__0_N.distcp` to which blocks are appended."""
 
     def __init__(self, file: HashingFile) -> None:
         self._file, self._name = file, file.path.name
@@ -69,14 +70,15 @@ class DataFile:
 
 
 def data_name(number: int) -> str:
-    """The name of a data file."""
+    """Return the name of data file `number`."""
     return f"__0_{number}.distcp"
 
 
-def place_of(key: str) -> tuple[bool, int, int]:
-    """Where a tensor belongs in the canonical cut: tensors of one place share a file, and files are in this order.
+def file_order(key: str) -> tuple[bool, int, int]:
+    """Return a tensor's sort key: tensors with the same key share a file, and files are in this order.
 
-    Weights before the optimizer; what stands before the layers, each layer, each depth of further prediction, the end.
+    Weights come before the optimizer; then what is outside of the layers, each layer, each depth of multi-token
+    prediction.
     """
     optimizer = key.startswith("optimizer.")
     found = _LAYER.search(key)
@@ -88,10 +90,13 @@ def place_of(key: str) -> tuple[bool, int, int]:
 def write_index(
     step: Path, tensors: dict[str, tuple[str, Shape]], parts: Iterable[StoredPart], values: Any
 ) -> FileEntry:
-    """Write `.metadata`: the same bytes for the same content.
+    """Write `.metadata`, with the same bytes for the same content.
 
     Args:
-        tensors: dtype (without `torch.`) and shape by key, in order. values: parts that are no tensors.
+        step: the step's folder.
+        tensors: dtype (without `torch.`) and shape by key, in order.
+        parts: blocks of the tensors.
+        values: parts that are no tensors.
     """
     chunks: dict[str, list[StoredPart]] = {}
     for part in parts:
@@ -117,7 +122,7 @@ def _info(part: StoredPart) -> _StorageInfo:
 
 
 def write_common(step: Path, plain: dict[str, Any]) -> dict[str, FileEntry]:
-    """Write what belongs to no tensor: the engine's file of plain values, and the mark of its format."""
+    """Write the engine's file of plain values, and the one that names its format."""
     content = io.BytesIO()
     torch.save(plain, content)
     return {
@@ -127,10 +132,10 @@ def write_common(step: Path, plain: dict[str, Any]) -> dict[str, FileEntry]:
 
 
 def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
-    """Copy a file of a step onto the disk, hashed.
+    """Copy a file of a step and check its hash.
 
     Raises:
-        ConfigError: it is not what the step's manifest knows.
+        ConfigError: it is not what the step's manifest says.
     """
     with open(source, "rb") as content, new_file(target) as file:
         while block := content.read(1 << 22):

@@ -1,8 +1,8 @@
-"""Does a checkpoint compute what transformers computes from the folder that it belongs to? In fp32, on random tokens.
+"""Compare what a checkpoint computes with what transformers computes from its folder, in fp32 on random tokens.
 
-transformers' model first, then ours, so that one of them is in memory at a time. Where a choice of experts is a tie,
-ours follows the reference, and the tie is counted; a choice that differs by more is an error. What comes behind it,
-logits and loss, can then be compared.
+transformers' model runs first, then ours, so that one of them is in memory at a time. Where a choice of experts is a
+tie, ours follows the reference, and the tie is counted; a choice that differs by more is an error. Logits and loss can
+then be compared.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from megatron_moe.hf.trace import Routing, trace, working_bytes
 from megatron_moe.io.texts import size_text
 
 TOKENS = (2, 64)
-"""Sequences, and tokens of each."""
+"""Number of sequences, and of tokens of each."""
 LOGIT_TOLERANCE = 1e-4
-"""Largest difference of logits up to 10 in size; in proportion where they are larger."""
+"""Largest difference of logits whose absolute values are at most 10; larger logits have a proportional tolerance."""
 LOSS_TOLERANCE = 1e-5
+"""Largest difference of losses of at most 1; relative to larger ones."""
 WEIGHT_TOLERANCE = 1e-4
 """Largest relative difference of an expert's weight."""
 GRADIENT_TOLERANCE = 1e-4
@@ -39,9 +40,16 @@ GRADIENT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Choices:
-    """One layer's. tokens: all of them. equal: with the same experts. ties: with others within the margin of a tie.
-    largest_margin: by which a choice differs. weight_difference: largest, relative, of the same experts."""
+class LayerChoices:
+    """A comparison of one layer's choices of experts.
+
+    Attributes:
+        tokens: number of tokens.
+        equal: number of tokens with the same experts.
+        ties: number of tokens with other experts, within the margin of a tie.
+        largest_margin: largest margin of a choice that differs.
+        weight_difference: largest relative difference of the weights of the same experts.
+    """
 
     tokens: int
     equal: int
@@ -51,16 +59,26 @@ class Choices:
 
     @property
     def passed(self) -> bool:
-        """No choice differs, but for ties, and no weight."""
+        """Whether all choices but ties are equal, and all weights."""
         return self.equal + self.ties == self.tokens and self.weight_difference <= WEIGHT_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far two implementations are apart.
+    """The result of a comparison of two implementations.
 
-    failures: what is out of tolerance, in words; none where it passed. not_covered: what was not compared.
-    gradient_difference: largest relative one of a tensor's norm; None where gradients were not asked for.
+    Attributes:
+        seed: seed of the random tokens.
+        shape: number of sequences, and of tokens of each.
+        layers: number of layers that were compared.
+        logit_difference: largest difference of logits.
+        largest_logit: largest absolute value of the reference's logits.
+        loss: our loss.
+        reference_loss: the reference's loss.
+        choices: choices of experts by layer.
+        failures: what is out of tolerance, in words; empty if it passed.
+        gradient_difference: largest relative difference of the norm of a tensor's gradient; None without gradients.
+        not_covered: what was not compared.
     """
 
     seed: int
@@ -70,24 +88,24 @@ class Parity:
     largest_logit: float
     loss: float
     reference_loss: float
-    choices: dict[int, Choices]
+    choices: dict[int, LayerChoices]
     failures: tuple[str, ...]
     gradient_difference: float | None = None
     not_covered: tuple[str, ...] = field(default=())
 
     @property
     def passed(self) -> bool:
-        """Nothing is out of tolerance."""
+        """Whether everything is within tolerance."""
         return not self.failures
 
     def as_dict(self) -> dict[str, Any]:
-        """For a certificate."""
+        """Return the result as plain values for a certificate."""
         return {**asdict(self), "choices": {str(layer): asdict(one) for layer, one in self.choices.items()}} | {
             "passed": self.passed
         }
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the result as lines of text."""
         compared = sum(one.tokens for one in self.choices.values())
         equal, ties = (sum(getattr(one, name) for one in self.choices.values()) for name in ("equal", "ties"))
         return [
@@ -117,9 +135,13 @@ def compare(
     Where the two were stored in different dtypes, each side's weights are rounded to the other's first.
 
     Args:
-        hf_path: the folder. native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
-        layers: both sides are cut to the first so many.
-        batch, length: of the tokens; sequences are shorter where the model has fewer positions.
+        hf_path: the Hugging Face folder.
+        native_path: a run's folder or a step of it; a Hugging Face folder is opened too.
+        layers: both sides are cut to the first `layers` layers; None: all.
+        seed: seed of the tokens.
+        batch: number of sequences.
+        length: tokens of each; fewer if the model has fewer positions.
+        ckpt_step: which step of a run's folder; None: the newest.
         gradients: compare the norms of the loss's gradient too.
 
     Raises:
@@ -155,7 +177,7 @@ def compare(
 def compare_with(
     reference: ReferenceResult, found: Opened, tokens: Tensor, *, seed: int = 0, gradients: bool = False
 ) -> Parity:
-    """Run our model on the tokens [B, S] of a reference and hold it against that."""
+    """Run our model on the tokens [B, S] of a reference and compare the two."""
     with following(found.chunk, reference.experts, tokens.shape[0]) as margins:
         ours = trace(found, tokens, routing=True, gradients=gradients)
     choices = {
@@ -194,35 +216,35 @@ def compare_with(
     )
 
 
-# ---- what is held against what
+# Parts of the comparison.
 
 
 def _constant_failures(reference: ReferenceResult, found: Opened) -> list[str]:
     if reference.constants is None:
         return []
-    ours, first = reference_model.of_ours(found.chunk, found.mapping), found.run.model.num_layers
+    ours, first = reference_model.native_constants(found.chunk, found.mapping), found.run.model.num_layers
     beyond = [
         name for name in ours.epsilons if ".layers." in name and int(name.split(".layers.")[1].split(".")[0]) >= first
     ]
     return list(reference_model.differences(ours, reference.constants, set(beyond)))
 
 
-def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> Choices:
+def _choices(ours: Routing, experts: Tensor, weights: Tensor, margins: list[float]) -> LayerChoices:
     tokens = ours.topk_idx.shape[0]
     ties = sum(margin <= TIE for margin in margins)
     if ours.topk_idx.shape != experts.shape:
-        return Choices(tokens, 0, 0, 0.0, 0.0)
+        return LayerChoices(tokens, 0, 0, 0.0, 0.0)
     same = (ours.topk_idx.sort(dim=-1).values == experts.sort(dim=-1).values).all(-1)
     mine = ours.probs.gather(1, experts)[same]
     theirs = weights[same]
     relative = (mine - theirs).abs() / theirs.abs().clamp(min=float(theirs.abs().max()) * 1e-2 if len(theirs) else 1.0)
-    return Choices(
+    return LayerChoices(
         tokens, int(same.sum()) - ties, ties, max(margins, default=0.0), _largest(relative) if len(theirs) else 0.0
     )
 
 
 def _routing_failures(
-    choices: dict[int, Choices], ours: dict[int, Routing], reference: ReferenceResult, num_layers: int
+    choices: dict[int, LayerChoices], ours: dict[int, Routing], reference: ReferenceResult, num_layers: int
 ) -> Iterator[str]:
     mine = sorted(layer for layer in ours if layer < num_layers)
     if reference.experts and mine != sorted(reference.experts):
@@ -241,7 +263,7 @@ def _routing_failures(
 
 
 def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int) -> tuple[float, list[str]]:
-    """The largest relative difference, and what is wrong. Depths of multi-token prediction are ours alone."""
+    """Return the largest relative difference, and what is wrong; transformers has no multi-token prediction."""
     prefix = "model.layers."
     mine = {
         name: norm
@@ -249,7 +271,7 @@ def _gradients(ours: dict[str, float], theirs: dict[str, float], num_layers: int
         if not name.startswith(prefix) or int(name[len(prefix) :].split(".")[0]) < num_layers
     }
     words = [f"gradient of {name}: on one side only" for name in sorted(mine.keys() ^ theirs.keys())[:5]]
-    # A norm is a sum of squares: a tensor of hardly any gradient is compared on the scale of the others.
+    # A tensor with hardly any gradient is compared on the scale of the others.
     floor = 1e-6 * max(theirs.values(), default=1.0)
     apart = {name: abs(mine[name] - theirs[name]) / max(theirs[name], floor) for name in mine.keys() & theirs.keys()}
     worst = max(apart, key=lambda name: apart[name], default=None)
@@ -278,7 +300,7 @@ def _not_covered(found: Opened, reference: ReferenceResult) -> Iterator[str]:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest size; infinite where there is a NaN, which no comparison would notice."""
+    """Return the largest absolute value; infinite where there is a NaN, which no comparison would notice."""
     return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf).abs().max())
 
 
@@ -289,7 +311,7 @@ def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _fewest_layers(source: ModelSource) -> int:
-    """Up to the first with experts: a model of ours has some."""
+    """Return the number of layers up to the first with experts: our model has at least one such layer."""
     pattern = derived.moe_layer_pattern(source.run)
     return pattern.index(1) + 1 if 1 in pattern else 1
 
@@ -302,13 +324,13 @@ def require_memory(
     tokens: Sequence[int] = TOKENS,
     gradients: bool = False,
 ) -> None:
-    """Refuse what does not fit, before anything is loaded, and say which part of it would.
+    """Check, before anything is loaded, that the model fits into memory.
 
     Raises:
-        ConfigError: naming what is needed and what is free.
+        ConfigError: it does not; the message says what is needed, what is free and how many layers would fit.
     """
     available = platform.available_memory_bytes()
-    # In fp32; weights in fp8 are held as bfloat16 meanwhile.
+    # In fp32; weights in fp8 are in memory as bfloat16 at the same time.
     width = 4 * (2 if gradients else 1) + (2 if fp8 else 0)
 
     def needed(count: int | None) -> int:

@@ -1,8 +1,11 @@
-"""transformers' own model of a folder, in fp32, as the other side of a comparison. Imports transformers when asked.
+"""Run transformers' model of a folder in fp32, as the reference of a comparison. transformers is imported when needed.
 
-Nothing in the folder is run: the class is named by the family, never by the folder. Weights are read by transformers;
+No code in the folder is run: the class is named by the family, not by the folder. Weights are read by transformers;
 those in fp8, which it reads with further libraries only, are scaled here by a few lines that the converter does not
 share.
+
+The norms' epsilons and the rotary frequencies are compared as numbers: logits show a wrong epsilon only where
+activations are small, and a wrong frequency only far into a sequence.
 """
 
 from __future__ import annotations
@@ -25,28 +28,34 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping
 from megatron_moe.model.mla import LatentAttention
 
-# ---- Numbers of a model that are no weights: the norms' epsilons and the rotary frequencies.
-#
-# Logits tell a wrong epsilon only where activations are small, and a wrong frequency only far into a sequence. Both are
-# plain numbers on either side, so they are compared as such.
-
-
 FREQUENCY_TOLERANCE = 1e-5
 """Largest relative difference of a rotary frequency: both sides compute them in fp32."""
 
 
+_ROUTER = "topkrouter"
+"""End of the names of router classes in transformers, in lower case."""
+
+
+# Constants.
+
+
 @dataclass(frozen=True)
 class Constants:
-    """epsilons: of the norms, by the name of their weight in a folder. frequencies: radians per position, [pairs].
-    amplitude: of the rotation. Both None for a model without a rotary embedding that is known here."""
+    """The numbers of a model that are no weights.
+
+    Attributes:
+        epsilons: epsilons of the norms, by the name of their weight in a folder.
+        frequencies: rotary frequencies in radians per position, [pairs].
+        amplitude: factor of the rotation. Both are None for a model without a rotary embedding that is known here.
+    """
 
     epsilons: dict[str, float]
     frequencies: Tensor | None
     amplitude: float | None
 
 
-def of_reference(model: Any) -> Constants:
-    """Of transformers' model."""
+def reference_constants(model: Any) -> Constants:
+    """Return the constants of transformers' model."""
     epsilons = {}
     for name, module in model.named_modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -58,8 +67,8 @@ def of_reference(model: Any) -> Constants:
     return Constants(epsilons, rotary.inv_freq.detach().float().cpu(), float(rotary.attention_scaling))
 
 
-def of_ours(chunk: torch.nn.Module, table: Mapping) -> Constants:
-    """Of a whole model of ours."""
+def native_constants(chunk: torch.nn.Module, table: Mapping) -> Constants:
+    """Return the constants of our whole model."""
     epsilons = {}
     for piece in table.pieces:
         module = chunk.get_submodule(piece.key.rpartition(".")[0])
@@ -75,9 +84,11 @@ def of_ours(chunk: torch.nn.Module, table: Mapping) -> Constants:
 
 
 def differences(ours: Constants, theirs: Constants, depths: set[str]) -> Iterator[str]:
-    """What is not the same, in words.
+    """Yield the differences between two models' constants, in words.
 
     Args:
+        ours: constants of our model.
+        theirs: constants of transformers' model.
         depths: names that only ours has: layers of multi-token prediction.
     """
     names = (ours.epsilons.keys() | theirs.epsilons.keys()) - depths
@@ -100,19 +111,21 @@ def differences(ours: Constants, theirs: Constants, depths: set[str]) -> Iterato
         yield f"rotary amplitude is {ours.amplitude:.7f} here, {theirs.amplitude:.7f} there"
 
 
-# ----
-
-
-_ROUTER = "topkrouter"
-"""How the names of router classes end in transformers, in small letters."""
-_BIAS = "e_score_correction_bias"
+# The model.
 
 
 @dataclass
 class ReferenceResult:
-    """On the CPU. logits [B, S, V] fp32; loss; experts: layer -> [B * S, K] int64; weights: beside them, fp32.
-    grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for. constants: epsilons and
-    rotary frequencies."""
+    """What transformers' model computes from some tokens, on the CPU.
+
+    Attributes:
+        logits: [B, S, V] fp32.
+        loss: mean cross entropy.
+        experts: chosen experts, layer -> [B * S, K] int64.
+        weights: their weights, layer -> [B * S, K] fp32.
+        grad_norms: name in the folder -> norm of the loss's gradient; None unless asked for.
+        constants: epsilons and rotary frequencies.
+    """
 
     logits: Tensor
     loss: float
@@ -131,12 +144,15 @@ def run_reference(
     rounded_to: torch.dtype | None = None,
     gradients: bool = False,
 ) -> ReferenceResult:
-    """Load the folder's model, run it on tokens [B, S] int64 and let it go again.
+    """Load the folder's model, run it on tokens [B, S] int64 and free it.
 
     Args:
-        layers: the first so many only.
-        rounded_to: round the parameters to this dtype first; the router's biases are none.
-        gradients: take the norms of the loss's gradient too.
+        folder: the Hugging Face folder.
+        family: its family.
+        tokens: [B, S] int64.
+        layers: number of layers from the first; None: all.
+        rounded_to: round the parameters to this dtype first; the router's biases are buffers and stay as they are.
+        gradients: compute the norms of the loss's gradient too.
 
     Raises:
         ConfigError: transformers is missing, or does not load the folder.
@@ -154,7 +170,7 @@ def run_reference(
 
 
 def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> ReferenceResult:
-    """A transformers causal language model on tokens [B, S] int64."""
+    """Run a causal language model of transformers on tokens [B, S] int64."""
     experts: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     hooks = []
@@ -162,10 +178,10 @@ def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> Referen
         if type(module).__name__.lower().endswith(_ROUTER):
             layer = int(name.split(".layers.")[1].split(".")[0])
 
-            def see(module: Any, inputs: Any, output: Any, layer: int = layer) -> None:
+            def record(module: Any, inputs: Any, output: Any, layer: int = layer) -> None:
                 experts[layer], weights[layer] = _choice(output)
 
-            hooks.append(module.register_forward_hook(see))
+            hooks.append(module.register_forward_hook(record))
     try:
         with torch.set_grad_enabled(gradients):
             logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits.float()
@@ -176,11 +192,11 @@ def run_model(model: Any, tokens: Tensor, *, gradients: bool = False) -> Referen
         for hook in hooks:
             hook.remove()
     norms = _grad_norms(model) if gradients else None
-    return ReferenceResult(logits.detach().cpu(), float(loss), experts, weights, norms, of_reference(model))
+    return ReferenceResult(logits.detach().cpu(), float(loss), experts, weights, norms, reference_constants(model))
 
 
 def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> Any:
-    """transformers' model of a folder: fp32, evaluation mode, on this machine's device.
+    """Return transformers' model of a folder: fp32, evaluation mode, on this machine's device.
 
     Raises:
         ConfigError: see `run_reference`.
@@ -225,7 +241,7 @@ def _from_pretrained(model_class: Any, config: Any, folder: HFFolder) -> tuple[A
 
 
 def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
-    """All tensors but scales: a weight in fp8 is each number times the scale of the block it is in, as bfloat16."""
+    """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
     found: dict[str, Tensor] = {}
     height, width = folder.block
     for file in sorted({stored.file for stored in folder.tensors.values()}):
@@ -252,7 +268,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and no remarks: what matters of them is checked."""
+    """Silence transformers' progress bars and remarks; what matters of them is checked here."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -266,14 +282,14 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _choice(output: Any) -> tuple[Tensor, Tensor]:
-    """(experts, weights) of a router's output: (logits, weights, experts), or without the logits in older releases."""
+    """Return (experts, weights) of a router's output (logits, weights, experts); older releases leave logits out."""
     indices = [part for part in output if not part.is_floating_point()]
     others = [part for part in output if part.is_floating_point() and part.shape == indices[0].shape]
     return indices[0].detach().long().cpu(), others[-1].detach().float().cpu()
 
 
 def _grad_norms(model: Any) -> dict[str, float]:
-    """Norms of the gradients under the names that the folder has for them: transformers' own way back to those."""
+    """Return the norms of the gradients under the folder's names, to which transformers itself converts them back."""
     from transformers.core_model_loading import revert_weight_conversion
 
     gradients = {

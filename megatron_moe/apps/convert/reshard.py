@@ -1,4 +1,4 @@
-"""From a step of ours to the same step in the canonical cut: one file per layer, one block per expert."""
+"""Convert a native step to the same step in a canonical layout: one file per layer, one block per expert."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _EXPERTS = (".experts.weight1", ".experts.weight2")
 _FP32 = ".expert_bias"
 _REWRITTEN = (".metadata", "metadata.json", pickles.COMMON, folder.CONFIG, folder.STATE)
 Box = tuple[str, Shape, Shape]
-"""Key, first element, extent."""
+"""A block of a tensor: key, first element, extent."""
 
 
 class Reshard(Conversion):
-    """Plan it.
+    """A conversion from native to native.
 
     Raises:
         ConfigError: the options ask for something that a step cannot be.
@@ -94,14 +94,14 @@ class Reshard(Conversion):
                     f"PRECISION WARNING: {key} is {dtype_name(self.reader.dtype(key))} in {self.source}, must be "
                     "float32: it was rounded before it was saved; kept in float32 from now on"
                 )
-            files.setdefault(native_step.place_of(key), []).extend(_boxes(key, tensor))
+            files.setdefault(native_step.file_order(key), []).extend(_boxes(key, tensor))
         units = []
-        for number, place in enumerate(sorted(files)):
-            size = sum(self._bytes(box) for box in files[place])
+        for number, order in enumerate(sorted(files)):
+            size = sum(self._bytes(box) for box in files[order])
             name = f"{self.source.name}/{native_step.data_name(number)}"
-            units.append(OutputFile(name, size, tuple(sorted(files[place]))))
-        if self.reader.index.values:  # what is neither a tensor nor in the common file
-            size = sum(place.length for place in self.reader.index.values.values())
+            units.append(OutputFile(name, size, tuple(sorted(files[order]))))
+        if self.reader.index.values:  # values that are neither tensors nor in the common file
+            size = sum(stored.length for stored in self.reader.index.values.values())
             name = f"{self.source.name}/{native_step.data_name(len(units))}"
             units.append(OutputFile(name, size, tuple(sorted(self.reader.index.values))))
         return units
@@ -132,10 +132,10 @@ class Reshard(Conversion):
         return {"entry": file.entry(), "parts": data.parts, "values": values, "rows": rows}
 
     def _value(self, key: str) -> bytes:
-        place = self.reader.index.values[key]
-        with open(self.source / place.file, "rb") as file:
-            file.seek(place.offset)
-            return file.read(min(place.length, LARGEST_VALUE))
+        stored = self.reader.index.values[key]
+        with open(self.source / stored.file, "rb") as file:
+            file.seek(stored.offset)
+            return file.read(min(stored.length, LARGEST_VALUE))
 
     def coverage(self, records: list[Record]) -> None:
         rows = [row for record in records for row in record["rows"]]
@@ -189,7 +189,7 @@ class Reshard(Conversion):
 
 
 def _boxes(key: str, tensor: Tensor) -> list[Box]:
-    """The canonical cut of a tensor: an expert each, others whole."""
+    """Return the blocks of a tensor: one per expert, other tensors whole."""
     zeros = (0,) * len(tensor.shape)
     if not key.endswith(_EXPERTS):
         return [(key, zeros, tensor.shape)]

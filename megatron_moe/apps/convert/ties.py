@@ -1,7 +1,7 @@
-"""Ties between experts, in a comparison of two implementations: what is one, and how ours is made to follow it.
+"""Ties between experts: in a comparison of two implementations, make one follow the choices of the other.
 
-Scores of two implementations differ in their last bits. Where two experts, or two groups of them, score almost alike,
-the implementations may choose differently, and everything behind that differs by much more than bits.
+Scores of two implementations differ in their last bits. Where two experts, or two groups of them, have almost the same
+score, the implementations may choose differently, and everything computed after that differs by much more than bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import MicroBatch, group_scores, ranked_values
 
 TIE = 1e-4
-"""Scores of experts that differ by less may come in either order."""
+"""Largest difference of two experts' scores that counts as a tie."""
 
 
 @contextmanager
 def following(
     chunk: torch.nn.Module, experts: dict[int, Tensor], num_sequences: int
 ) -> Iterator[dict[int, list[float]]]:
-    """Within the block, routers take these choices in place of their own where the two differ by a tie.
+    """Have the routers take given choices in place of their own where the two differ by a tie.
 
     Args:
-        experts: layer -> [B * S, K]. num_sequences: B.
+        chunk: the model.
+        experts: the choices, layer -> [B * S, K].
+        num_sequences: B.
 
     Yields:
         layer -> the margins of the choices that differ.
@@ -43,7 +45,7 @@ def following(
             ours = choose(logits, scores, expert_bias, micro_batch)
             wanted = theirs.unflatten(0, (num_sequences, -1)).transpose(0, 1).flatten(0, 1).to(ours.device)
             if wanted.shape != ours.shape or int(wanted.max()) >= scores.shape[-1]:
-                return ours  # told by the shapes
+                return ours  # the comparison of shapes reports it
             differs = (wanted.sort(dim=-1).values != ours.sort(dim=-1).values).any(-1)
             ranked = ranked_values(logits, scores, router.options).detach()
             margin = choice_margin(ranked, expert_bias, router.options, wanted)
@@ -64,10 +66,13 @@ def following(
 
 
 def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: Any, wanted: Tensor) -> Tensor:
-    """By how much scores would have to change for this choice to be the best one: [T], 0 where it is.
+    """Return [T], by how much scores would have to change for a choice to be the best one; 0 where it is.
 
     Args:
-        scores: [T, E], what the router ranks by before its bias. wanted: [T, K].
+        scores: [T, E], what the router ranks by before its bias.
+        expert_bias: the router's bias [E], or None.
+        options: the router's options.
+        wanted: the choice [T, K].
     """
     scores = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     inside = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)
@@ -78,7 +83,7 @@ def choice_margin(scores: Tensor, expert_bias: Tensor | None, options: Any, want
         used = inside.unflatten(-1, (options.num_groups, -1)).any(-1)
         last = best.topk(options.group_topk, dim=-1).values[:, -1:]
         margin = (last - best).masked_fill(~used, 0.0).amax(-1).clamp(min=0.0)
-        # A group offers its experts where it is used, or is in by more than a tie with the first that is out.
+        # A group's experts are available where it is used, or ahead of the first group left out by more than a tie.
         is_all = options.group_topk == options.num_groups
         out = best.topk(options.group_topk + (not is_all), dim=-1).values[:, -1:]
         pool = (used | (best > out + TIE) | is_all).unsqueeze(-1).expand_as(grouped).flatten(-2)

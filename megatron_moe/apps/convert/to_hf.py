@@ -1,4 +1,4 @@
-"""From a step of ours to a Hugging Face folder. What the optimizer holds has no part in it."""
+"""Convert a native step to a Hugging Face folder; the optimizer's state is left out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPTIMIZER = "optimizer."
 
 
 class _Written(NamedTuple):
-    """What goes into a file: the tensors of a piece, or one that is a copy of a piece's."""
+    """An item of a file: the tensors of a piece, or one that is a copy of a piece's."""
 
     piece: Piece
     copy: str | None
@@ -46,10 +46,10 @@ class _Written(NamedTuple):
 
 
 class ToHF(Conversion):
-    """Plan it.
+    """A conversion from native to Hugging Face.
 
     Raises:
-        ConfigError: the step's tensors are not those of its configuration, or no family can be told.
+        ConfigError: the step's tensors are not those of its configuration, or its family is not known.
     """
 
     direction: ClassVar[str] = "native to Hugging Face"
@@ -75,28 +75,32 @@ class ToHF(Conversion):
         return self.files
 
     def _with_stored_padding(self, source: ModelSource) -> Any:
-        """The run with a vocabulary padded as it is here; a run on another layout has padded it otherwise."""
+        """Return the run with the vocabulary padded as in the step; the padding depends on the run's layout."""
         table = self.reader.index.tensors.get(_EMBEDDING)
         vocab_size = source.run.model.vocab_size
         if table is None or len(table.shape) != 2 or vocab_size is None or table.shape[0] < vocab_size:
-            held = "no" if table is None else list(table.shape)
-            raise ConfigError(f"--load {self.source}: {_EMBEDDING}: {held}, for a vocabulary of {vocab_size} tokens")
+            found = "no" if table is None else list(table.shape)
+            raise ConfigError(f"--load {self.source}: {_EMBEDDING}: {found}, for a vocabulary of {vocab_size} tokens")
         run = replace(source.run, make_vocab_size_divisible_by=table.shape[0], tensor_model_parallel_size=1)
         if self.options.drop_mtp and run.model.mtp_num_layers:
             run = replace(run, mtp_num_layers=None)
         return run
 
     def _require_tensors(self) -> None:
-        held = {key: value.shape for key, value in self.reader.index.tensors.items() if not key.startswith(_OPTIMIZER)}
-        self.dropped = sorted(key for key in held if self.options.drop_mtp and key.startswith("mtp."))
-        held = {key: shape for key, shape in held.items() if key not in self.dropped}
+        shapes = {
+            key: value.shape for key, value in self.reader.index.tensors.items() if not key.startswith(_OPTIMIZER)
+        }
+        self.dropped = sorted(key for key in shapes if self.options.drop_mtp and key.startswith("mtp."))
+        shapes = {key: shape for key, shape in shapes.items() if key not in self.dropped}
         if self.dropped:
             self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
-        wrong = [f"missing: {key}" for key in sorted(self.table.shapes.keys() - held.keys())]
-        wrong += [f"{self.family.name} has no tensor for it: {key}" for key in sorted(held.keys() - self.table.shapes)]
+        wrong = [f"missing: {key}" for key in sorted(self.table.shapes.keys() - shapes.keys())]
+        wrong += [
+            f"{self.family.name} has no tensor for it: {key}" for key in sorted(shapes.keys() - self.table.shapes)
+        ]
         wrong += [
             f"{key}: shape {list(shape)}, its configuration says {list(self.table.shapes[key])}"
-            for key, shape in sorted(held.items())
+            for key, shape in sorted(shapes.items())
             if key in self.table.shapes and shape != self.table.shapes[key]
         ]
         if wrong:
@@ -111,7 +115,7 @@ class ToHF(Conversion):
                 )
 
     def _copies(self) -> list[str]:
-        """Names that are written beside the table's: those that the source had, or that such folders have."""
+        """Return the names of copies to write: those that the source had, or that folders of the family have."""
         kept = self.state.get("hf") or {}
         wanted = kept.get("copies", [name for name in self.table.copies if name != _TIED])
         if self.options.drop_mtp:
@@ -121,10 +125,10 @@ class ToHF(Conversion):
             raise ConfigError(f"--load {self.source}: state.json names copies that the model has not: {unknown[:5]}")
         return list(wanted)
 
-    # ---- configuration
+    # Configuration.
 
     def _dtypes(self) -> list[torch.dtype]:
-        """Of the weights as they are written, the narrowest first."""
+        """Return the dtypes of the weights as they are written, the narrowest first."""
         found = {self._dtype(piece) for piece in self.table.pieces if not piece.fp32}
         return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
 
@@ -135,7 +139,7 @@ class ToHF(Conversion):
         return torch.float32 if piece.fp32 else self.options.dtype or self.reader.dtype(piece.key)
 
     def _config(self) -> bytes:
-        """config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
+        """Return config.json: the source's own, byte for byte where nothing in it changes, or a new one."""
         dtypes = self._dtypes()
         dtype = dtype_name(dtypes[0])
         if len(dtypes) > 1:
@@ -148,8 +152,8 @@ class ToHF(Conversion):
         data = read_small(path, hf_folder.LARGEST_CONFIG)
         config = parse_object(data, str(path))
         has_depths = self.run.model.mtp_num_layers is not None
-        told = settings(config, has_prediction_layers=has_depths, where=str(path))
-        if wrong := differences(self.run, told.flat):
+        described = settings(config, has_prediction_layers=has_depths, where=str(path))
+        if wrong := differences(self.run, described.flat):
             head = (
                 f"--load {self.source}: the run is no longer the model that its hf/config.json describes; --family "
                 f"{self.family.name} writes a new one:"
@@ -175,21 +179,21 @@ class ToHF(Conversion):
                     changed[key] = 0
         return changed
 
-    # ---- files
+    # Files.
 
     def _planned(self) -> list[OutputFile]:
         of = {name: piece for piece in self.table.pieces for name in piece.hf}
         items = [_Written(piece, None) for piece in self.table.pieces]
         items += [_Written(of[self.table.copies[name]], name) for name in self.copies]
         shards: list[list[_Written]] = [[]]
-        held = 0
+        filled = 0
         for item in items:
             size = self._bytes(item)
-            if shards[-1] and held + size > self.options.max_shard_bytes:
+            if shards[-1] and filled + size > self.options.max_shard_bytes:
                 shards.append([])
-                held = 0
+                filled = 0
             shards[-1].append(item)
-            held += size
+            filled += size
         return [
             OutputFile(_shard_name(number, len(shards)), sum(self._bytes(item) + 256 for item in shard), tuple(shard))
             for number, shard in enumerate(shards, 1)
@@ -232,7 +236,7 @@ class ToHF(Conversion):
         block = certificate.cast(block, dtype, piece.key)
         padding = block[piece.transform.size :] if isinstance(piece.transform, Vocabulary) else None
         if padding is not None and bool(padding.any()):
-            block[block.shape[0] - len(padding) :] = 0  # no rows of any token, and zeros when it is read back
+            block[block.shape[0] - len(padding) :] = 0  # rows of no token; reading back pads with zeros
         if padding is not None or before != dtype_name(dtype):
             native["sha256_as_written"] = sha256(block)
         cast = certificate.cast_name(before, dtype_name(dtype))
@@ -252,13 +256,13 @@ class ToHF(Conversion):
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
-            places = {
+            weight_map = {
                 entry["name"]: record["name"]
                 for record in records
                 for entry in [*(entry for row in record["rows"] for entry in row["hf"]), *record["copies"]]
             }
             total = sum(self._bytes(item) for unit in self.units for item in unit.content)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, _json(index))
         files[hf_folder.CONFIG] = write_bytes(output / hf_folder.CONFIG, self.config)
         for name in sorted(self.companions):

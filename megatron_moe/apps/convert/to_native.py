@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a step of ours."""
+"""Convert a Hugging Face folder to a native step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", 
 
 
 class ToNative(Conversion):
-    """Plan it.
+    """A conversion from Hugging Face to native.
 
     Raises:
         ConfigError: the folder's tensors are not those of its configuration, or of several dtypes.
@@ -43,18 +43,18 @@ class ToNative(Conversion):
         super().__init__(found.path, options)
         self.reader = TensorReader(found)
         where = f"--load {found.path}"
-        told = settings_of(found, where)
-        self.family, self.notes = told.family, [*found.notes, *told.notes]
-        held = {name: self.reader.shape(name) for name in self.reader.names()}
-        table = mapping(build(told.flat), self.family.names)
-        self.copies, self.ignored = require_tensors(table, held, where)
+        described = settings_of(found, where)
+        self.family, self.notes = described.family, [*found.notes, *described.notes]
+        stored = {name: self.reader.shape(name) for name in self.reader.names()}
+        table = mapping(build(described.flat), self.family.names)
+        self.copies, self.ignored = require_tensors(table, stored, where)
         self.notes += [f"{name} follows from the configuration and is left out" for name in self.ignored]
-        flat, self.dropped = dict(told.flat), list[str]()
+        flat, self.dropped = dict(described.flat), list[str]()
         if options.drop_mtp:
             flat["mtp_num_layers"] = None
             kept = mapping(build(flat), self.family.names)
             self.dropped = sorted((_names(table) | table.copies.keys()) - _names(kept) - kept.copies.keys())
-            self.dropped = [name for name in self.dropped if name in held]
+            self.dropped = [name for name in self.dropped if name in stored]
             self.copies = [name for name in self.copies if name in kept.copies]
             self.notes.append(f"--drop-mtp: {len(self.dropped)} tensors of multi-token prediction are left out")
             table = kept
@@ -88,12 +88,12 @@ class ToNative(Conversion):
         files: dict[Any, list[Piece]] = {}
         for piece in self.table.pieces:
             self._warn_of_rounded(piece)
-            files.setdefault(native_step.place_of(piece.key), []).append(piece)
+            files.setdefault(native_step.file_order(piece.key), []).append(piece)
         units = []
-        for number, place in enumerate(sorted(files)):
-            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[place])
+        for number, order in enumerate(sorted(files)):
+            size = sum(_bytes(piece, self.dtype) + PER_PART for piece in files[order])
             name = f"{folder.step_folder(Path(), ITERATION)}/{native_step.data_name(number)}"
-            units.append(OutputFile(name, size, tuple(files[place])))
+            units.append(OutputFile(name, size, tuple(files[order])))
         return units
 
     def _warn_of_rounded(self, piece: Piece) -> None:
@@ -126,7 +126,7 @@ class ToNative(Conversion):
         return {"entry": file.entry(), "parts": data.parts, "rows": rows}
 
     def _read(self, piece: Piece) -> tuple[list[torch.Tensor], list[Row]]:
-        """The tensors that a block is made of, in the dtype that it has, and what a row says of them."""
+        """Return the tensors that a block is made of, in the block's dtype, and their entries of a row."""
         dtype = torch.float32 if piece.fp32 else self.dtype
         tensors, entries = [], []
         for name in piece.hf:
@@ -168,7 +168,7 @@ class ToNative(Conversion):
         if self.companions:
             (step / origin.FOLDER).mkdir(exist_ok=True)
         for name in sorted(self.companions):
-            content = self.reader.folder.companion(name)  # as it was when the folder was checked
+            content = self.reader.folder.companion(name)  # unchanged since the folder was checked
             files[f"{origin.FOLDER}/{name}"] = write_bytes(step / origin.FOLDER / name, content)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, flatten(self.run))
         files[folder.STATE] = write_json(step / folder.STATE, self._state())

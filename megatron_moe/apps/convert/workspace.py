@@ -1,8 +1,8 @@
-"""Where a conversion writes until it is done: a hidden folder beside the output, with a journal. No torch.
+"""The workspace of a conversion: a hidden folder next to the output, with a journal. This module does without torch.
 
     .NAME.converting/
       journal.jsonl     what is being converted, and a line for every file that is complete
-      output/           what is renamed to NAME at the end
+      output/           renamed to NAME at the end
 
 A conversion that was killed goes on after the last complete file if it is started again with the same source and
 options; with others it starts over. One that fails leaves nothing.
@@ -26,39 +26,40 @@ from megatron_moe.io.files import sync
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import duration_text, size_text
 
-# ---- Lines of progress: bytes, rate, time left. No torch.
-
-
-_BETWEEN = 5.0
-"""Seconds between lines."""
+_SECONDS_BETWEEN_LINES = 5.0
+_JOURNAL, _OUTPUT = "journal.jsonl", "output"
+PUBLISHED = "published"
+"""The name in the journal of the last thing that is done."""
 
 
 class ConversionProgress:
-    """What of a number of bytes is done; a line every few seconds and one at the end.
+    """A progress report: bytes, rate and time left, a line every few seconds and one at the end.
 
     Args:
-        what: the word before the figures. total: bytes. done: those that an earlier start has done.
+        what: the word before the figures.
+        total: bytes in all.
+        done: bytes that an earlier start has done.
     """
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         self._what, self._total, self._done = what, total, done
         self._before = done
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
 
     def advance(self, count: int) -> None:
-        """More bytes are done."""
+        """Count more bytes as done."""
         self._done += count
-        if time.monotonic() - self._told >= _BETWEEN:
+        if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._line()
 
     def finish(self) -> None:
-        """The last line."""
+        """Print the last line."""
         self._done = self._total
         self._line()
 
     def _line(self) -> None:
-        self._told = time.monotonic()
-        seconds = max(self._told - self._started, 1e-3)
+        self._last_line = time.monotonic()
+        seconds = max(self._last_line - self._started, 1e-3)
         rate = (self._done - self._before) / seconds
         share = 100 * self._done // self._total if self._total else 100
         left = f"{duration_text((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
@@ -70,25 +71,17 @@ class ConversionProgress:
         note(", ".join(parts))
 
 
-# ----
-
-
-_JOURNAL, _OUTPUT = "journal.jsonl", "output"
-PUBLISHED = "published"
-"""The name in the journal of what is done last."""
-
-
 def require_free(target: Path, source: Path) -> None:
-    """Refuse an output that would overwrite something, or that is the source or in it.
+    """Check that the output would not overwrite anything, and is neither the source nor in it.
 
     Raises:
-        ConfigError: naming the flag.
+        ConfigError: it would or it is; the message names the flag.
     """
     if not target.parent.is_dir():
         raise ConfigError(f"--save {target}: {target.parent} is no folder; create it")
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
-        raise ConfigError(f"--save {target}: is --load {source}, or one lies in the other; name another folder")
+        raise ConfigError(f"--save {target}: is --load {source}, or one is inside the other; name another folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"--save {target}: is there and no folder; name another one")
     if target.is_dir() and any(target.iterdir()):
@@ -98,8 +91,13 @@ def require_free(target: Path, source: Path) -> None:
 class Workspace:
     """The hidden folder of one conversion.
 
+    Args:
+        target: the folder that the output becomes.
+        identity: what has to be the same for a second start to go on with the work of the first.
+
     Attributes:
-        output: where its files go. done: the journal's records by name, of an earlier start.
+        output: folder that the files are written to.
+        done: the journal's records by name, those of an earlier start included.
     """
 
     def __init__(self, target: Path, identity: dict[str, Any]) -> None:
@@ -113,7 +111,7 @@ class Workspace:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Be the only one that writes here, and take over what an earlier start of the same conversion has done.
+        """Lock the folder, and take over what an earlier start of the same conversion has done.
 
         Raises:
             ConfigError: another process converts to the same folder.
@@ -145,10 +143,10 @@ class Workspace:
         self.resumed = bool(self.done)
 
     def record(self, name: str, content: dict[str, Any]) -> None:
-        """Something is complete and on the disk."""
+        """Append to the journal that something is complete and on the disk."""
         line = {"name": name, **content}
         self._append(line)
-        self.done[name] = json.loads(json.dumps(line))  # as a later start would find it, to the object
+        self.done[name] = json.loads(json.dumps(line))  # of the types that a later start reads: lists, not tuples
 
     def _append(self, line: dict[str, Any]) -> None:
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
@@ -157,7 +155,7 @@ class Workspace:
         os.fsync(self._descriptor)
 
     def publish(self) -> None:
-        """Make the output visible, whole, and remove the hidden folder."""
+        """Rename the complete output to its target, and remove the hidden folder."""
         for path, _, _ in os.walk(self.output):
             sync(Path(path))
         if PUBLISHED not in self.done:
@@ -172,23 +170,23 @@ class Workspace:
 
 
 def published_before(target: Path, identity: dict[str, Any]) -> bool:
-    """Whether an earlier start of this conversion came to its end, all but for the removal of the hidden folder."""
+    """Return whether an earlier start of this conversion is complete except for the removal of the hidden folder."""
     hidden = hidden_folder(target)
     if not hidden.is_dir() or (hidden / _OUTPUT).exists() or not target.is_dir():
         return False
-    if not (hidden / _JOURNAL).exists():  # made before the output is, removed after it
+    if not (hidden / _JOURNAL).exists():  # the journal is made before the output is, and removed after it
         return any(target.iterdir())
     lines, _ = _complete_lines(hidden / _JOURNAL)
     return bool(lines) and lines[0] == {"identity": json.loads(json.dumps(identity))} and lines[-1]["name"] == PUBLISHED
 
 
 def hidden_folder(target: Path) -> Path:
-    """Where a conversion to `target` writes."""
+    """Return the hidden folder that a conversion to `target` writes to."""
     return target.with_name(f".{target.name}.converting")
 
 
 def _complete_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The journal's lines and the bytes they take; a last one that was cut short is none."""
+    """Return the journal's complete lines and the bytes they take; a last line that was cut short is left out."""
     lines, sound = [], 0
     for data in path.read_bytes().splitlines(keepends=True):
         try:

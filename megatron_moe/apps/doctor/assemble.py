@@ -1,8 +1,8 @@
-"""From what every rank measured to what the whole model did, and whether ranks that share a tensor agree about it.
+"""Assemble the whole model's tensors and steps from the ranks' records, and compare what several ranks hold.
 
-A tensor is put together from its cuts. Where several ranks hold the same elements (data parallel, expert data parallel,
+A tensor is assembled from its shards. Where several ranks hold the same elements (data parallel, expert data parallel,
 context parallel, a weight that tensor-parallel ranks hold whole, both ends of tied embeddings) their bits must be the
-same: each took the same reduced gradient and the same step.
+same: each rank took the same reduced gradient and the same step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.router import TopKRouter
 
-# ---- Where a rank's tensors belong in the whole model: names without layout in them, and the cuts that lead to a rank.
+# Shards: which part of which tensor of the whole model a rank holds.
 
 
 class Cut(NamedTuple):
-    """One step from a full tensor to a rank's: `axis` is cut into `stride` blocks, each block into `parts` equal parts,
-    and the rank has part number `part` of every block."""
+    """One cut on the way from a full tensor to a rank's shard.
+
+    `axis` is cut into `stride` blocks, each block into `parts` equal parts; the rank has part `part` of every block.
+    """
 
     axis: int
     part: int
@@ -31,25 +33,25 @@ class Cut(NamedTuple):
     stride: int
 
 
-class ParameterPlace(NamedTuple):
-    """A parameter's name in the whole model, and its cuts; none for a tensor that the rank holds whole."""
+class ParameterShard(NamedTuple):
+    """A parameter's name in the whole model, which no layout changes, and its cuts; none if the rank holds it whole."""
 
     name: str
     cuts: tuple[Cut, ...]
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:
-    """The model in its wrappers, each of which holds what it wraps as `module`."""
+    """Return the model inside its wrappers, each of which holds what it wraps as `module`."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
 
 
-def parameter_places(chunk: torch.nn.Module) -> list[tuple[ParameterPlace, torch.nn.Parameter]]:
-    """Every parameter of one model chunk of this rank, wrapped or not, with its place in the whole model.
+def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch.nn.Parameter]]:
+    """Return every parameter of one model chunk of this rank, wrapped or not, with its shard of the whole model.
 
     Raises:
-        TypeError: for experts whose tensors have no known cut (Transformer Engine's: one tensor per expert).
+        TypeError: experts' tensors have no known cut (Transformer Engine's: one tensor per expert).
     """
     model = unwrapped(chunk)
     tp, whole = model.pg_collection.tp, placement(model)
@@ -64,12 +66,12 @@ def parameter_places(chunk: torch.nn.Module) -> list[tuple[ParameterPlace, torch
                 raise TypeError(f"{name} of {type(experts).__name__}: cuts are known of GroupedExperts only")
             groups, full_name = experts.groups, global_name(model, name)
             cuts = (Cut(0, groups.ep_rank, groups.ep_size, 1), Cut(2, groups.etp_rank, groups.etp_size, 1))
-        found.append((ParameterPlace(full_name, cuts), parameter))
+        found.append((ParameterShard(full_name, cuts), parameter))
     return found
 
 
 def router_names(chunk: torch.nn.Module) -> list[tuple[str, TopKRouter]]:
-    """Every router of one chunk with its layer's name in the whole model, in the order of `moe.state.routers`."""
+    """Return every router of one chunk and its layer's name in the whole model, in the order of `moe.state.routers`."""
     model = unwrapped(chunk)
     return [
         (global_name(model, name + ".").removesuffix(".mlp.router."), module)
@@ -78,8 +80,8 @@ def router_names(chunk: torch.nn.Module) -> list[tuple[str, TopKRouter]]:
     ]
 
 
-def parts(full: Tensor, local: Tensor, cuts: tuple[Cut, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Views of a full tensor and of a rank's tensor that hold the same elements, pair by pair."""
+def matching_views(full: Tensor, local: Tensor, cuts: tuple[Cut, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of views, of a full tensor and of a rank's tensor, that hold the same elements."""
     views = [(full, local)]
     for axis, index, count, stride in cuts:
         views = [
@@ -91,23 +93,22 @@ def parts(full: Tensor, local: Tensor, cuts: tuple[Cut, ...]) -> list[tuple[Tens
 
 
 def full_shape(local: Tensor, cuts: tuple[Cut, ...]) -> list[int]:
-    """Shape of the tensor that `local` was cut out of."""
+    """Return the shape of the tensor that `local` was cut out of."""
     shape = list(local.shape)
     for cut in cuts:
         shape[cut.axis] *= cut.parts
     return shape
 
 
-# ----
+# Assembling.
 
-
-_SAID = {"grad_norm": "gradient norm", "loss_scale": "loss scale"}
+_QUANTITIES = {"grad_norm": "gradient norm", "loss_scale": "loss scale"}
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two ranks that should hold the same and do not."""
+    """A quantity that two ranks should hold with the same bits and do not."""
 
     quantity: str
     name: str
@@ -120,7 +121,7 @@ class Disagreement:
 
 @dataclass
 class AssembledModel:
-    """One layout's result: tensors by quantity and name, steps as one rank would tell them, and disagreements."""
+    """The result of one layout: tensors by quantity and name, steps as one process would report them, disagreements."""
 
     tensors: dict[str, dict[str, Tensor]]
     steps: list[dict[str, Any]]
@@ -131,34 +132,36 @@ class AssembledModel:
 
     @property
     def smallest_margin(self) -> float:
-        """How near any choice of experts came to falling otherwise."""
+        """The smallest distance of any choice of an expert from its alternative."""
         return min((layer["margin"] for step in self.steps for layer in step["layers"].values()), default=float("inf"))
 
 
 def assemble(records: Sequence[dict[str, Any]]) -> AssembledModel:
-    """Join the ranks' records of one layout."""
-    places = [record["place"] for record in records]
+    """Assemble the ranks' records of one layout."""
+    coordinates = [record["place"] for record in records]
     whole = AssembledModel({}, [], set())
     for quantity in records[0]["tensors"]:
-        held = [record["tensors"][quantity] for record in records]
-        names = dict.fromkeys(name for rank in held for name in rank)
+        per_rank = [record["tensors"][quantity] for record in records]
+        names = dict.fromkeys(name for rank in per_rank for name in rank)
         whole.tensors[quantity] = {}
         for name in names:
-            owners = [(rank, *held[rank][name]) for rank in range(len(records)) if name in held[rank]]
-            whole.tensors[quantity][name] = _joined(whole, quantity, name, owners, places)
+            owners = [(rank, *per_rank[rank][name]) for rank in range(len(records)) if name in per_rank[rank]]
+            whole.tensors[quantity][name] = _assemble_tensor(whole, quantity, name, owners, coordinates)
     for number, steps in enumerate(zip(*(record["steps"] for record in records)), start=1):
-        whole.steps.append(_joined_step(whole, number, steps, places))
+        whole.steps.append(_merge_step(whole, number, steps, coordinates))
     return whole
 
 
 def step_of(quantity: str) -> int:
-    """The step that a tensor quantity belongs to, 0 for what there was before the first."""
+    """Return the step that a tensor quantity belongs to; 0 for what there was before the first."""
     last = quantity.rpartition(" ")[2]
     return int(last) if last.isdigit() else 0
 
 
-def _joined(whole: AssembledModel, quantity: str, name: str, owners: list[Any], places: list[Any]) -> Tensor:
-    """The full tensor out of (rank, cuts, local tensor, begin, end) of every rank that has some of it."""
+def _assemble_tensor(
+    whole: AssembledModel, quantity: str, name: str, owners: list[Any], coordinates: list[Any]
+) -> Tensor:
+    """Return the full tensor, given (rank, cuts, local tensor, begin, end) of every rank that has some of it."""
     by_cut: dict[tuple[Cut, ...], list[Any]] = {}
     for rank, cuts, local, begin, end in owners:
         by_cut.setdefault(tuple(Cut(*cut) for cut in cuts), []).append((rank, local, begin, end))
@@ -176,18 +179,20 @@ def _joined(whole: AssembledModel, quantity: str, name: str, owners: list[Any], 
                 other = local[begin:end]
                 unlike = twice & (mine != other) & ~(mine.isnan() & other.isnan())
                 if bool(unlike.any()):
-                    _disagree(whole, quantity, name, mine, other, unlike, (int(known[unlike][0]), rank), places)
+                    _record_disagreement(
+                        whole, quantity, name, mine, other, unlike, (int(known[unlike][0]), rank), coordinates
+                    )
             fresh = ~twice
             local[begin:end] = torch.where(fresh, mine, local[begin:end])
             source[begin:end] = torch.where(fresh, torch.full_like(known, rank), known)
         if bool((source < 0).any()):
             whole.missing.append((quantity, name))
-        for target, own in parts(full, local.view_as(holders[0][1]), cuts):
+        for target, own in matching_views(full, local.view_as(holders[0][1]), cuts):
             target.copy_(own)
     return full
 
 
-def _disagree(
+def _record_disagreement(
     whole: AssembledModel,
     quantity: str,
     name: str,
@@ -195,39 +200,46 @@ def _disagree(
     b: Tensor,
     unlike: Tensor,
     ranks: tuple[int, int],
-    places: Any,
+    coordinates: Any,
 ) -> None:
     norm = b.double().norm().clamp_min(1e-30)
     error = float(((a.double() - b.double()) * unlike).norm() / norm)
-    axes = tuple(axis for axis in AXES if places[ranks[0]][f"{axis}_rank"] != places[ranks[1]][f"{axis}_rank"])
+    axes = _differing_axes(ranks, coordinates)
     whole.disagreements.append(Disagreement(quantity, name, step_of(quantity), error, ranks, axes))
 
 
-def _joined_step(
-    whole: AssembledModel, number: int, steps: Sequence[dict[str, Any]], places: list[Any]
+def _merge_step(
+    whole: AssembledModel, number: int, steps: Sequence[dict[str, Any]], coordinates: list[Any]
 ) -> dict[str, Any]:
-    """One step as rank 0 tells it, with the layers of all ranks; what ranks tell twice must be the same."""
+    """Return one step as rank 0 reports it, with the layers of all ranks; what several ranks report must be equal."""
     joined = {**steps[0], "layers": {}}
-    teller: dict[str, int] = {}
+    first_rank: dict[str, int] = {}
     for rank, step in enumerate(steps):
         for key in ("loss", "tokens", "grad_norm", "committed", "loss_scale", "mtp_losses"):
             if step[key] != joined[key] and step[key] == step[key]:
-                _unequal(whole, _SAID.get(key, key), "", number, (0, rank), places)
+                _record_unequal(whole, _QUANTITIES.get(key, key), "", number, (0, rank), coordinates)
         for name, layer in step["layers"].items():
             if name not in joined["layers"]:
-                joined["layers"][name], teller[name] = dict(layer), rank
+                joined["layers"][name], first_rank[name] = dict(layer), rank
                 continue
-            known, ranks = joined["layers"][name], (teller[name], rank)
+            known, ranks = joined["layers"][name], (first_rank[name], rank)
             known["margin"] = min(known["margin"], layer["margin"])
             known["router_error"] = max(known["router_error"], layer["router_error"])
             for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
                 if not torch.equal(known[key], layer[key]):
-                    _unequal(whole, quantity, name, number, ranks, places)
+                    _record_unequal(whole, quantity, name, number, ranks, coordinates)
             if known["expert_bias"] is not None and not torch.equal(known["expert_bias"], layer["expert_bias"]):
-                _unequal(whole, "expert_bias", name, number, ranks, places)
+                _record_unequal(whole, "expert_bias", name, number, ranks, coordinates)
     return joined
 
 
-def _unequal(whole: AssembledModel, quantity: str, name: str, step: int, ranks: tuple[int, int], places: Any) -> None:
-    axes = tuple(axis for axis in AXES if places[ranks[0]][f"{axis}_rank"] != places[ranks[1]][f"{axis}_rank"])
+def _record_unequal(
+    whole: AssembledModel, quantity: str, name: str, step: int, ranks: tuple[int, int], coordinates: Any
+) -> None:
+    axes = _differing_axes(ranks, coordinates)
     whole.disagreements.append(Disagreement(quantity, name, step, float("inf"), ranks, axes))
+
+
+def _differing_axes(ranks: tuple[int, int], coordinates: Any) -> tuple[str, ...]:
+    a, b = (coordinates[rank] for rank in ranks)
+    return tuple(axis for axis in AXES if a[f"{axis}_rank"] != b[f"{axis}_rank"])

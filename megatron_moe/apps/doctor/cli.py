@@ -1,4 +1,4 @@
-"""The flags of tools/doctor.py, one visit in order, and its exit codes."""
+"""The command line of tools/doctor.py: measure the oracle and every layout, compare them, report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
-from megatron_moe.apps.doctor.compare import compare, rounding_error, tolerances_of
-from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
-from megatron_moe.apps.doctor.layouts import Choice, Layout, alone, choose
+from megatron_moe.apps.doctor.compare import compare, matching_patterns, rounding_error, tolerances_of
+from megatron_moe.apps.doctor.default_layouts import MODELS, default_choice, model
+from megatron_moe.apps.doctor.layouts import Layout, LayoutChoice, choose, oracle_run
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
-from megatron_moe.apps.doctor.patterns import smells
-from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
-from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, changes, small
+from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, log_line
+from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
 from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
@@ -27,16 +26,16 @@ from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
 
 SAME, DIFFERENT = 0, 1
-# In fp32 scores of two layouts differ by some 1e-7; a choice that is decided by less than this says nothing.
+# In fp32 scores of two layouts differ by some 1e-7; a choice with a smaller margin than this proves nothing.
 CLEAR_MARGIN = 1e-5
 _SEEDS, _CANDIDATES = 6, 1024
 _LARGEST_WORLD = 1 << 20
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the doctor does; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the doctor's own flags; all other flags are those of pretrain_moe.py."""
     p = argparse.ArgumentParser(
         prog="doctor.py",
         usage="doctor.py [--json FILE] [--layouts NAME ...] [--ranks 4|8] [pretrain_moe.py's flags]",
@@ -49,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    p.add_argument("--layouts", nargs="+", default=[], metavar="NAME", help="only these; with * as a wildcard")
-    p.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="largest layout (default: 4)")
+    p.add_argument("--layouts", nargs="+", default=[], metavar="NAME", help="try only these; * is a wildcard")
+    p.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="ranks of the largest layout (default: 4)")
     p.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each layout (default: 3)")
     p.add_argument(
         "--timeout",
@@ -64,43 +63,51 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Visit, report, say the verdict. Returns the exit code."""
+    """Check the layouts, report, and return the exit status."""
     return run_program(
         "doctor.py", _main, argv, interrupted="interrupted; its processes are ended, nothing was written"
     )
 
 
 def _main(argv: list[str]) -> int:
-    words, rest = parser().parse_known_args(argv)
-    if words.steps < 1 or words.timeout <= 0:
-        raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
-    require_writable("--json", words.json)
+    flags, rest = parser().parse_known_args(argv)
+    if flags.steps < 1 or flags.timeout <= 0:
+        raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0")
+    require_writable("--json", flags.json)
     if rest:
         own = cli.parse(rest, filled_in)
         _check_own(own)
-        copy = small(own)
-        choice = choose(own, copy, words.ranks, words.layouts)
+        copy = small_copy(own)
+        choice = choose(own, copy, flags.ranks, flags.layouts)
     else:
         own, copy = model("demo")
-        choice = default_choice(words.ranks, words.layouts)
-    if words.list:
+        choice = default_choice(flags.ranks, flags.layouts)
+    if flags.list:
         say("\n".join(layout.name for layout in choice.layouts))
         return SAME
     try:
-        report = visit(own, copy, choice, words.steps, words.timeout, say)
+        report = check_layouts(own, copy, choice, flags.steps, flags.timeout, say)
     except RankFailure as error:
         say(f"the oracle, one process, could not be measured:\n{error}")
         return DIFFERENT
     for text in details(report):
         say(text)
-    if words.json is not None:
-        replace_json(Path(words.json), report.as_dict())
-        say(f"wrote {words.json}")
+    if flags.json is not None:
+        replace_json(Path(flags.json), report.as_dict())
+        say(f"wrote {flags.json}")
     return DIFFERENT if report.failed else SAME
 
 
-def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell: Tell) -> DoctorReport:
-    """Measure the oracle and every layout, compare each as soon as it is there.
+def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float, log: Log) -> DoctorReport:
+    """Measure the oracle and every layout, and compare each as soon as it is measured.
+
+    Args:
+        own: the run as the flags give it.
+        copy: its small copy.
+        choice: the layouts.
+        steps: optimizer steps of each layout.
+        seconds: a layout that takes longer has hung.
+        log: called with lines of progress.
 
     Raises:
         RankFailure: the oracle itself could not be measured.
@@ -110,15 +117,15 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     size = "num_layers hidden_size num_experts seq_length global_batch_size".split()
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in size)
     models = [name for name in dict.fromkeys(layout.model for layout in layouts) if name]
-    tell(f"small copies of models: {', '.join(models)}; demo: {sizes}" if models else f"a small copy in fp32: {sizes}")
+    log(f"small copies of models: {', '.join(models)}; demo: {sizes}" if models else f"a small copy in fp32: {sizes}")
     if choice.reduced_from:
-        tell(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
-    tell(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+        log(f"the layout in use ({choice.reduced_from}), at size 2 and at most {ranks} ranks")
+    log(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
     report = DoctorReport(
         {
             "flags": _changed(own),
             "layout_in_use": choice.reduced_from,
-            "shrunk": {name: list(pair) for name, pair in changes(own, copy).items()},
+            "shrunk": {name: list(pair) for name, pair in changed_fields(own, copy).items()},
             "features": sorted(frozenset().union(*(layout.features for layout in layouts))),
             "models": {name: MODELS[name] for name in models},
             "steps": steps,
@@ -132,24 +139,24 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
         for number, layout in enumerate(layouts, start=1):
             key = layout.copy, layout.masked, derived.params_dtype_name(layout.run)
             if key not in oracles:
-                oracles[key] = _oracle(pool, layout, steps, tell)
+                oracles[key] = _oracle(pool, layout, steps, log)
                 report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
             finding = _examine(pool, *oracles[key], layout)
             report.findings.append(finding)
-            tell(line(number, len(layouts), finding))
+            log(log_line(number, len(layouts), finding))
     for layout, rule in choice.refused:
-        tell(f"not tried: {layout.name}: {rule}")
-    tell(f"{time.monotonic() - began:.0f} s")
+        log(f"not tried: {layout.name}: {rule}")
+    log(f"{time.monotonic() - began:.0f} s")
     return report
 
 
-def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, tell: Tell) -> tuple[AssembledModel, Request]:
-    """One process's result, on the first samples whose every choice of experts is a clear one.
+def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple[AssembledModel, Request]:
+    """Return the result of one process, on the first samples whose choices of experts all have a clear margin.
 
     Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
     what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
     """
-    run, dtype = alone(layout.copy), derived.params_dtype_name(layout.run)
+    run, dtype = oracle_run(layout.copy), derived.params_dtype_name(layout.run)
     rules.check(run, 1)
     half = dtype != "float32"
     clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
@@ -173,10 +180,10 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, tell: Tell) -> tup
     if half:
         own = derived.params_dtype_name(run)
         what.append(f"in {own}" if own == dtype else f"in {own} from weights in {dtype}")
-    about = "".join(f", {words}" for words in what if words)
-    tell(f"the oracle, one process{about}: losses {losses}{closest}")
+    about = "".join(f", {text}" for text in what if text)
+    log(f"the oracle, one process{about}: losses {losses}{closest}")
     if margin < clear:
-        tell(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
+        log(f"that is less than {clear:.0e}: counts may differ by a choice without any fault of a layout")
     return best
 
 
@@ -205,12 +212,12 @@ def _examine(pool: MeasuringRanks, oracle: AssembledModel, request: Request, lay
     except RankFailure as failure:
         return LayoutFinding(layout, time.monotonic() - began, error=str(failure))
     comparison = compare(whole, oracle, tolerances_of(layout.run))
-    fits = smells(whole, oracle, comparison, one_process=not layout.masked)
+    fits = matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
     return LayoutFinding(layout, time.monotonic() - began, comparison, fits)
 
 
 def _check_own(own: Run) -> None:
-    """Refuse what a real start would refuse, on the smallest number of ranks that the flags allow."""
+    """Apply the rules of a real start, on the smallest number of ranks that the flags allow."""
     filled = derived.with_made_up_data(own)
     sizes = [derived.model_ranks(filled), derived.expert_ranks(filled)]
     if min(sizes) < 1 or max(sizes) > _LARGEST_WORLD:

@@ -1,8 +1,9 @@
-"""Which layouts the doctor tries: those of a run at size two, every kind of parallelism alone, together and dropped.
+"""The features of a run, and the layouts under which the doctor trains its small copy.
 
-Before them come one process with the batch cut into other micro-batches, and with the loss averaged the other way.
-Where every token has a loss both must train the same, however the code scales what it adds up: one process is otherwise
-held against itself, and a scale that is wrong everywhere would agree everywhere.
+The layouts are the run's own kinds of parallelism at size two, alone and combined, and the fullest one with single
+extras dropped. Before them come one process with the batch cut into other micro-batches, and with the loss averaged the
+other way. Where every token has a loss both must train the same. Without these two, one process would be compared only
+with code that shares its scaling, and a scale that is wrong everywhere would agree everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import ParallelConfig, Run, replace
 
-# ---- Which features a small copy trains with: what the default visit has to cover, and what layouts that fail share.
+# Features: what the default layouts have to cover, and what layouts that fail may have in common.
 
 
 def _balanced_by(kind: str) -> Callable[[Run], object]:
@@ -33,7 +34,7 @@ def _grouped_by(score: str) -> Callable[[Run], object]:
     return lambda run: run.moe.moe_router_num_groups is not None and run.moe.moe_router_group_score == score
 
 
-_OF_MODEL: dict[str, Callable[[Run], object]] = {
+_MODEL_FEATURES: dict[str, Callable[[Run], object]] = {
     "latent attention": lambda run: run.model.multi_latent_attention,
     "grouped-query attention": lambda run: run.model.group_query_attention,
     "tied embeddings": lambda run: not run.model.untie_embeddings_and_output_weights,
@@ -52,7 +53,7 @@ _OF_MODEL: dict[str, Callable[[Run], object]] = {
     "bf16": lambda run: run.precision.bf16,
     "fp16": lambda run: run.precision.fp16,
 }
-_OF_EXPERTS: dict[str, Callable[[Run], object]] = {
+_EXPERT_FEATURES: dict[str, Callable[[Run], object]] = {
     "softmax scores": _scored_by("softmax"),
     "sigmoid scores": _scored_by("sigmoid"),
     "pre-softmax": lambda run: run.moe.moe_router_pre_softmax,
@@ -75,18 +76,17 @@ _OF_EXPERTS: dict[str, Callable[[Run], object]] = {
     "alltoall dispatcher": lambda run: run.moe.moe_token_dispatcher_type == "alltoall",
     "allgather dispatcher": lambda run: run.moe.moe_token_dispatcher_type == "allgather",
 }
-FEATURES = {**_OF_MODEL, **_OF_EXPERTS}
-"""Name -> whether a run has it."""
+FEATURES = {**_MODEL_FEATURES, **_EXPERT_FEATURES}
+"""Maps a feature's name to a predicate that says whether a run has it."""
 
 
 def features(run: Run) -> frozenset[str]:
-    """The features that a run has; a dense model has none of those of experts."""
-    asked = FEATURES if run.moe.num_experts is not None else _OF_MODEL
-    return frozenset(name for name, has in asked.items() if has(run))
+    """Return the names of the features that a run has; a dense model has no feature of experts."""
+    candidates = FEATURES if run.moe.num_experts is not None else _MODEL_FEATURES
+    return frozenset(name for name, has in candidates.items() if has(run))
 
 
-# ----
-
+# Layouts.
 
 DENSE = ("TP", "PP", "CP", "DP")
 EVERY_KIND = {*DENSE, "EP"}
@@ -100,10 +100,16 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A name, the number of ranks, what it sets in a run, and the kinds of parallelism in it.
+    """A layout that the doctor tries: how many ranks train a small copy, and with which flags.
 
-    masked: whether it is compared on samples with tokens that have no loss. model: the model's name, where there are
-    several; copy: its small copy, which the oracle trains.
+    Attributes:
+        name: what the log and --layouts call it.
+        ranks: number of ranks.
+        flags: fields that it sets in the small copy's run.
+        kinds: kinds of parallelism in it.
+        masked: whether its samples hold tokens without a loss.
+        model: name of the model, where there are several.
+        copy: small copy of the model, as the oracle trains it.
     """
 
     name: str
@@ -116,18 +122,18 @@ class Layout:
 
     @property
     def run(self) -> Run:
-        """What the layout's ranks train."""
+        """The run that the layout's ranks train."""
         return replace(self.copy, **self.flags)
 
     @property
     def features(self) -> frozenset[str]:
-        """What of a model and of its ways to train is in it."""
+        """The features of that run."""
         return features(self.run)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is tried, and what is not, each with the rule that refuses it."""
+class LayoutChoice:
+    """The layouts that are tried, and those that are not, each of these with the rule that refuses it."""
 
     layouts: list[Layout]
     refused: list[tuple[Layout, str]]
@@ -135,8 +141,8 @@ class Choice:
     """The run's own layout, as the flags give it; empty where they give none."""
 
 
-def alone(run: Run) -> Run:
-    """The oracle's run, of a small copy: on one rank, each step as plain as it can be."""
+def oracle_run(run: Run) -> Run:
+    """Return the run of the oracle: a small copy on one rank, without fused loss and recomputation."""
     return replace(
         run,
         cross_entropy_loss_fusion=False,
@@ -148,17 +154,18 @@ def alone(run: Run) -> Run:
     )
 
 
-def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
-    """Layouts for the small copy of a run.
+def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
+    """Return the layouts for the small copy of a run.
 
     Args:
-        own: the run as the flags give it: which kinds of parallelism are in use. All that fit, if it names none.
+        own: the run as the flags give it. It says which kinds of parallelism are in use; where it names none, all
+            that fit are tried.
         copy: its small copy.
         max_ranks: 4 or 8.
-        wanted: names or patterns; all if empty.
+        wanted: names or patterns of layouts; all if empty.
 
     Raises:
-        ConfigError: for a wanted name that none of the layouts has, and where every layout is refused.
+        ConfigError: no layout has a wanted name, or every layout is refused.
     """
     used = {kind for kind, name in _SIZES.items() if getattr(own.parallel, name) > 1}
     kinds = used | {"DP"} if used else set(EVERY_KIND)
@@ -166,14 +173,16 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> C
         kinds.discard("EP")
     layouts = [*other_batches(copy), *combinations_of(own, kinds, max_ranks)]
     shown = [f"{kind} {getattr(own.parallel, name)}" for kind, name in _SIZES.items() if kind in used]
-    return checked(selected([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown))
+    return apply_rules(
+        select_layouts([dataclasses.replace(layout, copy=copy) for layout in layouts], wanted), ", ".join(shown)
+    )
 
 
-def selected(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
-    """Those whose names match one of the patterns, with the model's name behind the + or without; all without any.
+def select_layouts(layouts: list[Layout], wanted: Sequence[str]) -> list[Layout]:
+    """Return the layouts whose name, with or without "+model", matches one of the patterns; all without patterns.
 
     Raises:
-        ConfigError: for a pattern that none of the layouts matches.
+        ConfigError: no layout matches a pattern.
     """
     for pattern in wanted:
         if not any(_matches(layout, pattern) for layout in layouts):
@@ -185,11 +194,11 @@ def _matches(layout: Layout, pattern: str) -> bool:
     return fnmatchcase(layout.name, pattern) or fnmatchcase(layout.name.partition("+")[0], pattern)
 
 
-def checked(layouts: list[Layout], reduced_from: str) -> Choice:
-    """The layouts that the rules of a run accept, and the others.
+def apply_rules(layouts: list[Layout], reduced_from: str) -> LayoutChoice:
+    """Divide layouts into those that the rules of a run accept and those that they refuse.
 
     Raises:
-        ConfigError: where every layout is refused.
+        ConfigError: every layout is refused.
     """
     good, refused = [], []
     for layout in layouts:
@@ -200,11 +209,14 @@ def checked(layouts: list[Layout], reduced_from: str) -> Choice:
             refused.append((layout, str(error)))
     if not good:
         raise ConfigError(f"no layout of two or more ranks can train this model; {refused[0][0].name}: {refused[0][1]}")
-    return Choice(good, refused, reduced_from)
+    return LayoutChoice(good, refused, reduced_from)
 
 
 def other_batches(copy: Run) -> Iterator[Layout]:
-    """The same global batch on one rank. What goes by the micro-batch, by its definition, may not be cut otherwise."""
+    """Yield layouts that train the same global batch on one rank, cut or averaged in another way.
+
+    What is defined per micro-batch (aux_loss, Sinkhorn, capacity) would be another function with another cut.
+    """
     by_micro_batch = {"aux_loss", "sinkhorn"} & set(copy.moe.moe_router_load_balancing_type)
     if not by_micro_batch and copy.moe.moe_expert_capacity_factor is None:
         yield Layout("micro-batches-of-1", 1, {"micro_batch_size": 1}, frozenset(), masked=False)
@@ -214,7 +226,7 @@ def other_batches(copy: Run) -> Iterator[Layout]:
 
 
 def combinations_of(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layout]:
-    """Smallest first: singles, then pairs, then triples on eight ranks; each without and with expert parallelism."""
+    """Yield single kinds of parallelism, then pairs, then triples on eight ranks; each without and with EP."""
     dense = [kind for kind in DENSE if kind in kinds]
     most = max_ranks.bit_length() - 1
     fullest: Layout | None = None
@@ -229,14 +241,18 @@ def combinations_of(own: Run, kinds: set[str], max_ranks: int) -> Iterator[Layou
 
 
 def _expert_tensor_sizes(own: Run, chosen: Sequence[str], experts: bool, ranks: int) -> list[int | None]:
-    """ETP values to try: the run's own relation to TP where it fits, both where the run does not say."""
+    """Return the ETP sizes to try: the run's own relation to TP where it fits, both where the run does not say."""
     if own.moe.num_experts is None or "TP" not in chosen:
         return [None] if _fits(chosen, experts, 1, ranks) else []
     given = own.parallel.expert_tensor_parallel_size
-    same = given == own.parallel.tensor_model_parallel_size
-    sizes = [2, 1] if given is None and experts else [2] if given is None or same else [1]
+    if given is None:
+        sizes = [2, 1] if experts else [2]
+    else:
+        sizes = [2] if given == own.parallel.tensor_model_parallel_size else [1]
     fitting: list[int | None] = [etp for etp in sizes if _fits(chosen, experts, etp, ranks)]
-    return fitting or [1] * _fits(chosen, experts, 1, ranks)
+    if fitting:
+        return fitting
+    return [1] if _fits(chosen, experts, 1, ranks) else []
 
 
 def _fits(chosen: Sequence[str], experts: bool, etp: int, ranks: int) -> bool:
@@ -269,7 +285,7 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
 
 
 def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
-    """The last and fullest layout with one of the run's extras dropped, to see whether it is that one."""
+    """Yield the fullest layout without one of the run's extras, for each, to see whether that one is at fault."""
     extras = {
         "distributed-optimizer": ("use_distributed_optimizer", "overlap_param_gather"),
         "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
@@ -286,18 +302,18 @@ def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
 
 
 def common_to(failed: Sequence[Layout], passed: Sequence[Layout]) -> list[str]:
-    """Kinds of parallelism and features, alone or as a pair, that every layout that failed has and none that passed.
+    """Return the kinds of parallelism and features, alone or as pairs, that all failed layouts have and no passed one.
 
-    What all layouts have is no feature of those that failed.
+    Features that all layouts have are left out.
     """
     if not failed:
         return []
     everywhere = frozenset.intersection(*(layout.features for layout in (*failed, *passed)))
     shared = frozenset.intersection(*(_traits(layout, everywhere) for layout in failed))
     groups = [frozenset(group) for size in (1, 2) for group in combinations(sorted(shared), size)]
-    telling = [group for group in groups if not any(group <= _traits(layout, everywhere) for layout in passed)]
-    smallest = min((len(group) for group in telling), default=0)
-    return ["+".join(sorted(group)) for group in telling if len(group) == smallest]
+    distinguishing = [group for group in groups if not any(group <= _traits(layout, everywhere) for layout in passed)]
+    smallest = min((len(group) for group in distinguishing), default=0)
+    return ["+".join(sorted(group)) for group in distinguishing if len(group) == smallest]
 
 
 def _traits(layout: Layout, everywhere: frozenset[str]) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""What one rank measures: some optimizer steps of a run's own model, on samples that are the same for every layout.
+"""Measure some optimizer steps of a run's model on one rank, on samples that are the same for every layout.
 
-Everything goes the way of a run: `groups.initialize`, `build_model`, `build_optimizer`, `train_step`. A record holds
-plain values and CPU tensors only, so that it can be written by torch.save and read without pickled code.
+Groups, model, optimizer and steps are made by the functions that a run uses. A record consists of plain values and CPU
+tensors, so that it can be written by torch.save and read without pickled code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from megatron_moe.apps.doctor.assemble import parameter_places, router_names
-from megatron_moe.apps.doctor.recorder import StepRecorder, of_masters
+from megatron_moe.apps.doctor.assemble import parameter_shards, router_names
+from megatron_moe.apps.doctor.recorder import StepRecorder, values_of_masters
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
@@ -35,20 +35,20 @@ _AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """What a rank is asked to measure.
 
     Attributes:
-        run: has passed `config.rules.check` for the number of ranks, and names vocabulary and global batch.
+        run: a run that has passed `config.rules.check` for the number of ranks, and names vocabulary and global batch.
         padded_vocab_size: rows of the embedding table, the same for every layout.
         steps: optimizer steps.
         gradients_at: the steps, from 1, whose gradients are kept.
-        data_seed: which samples.
-        masked: whether they hold tokens without a loss.
-        initial_dtype: the initial weights are numbers of this dtype, whatever the run's own: a run in fp32 then begins
+        data_seed: seed of the samples.
+        masked: whether samples hold tokens without a loss.
+        initial_dtype: the initial weights are rounded to this dtype, whatever the run's own: a run in fp32 then begins
             with the weights of one in half precision.
-        candidates: in one process, how many samples each step's batch is picked from: those whose choices of experts
-            are decided most clearly. 0: none is picked, the first ones are taken.
-        picked: the samples to take in turn, as a record with `candidates` says them; empty: all, one by one.
+        candidates: in one process, number of samples from which each step's batch is picked: those with the largest
+            margins of their choices of experts. 0: none is picked, the first ones are taken.
+        picked: the samples to take in turn, from an earlier record with `candidates`; empty: all, in order.
     """
 
     run: Run
@@ -63,10 +63,13 @@ class Request:
 
 
 class MadeUpSamples(Dataset):
-    """Random tokens; sample i is a function of (seed, i). With `masked`, tokens without loss stand in every sample, in
-    each another number: a mean over micro-batches is then not a mean over tokens.
+    """A dataset of random tokens; sample i is a function of (seed, i).
 
-    picked: the samples that the dataset consists of, all if empty; it may grow while the dataset is read.
+    With `masked`, every sample has tokens without a loss, each another number of them: a mean over micro-batches then
+    differs from a mean over tokens.
+
+    Attributes:
+        picked: the samples that the dataset consists of, all if empty; it may grow while the dataset is read.
     """
 
     def __init__(self, seed: int, number: int, run: Run, masked: bool = True, picked: Sequence[int] = ()) -> None:
@@ -82,7 +85,7 @@ class MadeUpSamples(Dataset):
         return self.sample(self.picked[index] if self.picked else index)
 
     def sample(self, number: int) -> dict[str, Tensor]:
-        """Sample `number`, picked or not."""
+        """Return sample `number`, picked or not."""
         generator = torch.Generator().manual_seed((self._seed << 20) + number)
         tokens = torch.randint(0, self._vocab_size, (self._length + 1,), generator=generator)
         share = (0.05 + 0.3 * torch.rand((), generator=generator)) * self._masked
@@ -97,10 +100,10 @@ class MadeUpSamples(Dataset):
 
 
 class MeasuringRanks:
-    """As many processes of this machine as the largest layout needs, each with one thread. A context.
+    """A context with as many processes of this machine as the largest layout needs, each with one thread.
 
     Args:
-        number: of processes.
+        number: number of processes.
         seconds: a layout that takes longer has hung.
     """
 
@@ -132,15 +135,15 @@ def measure_into(argument: dict[str, Any]) -> str:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure on this rank, in the default process group if there is one; leaves no process group behind.
+    """Measure on this rank, in the default process group if there is one; all process groups are destroyed.
 
     Returns:
-        place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm, committed, loss_scale (the
-        next step's; None but in fp16), and per layer of this rank counts and dropped [E] int64, expert_bias [E] fp32
-        after the step, aux_losses, margin (smallest distance of any choice from its alternative), router_error (of its
-        arithmetic). tensors: quantity -> name -> (cuts, this rank's tensor, first and last + 1 of the flattened
-        tensor's elements that it knows); "weight after" is the optimizer's, "rounded weight after" the model's where
-        that is not fp32. picked: the samples that were picked.
+        A record with these keys. place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm,
+        committed, loss_scale (the next step's; None except in fp16), and per layer of this rank counts and dropped [E]
+        int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest distance of any choice from its
+        alternative), router_error (see `RouterRecord`). tensors: quantity -> name -> (cuts, this rank's tensor, first
+        and last + 1 of the flattened tensor's elements that it knows); "weight after" is the optimizer's, "rounded
+        weight after" the model's where that is not fp32. picked: the samples that were picked.
     """
     run, chunks = request.run, []
     assert run.model.vocab_size is not None, "a request says how many tokens there are"
@@ -174,7 +177,7 @@ def measure(request: Request) -> dict[str, Any]:
                 pg_collection=pg_collection,
                 probe=probe,
             )
-            steps.append(_told(result, probe, run.precision.fp16))
+            steps.append(_step_record(result, probe, run.precision.fp16))
             if probe.gradients:
                 tensors[f"gradient, step {step}"] = probe.gradients
         tensors |= _last_weights(run, chunks, optimizer, f"weight after step {request.steps}")
@@ -191,19 +194,19 @@ def measure(request: Request) -> dict[str, Any]:
 def _last_weights(
     run: Run, chunks: Sequence[torch.nn.Module], optimizer: Any, quantity: str
 ) -> dict[str, dict[str, Any]]:
-    """What the steps have come to: the optimizer's weights, and the model's own where they are not fp32."""
+    """Return the optimizer's weights, and the model's own where they are not fp32."""
     with gathered_parameters(chunks):
         last = _weights(chunks)
     if derived.params_dtype_name(run) == "float32":
         return {quantity: last}
-    return {quantity: of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
+    return {quantity: values_of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
 
 
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {
-        place.name: (tuple(tuple(cut) for cut in place.cuts), parameter.detach().clone(), 0, parameter.numel())
+        shard.name: (tuple(tuple(cut) for cut in shard.cuts), parameter.detach().clone(), 0, parameter.numel())
         for chunk in chunks
-        for place, parameter in parameter_places(chunk)
+        for shard, parameter in parameter_shards(chunk)
     }
 
 
@@ -215,8 +218,10 @@ def _round_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Non
 
 
 def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequence[int], wanted: int) -> list[int]:
-    """Those `wanted` of the candidates whose closest choice of an expert, of all their tokens in all layers, is decided
-    most clearly by the model as it is. Forward passes in one process that leave no trace."""
+    """Return the `wanted` candidates whose smallest margin, over all tokens and layers, is largest.
+
+    The model as it is makes forward passes in one process; counts and losses that they leave are removed.
+    """
     recorder, margins = StepRecorder([chunk], gradients=False), []
     for begin in range(0, len(candidates), _AT_ONCE):
         numbers = candidates[begin : begin + _AT_ONCE]
@@ -232,8 +237,8 @@ def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequen
     return [candidates[index] for index in sorted(best.tolist())]
 
 
-def _told(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
-    """A step's result as plain values, layers by their names."""
+def _step_record(result: Any, probe: StepRecorder, scaled: bool) -> dict[str, Any]:
+    """Return a step's result as plain values, layers by their names."""
     update = result.router_update
     layers = {}
     for name, counts, dropped, bias, losses in zip(

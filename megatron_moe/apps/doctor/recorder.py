@@ -1,4 +1,4 @@
-"""What the doctor sees of one step on one rank: its gradients, and each router's arithmetic and nearest choices."""
+"""Records of one step on one rank for the doctor: gradients, each router's rounding errors and its closest choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.apps.doctor.assemble import parameter_places, router_names
+from megatron_moe.apps.doctor.assemble import parameter_shards, router_names
 from megatron_moe.moe.routing import (
     balanced_scores,
     choice_scores,
@@ -24,10 +24,12 @@ from megatron_moe.training.optimizer import named_moments_and_masters, owned_ran
 
 
 class StepRecorder:
-    """Looks at one step, as `training/health.py` does: the routers while they choose, gradients before clipping.
+    """A step probe, like that of `training/health.py`: it observes routers while they choose, and the gradients.
 
-    routers: one record per router, by its layer's name. gradients: name -> (cuts, gradient, first and last + 1 element
-    that this rank knows), of every parameter, as the optimizer uses it: fp32, reduced, divided by the loss scale.
+    Attributes:
+        routers: a record per router, by its layer's name.
+        gradients: name -> (cuts, gradient, first and last + 1 element that this rank knows) of every parameter, as the
+            optimizer uses it before clipping: fp32, reduced, divided by the loss scale.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], gradients: bool) -> None:
@@ -37,7 +39,7 @@ class StepRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The step's forward and backward passes run within."""
+        """Observe the routers; the step's forward and backward passes run in this context."""
         with ExitStack() as stack:
             for chunk in self._chunks:
                 for name, router in router_names(chunk):
@@ -48,14 +50,14 @@ class StepRecorder:
     def see_gradients(self, optimizer: Any) -> None:
         """Keep every gradient; with a distributed optimizer, the part of it that this rank reduces."""
         if self._wanted:
-            self.gradients = of_masters(self._chunks, optimizer, lambda master: master.grad)
+            self.gradients = values_of_masters(self._chunks, optimizer, lambda master: master.grad)
 
 
 @torch.no_grad()
-def of_masters(
+def values_of_masters(
     chunks: Sequence[torch.nn.Module], optimizer: Any, value: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Any]:
-    """`value` of every main weight, or of this rank's shard of it, in the place of its parameter.
+    """Return `value` of every main weight, or of this rank's shard of it, under its parameter's name.
 
     Returns:
         name -> (cuts, fp32 tensor of the parameter's shape, first and last + 1 of the flattened elements that it
@@ -65,22 +67,24 @@ def of_masters(
     masters = {id(parameter): master for parameter, kind, master in found if kind == "master weight"}
     values = {}
     for chunk in chunks:
-        for place, parameter in parameter_places(chunk):
+        for shard, parameter in parameter_shards(chunk):
             begin, end = owned_range(optimizer, parameter)
             full = torch.empty(parameter.shape, dtype=torch.float32)
             if begin < end and (own := value(masters[id(parameter)])) is not None:
                 full.view(-1)[begin:end] = own.flatten()
-            values[place.name] = (tuple(tuple(cut) for cut in place.cuts), full, begin, end)
+            values[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), full, begin, end)
     return values
 
 
 class RouterRecord(RoutingProbe):
-    """What one router did in a step.
+    """A record of what one router did in a step.
 
-    margins: of each micro-batch [T] fp64, by how much each token's choice was decided; infinite where there was no
-    other. drop_margin: the same of what a capacity turned away, by weight. error: largest relative error of the logits
-    and of the weights, against fp64 from the same hidden states and weight: what a lower precision inside the router
-    costs, which a comparison of two runs in that precision cannot show.
+    Attributes:
+        margins: per micro-batch [T] fp64, the distance of each token's choice from its alternative; infinite where
+            there is none.
+        drop_margin: the same for choices dropped by a capacity, by weight.
+        error: largest relative error of logits and weights, against fp64 from the same hidden states and weight: the
+            cost of a lower precision inside the router, which a comparison of two runs in that precision cannot show.
     """
 
     def __init__(self) -> None:
@@ -90,7 +94,7 @@ class RouterRecord(RoutingProbe):
 
     @property
     def smallest(self) -> float:
-        """How near any choice came to falling otherwise."""
+        """The smallest of all margins."""
         return min([self.drop_margin, *(float(margins.min()) for margins in self.margins)])
 
     @torch.no_grad()
@@ -115,7 +119,7 @@ def _worst(got: Tensor, exact: Tensor) -> float:
 
 
 def _choice_margins(ranked: Tensor, router: Any) -> Tensor:
-    """[T] fp64: K-th minus (K+1)-th of what experts are ranked by; infinite where a token has no further one."""
+    """Return [T] fp64: K-th minus (K+1)-th of what experts are ranked by; infinite where a token has no further one."""
     options = router.options
     if options.topk == options.num_experts:
         return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
@@ -124,7 +128,7 @@ def _choice_margins(ranked: Tensor, router: Any) -> Tensor:
 
 
 def _group_margins(ranked: Tensor, router: Any) -> Tensor:
-    """[T] fp64: worst group chosen minus best group left out; infinite without groups or where all are chosen."""
+    """Return [T] fp64: worst chosen group minus best other group; infinite without groups or where all are chosen."""
     options = router.options
     if options.num_groups is None or options.group_topk is None or options.group_topk == options.num_groups:
         return ranked.new_full(ranked.shape[:1], torch.inf, dtype=torch.float64)
@@ -137,8 +141,11 @@ def _group_margins(ranked: Tensor, router: Any) -> Tensor:
 
 
 def _drop_margin(weights: Tensor, decision: Any, options: Any) -> float:
-    """Least weight kept minus largest weight dropped, of the expert where they are nearest; of this rank's choices,
-    which are all there are in one process. Infinite where nothing is dropped, or not by weight."""
+    """Return the least weight kept minus the largest dropped, of the expert where they are closest.
+
+    This rank's choices are compared, which are all there are in one process. Infinite where nothing is dropped, or not
+    by weight.
+    """
     if options.drop_policy != "probs" or bool(decision.kept.all()):
         return float("inf")
     experts, kept = decision.expert_ids.flatten(), decision.kept.flatten()

@@ -1,4 +1,4 @@
-"""What the doctor found, as plain values, as lines for a person, and as JSON."""
+"""The doctor's report: its findings as lines of text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _KEPT = 500
 
 @dataclass(frozen=True)
 class LayoutFinding:
-    """One layout's outcome: `error` is the ranks' report where it could not be measured."""
+    """The outcome of one layout; `error` is the ranks' report where the layout could not be measured."""
 
     layout: Layout
     seconds: float
     comparison: Comparison | None = None
-    smells: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
     error: str | None = None
 
     @property
     def good(self) -> bool:
-        """Measured, and nothing differs."""
+        """Whether the layout was measured and nothing differs."""
         return self.comparison is not None and self.comparison.agrees
 
 
 @dataclass
 class DoctorReport:
-    """A whole visit. `about` holds what was compared: flags, versions, sizes, tolerances, the oracle's figures."""
+    """The findings of all layouts; `about` says what was compared: flags, sizes, versions, the oracles' figures."""
 
     about: dict[str, Any]
     findings: list[LayoutFinding] = field(default_factory=list)
@@ -44,12 +44,13 @@ class DoctorReport:
 
     @property
     def common(self) -> list[str]:
-        """What all layouts that failed have, and none that agrees."""
-        good, bad = ([f.layout for f in self.findings if f.good == kind] for kind in (True, False))
-        return common_to(bad, good)
+        """Kinds of parallelism and features that all layouts that failed have, and no layout that agrees."""
+        passed = [finding.layout for finding in self.findings if finding.good]
+        failed = [finding.layout for finding in self.findings if not finding.good]
+        return common_to(failed, passed)
 
-    def verdict(self) -> str:
-        """One line."""
+    def summary(self) -> str:
+        """Return the overall result in one line."""
         bad = [finding.layout.name for finding in self.findings if not finding.good]
         tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
         if not bad:
@@ -57,9 +58,9 @@ class DoctorReport:
         return f"{len(bad)} of {tried} do not train the same model: {', '.join(bad)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: values that json writes, no number that it cannot."""
+        """Return the report as plain values for JSON, which holds neither NaN nor infinity."""
         return {
-            "verdict": self.verdict(),
+            "verdict": self.summary(),
             "failed": self.failed,
             "common_to_what_failed": self.common,
             **self.about,
@@ -68,8 +69,8 @@ class DoctorReport:
         }
 
 
-def line(number: int, total: int, finding: LayoutFinding) -> str:
-    """One layout's line in the log."""
+def log_line(number: int, total: int, finding: LayoutFinding) -> str:
+    """Return the log's line about one layout."""
     head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<25} {finding.layout.ranks} ranks "
     tail = f" ({finding.seconds:.1f} s)"
     if finding.comparison is None:
@@ -78,11 +79,11 @@ def line(number: int, total: int, finding: LayoutFinding) -> str:
         largest = finding.comparison.largest
         kinds = ("loss", "gradient norm", "gradient", "weight")
         return f"{head} agrees: {', '.join(f'{kind} {largest.get(kind, 0.0):.1e}' for kind in kinds)}{tail}"
-    return f"{head} DIFFERS: {said(finding.comparison.differences[0])}{tail}"
+    return f"{head} DIFFERS: {describe(finding.comparison.differences[0])}{tail}"
 
 
-def said(one: LayoutDifference) -> str:
-    """A difference in a line."""
+def describe(one: LayoutDifference) -> str:
+    """Return a difference in one line."""
     where = f" of {one.name}" if one.name else ""
     when = "" if "step" in one.quantity or not one.step else f", step {one.step}"
     exact = "has to be the same bits" if one.allowed == 0.0 else f"at most {one.allowed:.0e} is allowed"
@@ -91,7 +92,7 @@ def said(one: LayoutDifference) -> str:
 
 
 def details(report: DoctorReport) -> Iterator[str]:
-    """Everything to say about the layouts that failed, and the verdict."""
+    """Yield the lines about the layouts that failed, then the overall result."""
     for finding in report.findings:
         if finding.good:
             continue
@@ -99,17 +100,17 @@ def details(report: DoctorReport) -> Iterator[str]:
         if finding.comparison is None:
             yield finding.error or ""
             continue
-        yield from (f"  it fits: {smell}" for smell in finding.smells)
+        yield from (f"  it fits: {pattern}" for pattern in finding.patterns)
         differences = finding.comparison.differences
         first = [one for one in differences if one.step == differences[0].step]
-        yield from (f"  {said(one)}" for one in first[:_SHOWN])
+        yield from (f"  {describe(one)}" for one in first[:_SHOWN])
         if len(first) > _SHOWN:
             yield f"  and {len(first) - _SHOWN} more in the same step"
         if len(differences) > len(first):
             yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
     if any(finding.good for finding in report.findings) and (common := report.common):
         yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
-    yield f"\n{report.verdict()}"
+    yield f"\n{report.summary()}"
 
 
 def _flags(layout: Layout) -> str:
@@ -121,7 +122,7 @@ def _flags(layout: Layout) -> str:
 
 
 def _as_dict(finding: LayoutFinding) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "layout": finding.layout.name,
         "ranks": finding.layout.ranks,
         "flags": finding.layout.flags,
@@ -134,13 +135,13 @@ def _as_dict(finding: LayoutFinding) -> dict[str, Any]:
     }
     if finding.comparison is not None:
         differences = finding.comparison.differences
-        told["largest_errors"] = {kind: _number(value) for kind, value in finding.comparison.largest.items()}
-        told["fits"] = finding.smells
-        told["number_of_differences"] = len(differences)
-        told["differences"] = [{**asdict(one), "error": _number(one.error)} for one in differences[:_KEPT]]
-    return told
+        result["largest_errors"] = {kind: _number(value) for kind, value in finding.comparison.largest.items()}
+        result["fits"] = finding.patterns
+        result["number_of_differences"] = len(differences)
+        result["differences"] = [{**asdict(one), "error": _number(one.error)} for one in differences[:_KEPT]]
+    return result
 
 
 def _number(value: float) -> float | str:
-    """JSON has neither infinity nor NaN."""
+    """Return the value, as text where JSON has no number for it: infinity and NaN."""
     return value if value - value == 0.0 else str(value)

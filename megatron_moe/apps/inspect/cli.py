@@ -1,4 +1,4 @@
-"""The commands of tools/inspect_checkpoint.py and their exit codes. torch is imported where tensors are read."""
+"""The command line of tools/inspect_checkpoint.py and its exit status. torch is imported where tensors are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.inspect import steps as steps
+from megatron_moe.apps.inspect import steps
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import note, run_program, say
@@ -18,7 +18,7 @@ WELL, NOT_WELL = 0, 1
 
 
 def parser() -> argparse.ArgumentParser:
-    """One parser per command; DIR is a folder of steps or a single iter_* folder."""
+    """Return the parser, with one sub-parser per command; DIR is a folder of steps or a single iter_* folder."""
     p = argparse.ArgumentParser(
         prog="inspect_checkpoint.py",
         description="Look at checkpoints, check them, compare them, remove those that are not needed. No GPU, no "
@@ -42,49 +42,49 @@ def parser() -> argparse.ArgumentParser:
         ("diff", "which tensors of two steps are equal to the bit, and how far the others are apart", 2),
     ):
         sub = command(name, text, folders)
-        sub.add_argument("--match", metavar="REGEX", help="only tensors whose key this finds something in")
+        sub.add_argument("--match", metavar="REGEX", help="only tensors whose key it matches, anywhere")
         sub.add_argument(
             "--no-verify", dest="verify", action="store_false", help="read files that are not hashed first"
         )
-    command("verify", "hash every file of every step and hold it against the manifest")
+    command("verify", "hash every file of every step and compare with the manifest")
     sub = command("prune", "remove steps that are not needed; never the last good one, never a damaged one", 1)
-    sub.add_argument("--keep-last", type=int, required=True, metavar="K", help="the last K good ones stay")
-    sub.add_argument("--keep-every", type=int, metavar="N", help="multiples of N stay beside them")
-    sub.add_argument("--dry-run", action="store_true", help="say what would go")
-    sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash what stays")
+    sub.add_argument("--keep-last", type=int, required=True, metavar="K", help="keep the last K good steps")
+    sub.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
+    sub.add_argument("--dry-run", action="store_true", help="print what would be removed")
+    sub.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash what is kept")
     return p
 
 
 def main(argv: list[str]) -> int:
-    """Run one command. Returns the exit code."""
+    """Run one command and return the exit status."""
     return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError))
 
 
 def _main(argv: list[str]) -> int:
-    words = parser().parse_args(argv)
-    require_writable("--json", words.json)
+    flags = parser().parse_args(argv)
+    require_writable("--json", flags.json)
     try:
-        found = [steps.resolve(path) for path in words.folders]
-        lines, result, well = _COMMANDS[words.command](words, found)
+        found = [steps.resolve(path) for path in flags.folders]
+        lines, result, well = _COMMANDS[flags.command](flags, found)
     except steps.DamagedError as error:
         note(f"inspect_checkpoint.py: {error}")
         return NOT_WELL
     say("\n".join(lines))
-    if words.json is not None:
-        replace_json(Path(words.json), {"command": words.command, "well": well, **result})
+    if flags.json is not None:
+        replace_json(Path(flags.json), {"command": flags.command, "well": well, **result})
     return WELL if well else NOT_WELL
 
 
 Outcome = tuple[list[str], dict[str, Any], bool]
 
 
-def _list(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
-    parts = [steps.listed(one, words.verify, note) for one in found]
+def _list(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    parts = [steps.list_steps(one, flags.verify, note) for one in found]
     lines = [line for part, _, _ in parts for line in part]
     return lines, {"folders": [facts for _, facts, _ in parts]}, all(well for _, _, well in parts)
 
 
-def _config(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+def _config(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     if len(found) > 2:
         raise ConfigError(f"config takes one DIR or two, and there are {len(found)}")
     chosen = [one.newest for one in found]
@@ -98,12 +98,12 @@ def _config(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     return lines, {"steps": [str(step) for step in chosen], "differing": differing}, not differing
 
 
-def _stats(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
-    from megatron_moe.apps.inspect import tensors as tensors
+def _stats(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    from megatron_moe.apps.inspect import tensors
 
-    step = _readable(found[0], words.verify)
+    step = _readable(found[0], flags.verify)
     reader = tensors.opened(step)
-    keys = tensors.keys(reader, _regex(words.match))
+    keys = tensors.keys(reader, _regex(flags.match))
     rows, lines, broken = [], [f"{step}: {len(keys)} tensors"], []
     for key in keys:
         try:
@@ -122,11 +122,11 @@ def _stats(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     return lines, {"step": str(step), "tensors": rows, "unreadable": broken}, not (poisoned or broken)
 
 
-def _diff(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
-    from megatron_moe.apps.inspect import tensors as tensors
+def _diff(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+    from megatron_moe.apps.inspect import tensors
 
-    readers = [tensors.opened(_readable(one, words.verify)) for one in found]
-    pattern = _regex(words.match)
+    readers = [tensors.opened(_readable(one, flags.verify)) for one in found]
+    pattern = _regex(flags.match)
     keys = sorted({key for reader in readers for key in tensors.keys(reader, pattern)})
     rows, lines = [], [f"{readers[0].step} and {readers[1].step}: {len(keys)} tensors"]
     for key in keys:
@@ -144,7 +144,7 @@ def _diff(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     return lines, {"steps": [str(reader.step) for reader in readers], "tensors": rows}, equal == len(rows) > 0
 
 
-def _verify(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+def _verify(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     lines, rows = [], []
     for step in (step for one in found for step in one.steps):
         defect = steps.damage(step, note)
@@ -157,23 +157,23 @@ def _verify(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     return lines, {"steps": rows}, well
 
 
-def _prune(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
+def _prune(flags: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     for name in ("keep_last", "keep_every"):
-        value = getattr(words, name)
+        value = getattr(flags, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be 1 or more")
-    if Path(words.folders[0]).absolute() != found[0].root.absolute():
-        raise ConfigError(f"{words.folders[0]}: is one step; prune takes the folder that holds the steps")
+    if Path(flags.folders[0]).absolute() != found[0].root.absolute():
+        raise ConfigError(f"{flags.folders[0]}: is one step; prune takes the folder that holds the steps")
     lines = []
-    if not words.verify:
+    if not flags.verify:
         lines.append("NOT VERIFIED (--no-verify): a step that stays may be damaged")
-    plan = steps.planned(found[0], words.keep_last, words.keep_every, words.verify, note)
+    plan = steps.plan_pruning(found[0], flags.keep_last, flags.keep_every, flags.verify, note)
     lines += [f"stays, damaged: step {number}: {reason}" for number, reason in sorted(plan.damaged.items())]
-    lines.append(f"{'would stay' if words.dry_run else 'stay'}: {_numbers(plan.stay)}")
-    if plan.go and not words.dry_run:
+    lines.append(f"{'would stay' if flags.dry_run else 'stay'}: {_numbers(plan.stay)}")
+    if plan.go and not flags.dry_run:
         steps.remove(found[0], plan.go)
-    lines.append(f"{'would go' if words.dry_run else 'removed'}: {_numbers(plan.go)}")
-    result = {"stay": plan.stay, "go": plan.go, "damaged": plan.damaged, "dry_run": words.dry_run}
+    lines.append(f"{'would go' if flags.dry_run else 'removed'}: {_numbers(plan.go)}")
+    result = {"stay": plan.stay, "go": plan.go, "damaged": plan.damaged, "dry_run": flags.dry_run}
     return lines, result, not plan.damaged
 
 
@@ -183,7 +183,7 @@ _COMMANDS = {
 
 
 def _readable(found: steps.Folder, verify: bool) -> Path:
-    """The step to read tensors of, hashed first unless that was declined.
+    """Return the step to read tensors of, hashed first if `verify`.
 
     Raises:
         DamagedError: it is damaged.

@@ -1,4 +1,4 @@
-"""What can be said about steps without torch: which are there, how they were made, whether they are whole; pruning."""
+"""Inspect steps without torch: which there are, how they were made, whether they are complete; and prune them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.texts import size_text
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 _STEP_NAME = re.compile(r"iter_\d{7,}", re.ASCII)
 _HIDDEN = re.compile(r"\.iter_\d{7,}\.(saving|deleting)", re.ASCII)
 _PUT_ASIDE = re.compile(r"iter_\d{7,}\.bad\d*", re.ASCII)
@@ -27,12 +27,12 @@ _BETWEEN_LINES = 5.0
 
 
 class DamagedError(Exception):
-    """What was looked at is not whole: exit status 1."""
+    """A step that is read is damaged or not complete; the exit status is 1."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """One DIR of the command line: a folder of steps, or a single one of them."""
+    """A DIR of the command line: a folder of steps, or a single one of them."""
 
     root: Path
     steps: tuple[Path, ...]
@@ -53,7 +53,7 @@ class Folder:
 
 
 def resolve(path: str) -> Folder:
-    """The steps that a DIR means.
+    """Return the steps that a DIR of the command line means.
 
     Raises:
         ConfigError: it is neither a folder of checkpoints nor a step.
@@ -69,11 +69,11 @@ def resolve(path: str) -> Folder:
     return Folder(root, steps)
 
 
-# ---- list
+# list.
 
 
 def about(step: Path) -> dict[str, Any]:
-    """A step as plain values; `defect` says what is wrong as far as names, sizes and the small files tell."""
+    """Return a step as plain values; `defect` says what is wrong with names, sizes and the small files."""
     facts: dict[str, Any] = {"step": int(step.name[len("iter_") :]), "folder": str(step)}
     facts["defect"] = folder.defect(step) or folder.small_files_defect(step)
     try:
@@ -90,13 +90,13 @@ def about(step: Path) -> dict[str, Any]:
     return facts
 
 
-def listed(found: Folder, verify: bool, tell: Tell) -> tuple[list[str], dict[str, Any], bool]:
-    """A line per step, the same as values, and whether all is well."""
+def list_steps(found: Folder, verify: bool, log: Log) -> tuple[list[str], dict[str, Any], bool]:
+    """Return a line per step, the same as plain values, and whether all steps are good."""
     rows, lines = [], [f"{found.root}:"]
     for step in found.steps:
         facts = about(step)
         if verify and facts["defect"] is None:
-            facts["defect"] = damage(step, tell)
+            facts["defect"] = damage(step, log)
             facts["verified"] = facts["defect"] is None
         rows.append(facts)
         lines.append(_line(facts))
@@ -109,7 +109,7 @@ def listed(found: Folder, verify: bool, tell: Tell) -> tuple[list[str], dict[str
     hidden = sorted(entry.name for entry in found.root.iterdir() if _HIDDEN.fullmatch(entry.name))
     if hidden:
         result["hidden"] = hidden
-        lines.append(f"  being written, or left behind by a writer that died: {', '.join(hidden)}")
+        lines.append(f"  being written, or left by a writer that died: {', '.join(hidden)}")
     aside = sorted(entry.name for entry in found.root.iterdir() if _PUT_ASIDE.fullmatch(entry.name))
     if aside:
         result["put_aside"] = aside
@@ -136,8 +136,11 @@ def _line(facts: dict[str, Any]) -> str:
     if "versions" in facts:
         shown = {name: facts["versions"][name] for name in _SHOWN_VERSIONS if name in facts["versions"]}
         parts.append(", ".join(f"{name} {version}" for name, version in shown.items()))
-    parts.append("verified" if facts.get("verified") else "complete" if facts["defect"] is None else "DAMAGED: ")
-    return ", ".join(parts[:-1]) + ": " + parts[-1] + (facts["defect"] or "")
+    if facts["defect"] is not None:
+        condition = f"DAMAGED: {facts['defect']}"
+    else:
+        condition = "verified" if facts.get("verified") else "complete"
+    return ", ".join(parts) + ": " + condition
 
 
 def _pointer(root: Path) -> str | None:
@@ -147,11 +150,11 @@ def _pointer(root: Path) -> str | None:
         return None
 
 
-# ---- config
+# config.
 
 
 def config_of(step: Path) -> dict[str, Any]:
-    """The flat configuration of a step.
+    """Return the flat configuration of a step.
 
     Raises:
         DamagedError: it is damaged.
@@ -163,7 +166,7 @@ def config_of(step: Path) -> dict[str, Any]:
 
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Names whose values differ, with both; what one does not have is None there."""
+    """Return the names whose values differ, with both values; None for one that is not there."""
     return {
         name: (first.get(name), second.get(name))
         for name in sorted(first.keys() | second.keys())
@@ -171,16 +174,16 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[
     }
 
 
-# ---- verify
+# verify.
 
 
-def damage(step: Path, tell: Tell, workers: int = 4) -> str | None:
-    """What is wrong with a step, every file of it hashed and its index read; None if nothing is."""
+def damage(step: Path, log: Log, workers: int = 4) -> str | None:
+    """Hash every file of a step and read its index; return what is wrong, None if nothing is."""
     defect = folder.defect(step)
     if defect is not None:
         return defect
     content = manifest.read(step)
-    progress = _Progress(step, content.total_bytes, tell)
+    progress = _Progress(step, content.total_bytes, log)
     largest_first = sorted(content.files, key=lambda name: -content.files[name]["bytes"])
 
     def one(name: str) -> str | None:
@@ -198,10 +201,10 @@ def damage(step: Path, tell: Tell, workers: int = 4) -> str | None:
 
 
 class _Progress:
-    """A line now and then while much is read; several threads add to it."""
+    """A progress report of several threads that read; it prints a line every few seconds."""
 
-    def __init__(self, step: Path, total: int, tell: Tell) -> None:
-        self._step, self._total, self._tell = step, total, tell
+    def __init__(self, step: Path, total: int, log: Log) -> None:
+        self._step, self._total, self._log = step, total, log
         self._done, self._started = 0, time.monotonic()
         self._next = self._started + _BETWEEN_LINES
 
@@ -212,29 +215,29 @@ class _Progress:
             self._next = now + _BETWEEN_LINES
             speed = self._done / (now - self._started)
             left = (self._total - self._done) / max(speed, 1.0)
-            self._tell(
+            self._log(
                 f"{self._step}: {size_text(self._done)} of {size_text(self._total)}, {size_text(int(speed))}/s, "
                 f"{left:.0f} s left"
             )
 
 
-# ---- prune
+# prune.
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """Steps that stay and go, and those that are damaged, which stay too: somebody should see them."""
+    """The steps that stay and go, and those that are damaged, which stay too: a person should look at them."""
 
     stay: list[int]
     go: list[int]
     damaged: dict[int, str]
 
 
-def planned(found: Folder, keep_last: int, keep_every: int | None, verify: bool, tell: Tell) -> Pruning:
-    """Which steps may go. One at least of those that stay is good: hashed, if `verify`.
+def plan_pruning(found: Folder, keep_last: int, keep_every: int | None, verify: bool, log: Log) -> Pruning:
+    """Return which steps may go. At least one step that stays is good: hashed, if `verify`.
 
     Raises:
-        DamagedError: nothing that would stay is good.
+        DamagedError: no step that would stay is good.
     """
     good: set[int] = set()
     reading = False  # where nothing would go, nothing has to be read
@@ -246,10 +249,10 @@ def planned(found: Folder, keep_last: int, keep_every: int | None, verify: bool,
             raise DamagedError(f"{found.root}: holds no step that can be loaded, so nothing is removed")
         go = rule.surplus(sound, ())
         stay = [number for number in sound if number not in go]
-        # Every one that stays is read: a damaged step must not count as one of the last.
+        # Every step that stays is read: a damaged one must not count as one of the last.
         reading = reading or (verify and bool(go))
         unread = [number for number in stay if number not in good] if reading else []
-        reasons = {number: damage(_step(found, number), tell) for number in unread}
+        reasons = {number: damage(_step(found, number), log) for number in unread}
         damaged |= {number: reason for number, reason in reasons.items() if reason is not None}
         good |= {number for number in unread if number not in damaged}
         if not any(reasons.values()):
@@ -257,10 +260,11 @@ def planned(found: Folder, keep_last: int, keep_every: int | None, verify: bool,
 
 
 def remove(found: Folder, numbers: list[int]) -> None:
-    """Remove steps, each hidden at once and then deleted, while holding the folder's lock.
+    """Remove steps, each hidden by a rename and then deleted, while the folder is locked.
 
     Raises:
-        ConfigError: a job writes to the folder. OSError: the system refused.
+        ConfigError: a run writes to the folder.
+        OSError: a file could not be removed.
     """
     lock, _ = writer_lock.acquire(found.root)
     with lock:

@@ -1,4 +1,4 @@
-"""The numbers in a step's tensors, part by part: no model, no process group, memory for a few parts."""
+"""Statistics and differences of a step's tensors, part by part: no model, no process group, memory for a few parts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 
 _BLOCK = 1 << 22
-"""Elements that are widened to fp64 at a time."""
+"""Number of elements that are widened to fp64 at a time."""
 
 
 def opened(step: Path) -> StepReader:
-    """A reader of a step's tensors.
+    """Return a reader of a step's tensors.
 
     Raises:
         DamagedError: its index or its manifest is damaged or harmful.
@@ -33,16 +33,19 @@ def opened(step: Path) -> StepReader:
 
 
 def keys(reader: StepReader, pattern: str | None) -> list[str]:
-    """Keys in order, those that a regular expression finds something in."""
+    """Return the sorted keys of a step that a regular expression matches anywhere; all without one."""
     return sorted(key for key in reader.index.tensors if pattern is None or re.search(pattern, key))
 
 
-# ---- stats
+# stats.
 
 
 @dataclass
 class Stats:
-    """What the finite numbers of a tensor are like, and how many are not finite. Sums and moments in fp64."""
+    """The statistics of a tensor's finite numbers, computed in fp64, and the count of those that are not finite.
+
+    squares is the sum of squared distances from the mean.
+    """
 
     count: int = 0
     nans: int = 0
@@ -51,10 +54,9 @@ class Stats:
     high: float = -math.inf
     mean: float = 0.0
     squares: float = field(default=0.0, repr=False)
-    """Sum of squared distances from the mean."""
 
     def add(self, values: torch.Tensor) -> None:
-        """Take more numbers, of any shape and type."""
+        """Add more numbers, of any shape and type."""
         for block in _blocks(values):
             wide = block.double()
             finite = wide[torch.isfinite(wide)]
@@ -65,7 +67,7 @@ class Stats:
                 self._merge(finite)
 
     def _merge(self, values: torch.Tensor) -> None:
-        """Chan, Golub, LeVeque 1983: moments of two samples joined."""
+        """Merge the moments of two samples, after Chan, Golub and LeVeque (1983)."""
         count, mean = values.numel(), float(values.mean())
         squares, total = float((values - mean).square().sum()), self.count + values.numel()
         distance = mean - self.mean
@@ -75,20 +77,16 @@ class Stats:
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
 
     def facts(self) -> dict[str, Any]:
-        """As plain values; None where there is no finite number."""
-        some = self.count > 0
-        return {
-            "min": self.low if some else None,
-            "max": self.high if some else None,
-            "mean": self.mean if some else None,
-            "std": math.sqrt(self.squares / self.count) if some else None,
-            "nan": self.nans,
-            "inf": self.infs,
-        }
+        """Return the statistics as plain values; None where there is no finite number."""
+        result: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "std"))
+        if self.count > 0:
+            result |= {"min": self.low, "max": self.high, "mean": self.mean}
+            result["std"] = math.sqrt(self.squares / self.count)
+        return {**result, "nan": self.nans, "inf": self.infs}
 
 
 def stats(reader: StepReader, key: str) -> dict[str, Any]:
-    """Shape, type and numbers of one tensor.
+    """Return shape, type and statistics of one tensor.
 
     Raises:
         ConfigError: a part of it is not what the index says.
@@ -99,11 +97,11 @@ def stats(reader: StepReader, key: str) -> dict[str, Any]:
     return {"key": key, "dtype": tensor.dtype, "shape": list(tensor.shape), **result.facts()}
 
 
-# ---- diff
+# diff.
 
 
 def diff(first: StepReader, second: StepReader, key: str) -> dict[str, Any]:
-    """How a tensor differs between two steps; `equal` means to the bit. However each is split into parts.
+    """Return how a tensor differs between two steps, which may be split into other parts; `equal` means to the bit.
 
     Raises:
         ConfigError: a part is not what its index says.
@@ -127,7 +125,7 @@ def diff(first: StepReader, second: StepReader, key: str) -> dict[str, Any]:
 def _boxes(
     first: StepReader, second: StepReader, key: str, one: Tensor, two: Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same boxes of a tensor from two steps, one after the other, covering all of it."""
+    """Yield the same boxes of a tensor from two steps; together they cover all of it."""
     for part in one.parts:
         for other in two.parts:
             low = [max(a, b) for a, b in zip(part.start, other.start)]
@@ -138,7 +136,7 @@ def _boxes(
 
 
 def _distance(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
-    """Elements that differ, and by how much at most; infinite where one is not a number and the other is."""
+    """Return how many elements differ, and by how much at most; infinite if one is NaN and the other is not."""
     count, largest = 0, 0.0
     for a, b in zip(_blocks(one), _blocks(two)):
         if a.dtype == b.dtype:
@@ -154,7 +152,7 @@ def _distance(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element: [elements, bytes]."""
+    """Return the bytes of each element, [elements, bytes]."""
     return values.reshape(-1, 1).contiguous().view(torch.uint8)
 
 

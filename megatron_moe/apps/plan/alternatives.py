@@ -1,4 +1,4 @@
-"""Layouts near a given one: which the rules allow, which fit, and which of them to try first."""
+"""Layouts near a given one: those that the rules allow, ranked by whether they fit and by their estimated time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = (
 
 
 def legal(run: Run, world_size: int) -> bool:
-    """Whether the rules allow this layout on so many ranks."""
+    """Return whether the rules allow this layout on `world_size` ranks."""
     try:
         rules.check_layout(run, world_size)
     except ConfigError:
@@ -29,13 +29,13 @@ def legal(run: Run, world_size: int) -> bool:
 
 
 def neighbours(run: Run) -> Iterator[tuple[str, Run]]:
-    """(what is changed, the run) for every single change of the layout: sizes halved and doubled, and the like."""
+    """Yield (changed flags, run) for every single change of the layout: sizes halved and doubled, and the like."""
     sections = {**vars(run.parallel), **vars(run.training)}
     for name in (*_SIZES, "micro_batch_size"):
         size = sections[name]
         for other in (size // 2, size * 2):
             if other:
-                yield f"{_flag(name)} {other}", _settled(run, **{name: other})
+                yield f"{_flag(name)} {other}", _with_sizes(run, **{name: other})
     virtual = run.parallel.num_layers_per_virtual_pipeline_stage
     stages = run.parallel.pipeline_model_parallel_size
     for layers in (None, 1, 2, 4):
@@ -52,7 +52,7 @@ def neighbours(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]]:
-    """Up to `count` legal layouts that are one change away, then two, in this order."""
+    """Return up to `count` legal layouts that are one change away, then two, in this order."""
     found: list[tuple[str, Run]] = []
     seen = {run}
     level = [("", run)]
@@ -75,10 +75,10 @@ def nearest_legal(run: Run, world_size: int, count: int) -> list[tuple[str, Run]
 def ranked(
     run: Run, world_size: int, machine: Machine, count: int, known: dict[Any, RankTrace]
 ) -> list[dict[str, Any]]:
-    """Legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
+    """Return up to `count` legal layouts one change away, the most promising first. `known`: see `trace_ranks`.
 
-    Those that fit the device come before those that do not; among those that fit, less computed and waited for is
-    better: more FLOPs by recomputation, a larger bubble. Then the smaller memory.
+    Those that fit the device come before those that do not, then a smaller estimated time (less recomputation, a
+    smaller bubble), then a smaller memory.
     """
     rows: list[dict[str, Any]] = []
     for words, other in neighbours(run):
@@ -98,16 +98,21 @@ def ranked(
 
 
 def relative_time(run: Run, world_size: int) -> float:
-    """Time of a step over that without bubble and recomputation: full recomputation makes three passes four. Nothing is
-    said of communication, or of kernels that are slower on smaller pieces."""
+    """Return the time of a step over that of one without bubble and recomputation.
+
+    Full recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left
+    out.
+    """
     stages, chunks = run.parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(run) or 1
     bubble = (stages - 1) / (chunks * derived.num_microbatches(run, world_size))
     return (1 + bubble) * (4 / 3 if run.training.recompute_granularity == "full" else 1.0)
 
 
-def _settled(run: Run, **sizes: int) -> Run:
-    """`run` with other sizes, and with what the rules want along with them: sequence parallelism goes with TP, uneven
-    ends and virtual stages with the old number of stages."""
+def _with_sizes(run: Run, **sizes: int) -> Run:
+    """Return `run` with other sizes and with the flags that the rules require along with them.
+
+    Sequence parallelism is on with TP; uneven ends and virtual stages belong to the old number of stages.
+    """
     changes: dict[str, Any] = dict(sizes)
     if "tensor_model_parallel_size" in sizes:
         changes["sequence_parallel"] = sizes["tensor_model_parallel_size"] > 1

@@ -1,4 +1,4 @@
-"""The flags of tools/plan.py, and its exit codes."""
+"""The command line of tools/plan.py: plan a run, print and write the plan."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _logger = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The job and the machine; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
     p = cli.Parser(
         prog="plan.py",
         usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
-        description="Lay a run out on paper: parameters, memory, traffic and speed of every rank, without any of them.",
-        epilog="Exit status: 0 laid out; 2 a mistake in the flags, or a layout that cannot be. Other flags, such as "
+        description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
+        epilog="Exit status: 0 planned; 2 a mistake in the flags, or a layout that cannot be. Other flags, such as "
         "--preset deepseek-v3 --pipeline-model-parallel-size 16, are those of pretrain_moe.py.",
         allow_abbrev=False,
     )
-    p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="ranks of the job")
+    p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="number of ranks")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     p.add_argument(
         "--device",
         choices=platform.DEVICE_KINDS,
         default=Machine.device,
-        help=f"what it runs on (default: {Machine.device})",
+        help=f"device that the run is planned for (default: {Machine.device})",
     )
     p.add_argument(
         "--gpus-per-node", type=_positive(int), default=8, metavar="N", help="ranks of one machine (default: 8)"
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         type=_positive(float),
         default=0.4,
         metavar="X",
-        help="share of the peak that is reached (default: 0.4)",
+        help="assumed share of the peak (default: 0.4)",
     )
     p.add_argument(
         "--imbalance",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan. Returns the exit status."""
+    """Print the plan and return the exit status."""
     return run_program("plan.py", _main, argv)
 
 
@@ -91,7 +91,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _check(run: Run, world_size: int) -> None:
-    """The rules for that many ranks; a refusal names layouts nearby that they allow."""
+    """Apply the rules for that many ranks; a refusal names neighbouring layouts that they allow."""
     try:
         rules.check_layout(run, world_size)
     except ConfigError as error:
@@ -103,7 +103,7 @@ def _check(run: Run, world_size: int) -> None:
 
 
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
-    """The plan. Its text is printed on the way: the answer as soon as there is one, the comparisons after it."""
+    """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
     machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
@@ -134,7 +134,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """What the planner logs goes to stderr, a line for each stage as it is begun."""
+    """Print what the planner logs to stderr: a line at the beginning of each stage."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("plan.py: %(message)s"))
     package = logging.getLogger(__package__)

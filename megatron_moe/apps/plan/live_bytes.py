@@ -1,7 +1,7 @@
-"""Bytes of all tensors that are alive, counted storage by storage while operations run.
+"""Count the bytes of all live tensors, storage by storage, while operations run.
 
-The same counter watches a real step on real ranks and a step on the meta device, so that a plan and a measurement speak
-of one quantity. What a kernel allocates inside itself, and what a communication library keeps, is not seen.
+The same counter observes a real step on real ranks and a step on the meta device, so that a plan and a measurement
+mean the same quantity. What a kernel allocates inside itself, and what a communication library keeps, is not counted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that an operation returns, until it is freed.
+    """A dispatch mode that counts every storage that an operation returns, until the storage is freed.
 
-    live, peak: bytes now, and the most there were since `restart_peak`.
-    label_peaks: the same peak of the storages with one label alone. Storages that are older than the mode are
-    counted from when an operation first returns them.
+    Storages that are older than the mode are counted from when an operation first returns them.
+
+    Attributes:
+        live: bytes now.
+        peak: largest `live` since `restart_peak`.
+        label_peaks: the same peak of the storages with one label.
     """
 
     def __init__(self) -> None:
@@ -37,11 +40,13 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, tuple[int, str | None, weakref.ref]] = {}
 
     def __enter__(self) -> Any:
-        """Storages are also resized without any operation: recomputation frees an output that way, and refills it. For
-        the time of the count, such calls are noticed too."""
+        """Start counting; storages that are resized without an operation are counted too.
+
+        Recomputation frees and refills an output by `UntypedStorage.resize_`, which no dispatch mode sees.
+        """
         resize = torch.UntypedStorage.resize_
 
-        def noticed(storage: torch.UntypedStorage, size: int) -> Any:
+        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             known = self._storages.get(storage._cdata)
             if known is not None:
@@ -49,14 +54,14 @@ class LiveBytes(TorchDispatchMode):
                 self._remember(storage, storage.nbytes(), known[1])
             return result
 
-        self._noticing = mock.patch.object(torch.UntypedStorage, "resize_", noticed)
-        self._noticing.start()
+        self._patched_resize = mock.patch.object(torch.UntypedStorage, "resize_", counted_resize)
+        self._patched_resize.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         super().__exit__(*error)
-        self._noticing.stop()
+        self._patched_resize.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
@@ -66,21 +71,21 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The operation itself; a subclass may do it in another way."""
+        """Call the operation; a subclass may do it in another way."""
         return func(*args, **kwargs)
 
     def label_of(self, tensor: Tensor) -> str | None:
-        """The label of a new tensor: that of the `labelled` block; a subclass may know better."""
+        """Return the label of a new tensor: that of the `labelled` block, unless a subclass decides otherwise."""
         return self._label
 
     def restart_peak(self) -> None:
-        """From now on peaks are those of what follows."""
+        """Forget earlier peaks: from now on peaks are those of what follows."""
         self.peak = self.live
         self.label_peaks = defaultdict(int, self._label_live)
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Storages made in here carry the label."""
+        """Label the storages that are made in this context."""
         outer, self._label = self._label, label
         try:
             yield
@@ -114,6 +119,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of some tensors."""
+    """Return the bytes of the distinct storages of some tensors."""
     sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values())

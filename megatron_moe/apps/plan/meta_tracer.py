@@ -1,4 +1,10 @@
-"""A device with shapes and no storage: operations run on torch's meta device, collectives are written down."""
+"""Run operations on torch's meta device, which has shapes and no storage, and count bytes, FLOPs and collectives.
+
+A multiply-add counts as 2 FLOPs. Matrix products and attention are counted; norms, activations and softmax are not.
+Causal attention is counted as half of the full square (S / 2 keys per query, not (S + 1) / 2), and its backward pass as
+twice its forward, although the flash kernels compute the scores once more. `config.derived.flops_per_token`, from which
+MFU is computed, is this count of one forward and backward pass without recomputation, divided by the tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +24,25 @@ from torch.utils.flop_counter import flop_registry
 from megatron_moe import platform
 from megatron_moe.apps.plan.live_bytes import LiveBytes
 
-# ---- Counting floating-point operations as operations run, by one definition.
-#
-# A multiply-add is 2. Matrix products and attention are counted, nothing else: no norm, no activation, no softmax.
-# Causal attention is counted as half of the full square (S / 2 keys per query, not (S + 1) / 2), and its backward pass
-# as twice its forward, although the flash kernels compute the scores once more. `config.derived.flops_per_token`, which
-# MFU goes by, is this count of one forward and backward pass without recomputation, divided by the tokens.
-
-
 _aten = torch.ops.aten
+_META = torch.device("meta")
 Shape = Sequence[int]
+
+# FLOPs.
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, causal: bool) -> int:
-    """[B, n, S, dk], [B, g, T, dk], [B, g, T, dv]: two products per query and key; causal queries are the last S of T,
-    and see half of their own square."""
+    """Return the FLOPs of attention over [B, n, S, dk], [B, g, T, dk], [B, g, T, dv].
+
+    There are two products per query and key. Causal queries are the last S of T, and see half of their own square.
+    """
     batch, heads, queries, width = query
     keys = key[2] - queries // 2 if causal else key[2]
     return 2 * batch * heads * queries * keys * (width + value[-1])
 
 
 def grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
-    """[R, k] [e, k, n] or [m, R] [R, n]: every row meets one matrix."""
+    """Return the FLOPs of a grouped product [R, k] [e, k, n] or [m, R] [R, n]: every row meets one matrix."""
     return 2 * left[0] * left[1] * right[-1]
 
 
@@ -53,7 +56,7 @@ def _flash_backward(
     return 2 * attention_flops(query, key, value, causal)
 
 
-# What torch's FlopCounterMode does not know: its argument `custom_mapping`.
+# Formulas that torch's FlopCounterMode does not have, in the form of its argument `custom_mapping`.
 FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: grouped_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
@@ -62,7 +65,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def operation_flops(operation: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of one call of an overload, from `FORMULAS` or torch's own; 0 for what is no product."""
+    """Return the FLOPs of one call of an overload, from `FORMULAS` or torch's own; 0 for what is no product."""
     packet = operation._overloadpacket
     if packet in FORMULAS:
         return FORMULAS[packet](*map(_shape, args), **kwargs)
@@ -74,10 +77,7 @@ def _shape(argument: Any) -> Any:
     return argument.shape if isinstance(argument, torch.Tensor) else argument
 
 
-# ----
-
-
-_META = torch.device("meta")
+# The tracer.
 
 # Operation of torch.ops.c10d -> (kind, which argument carries the bytes, which the group).
 _COLLECTIVES: dict[str, tuple[str, int, int]] = {
@@ -94,8 +94,14 @@ _COLLECTIVES: dict[str, tuple[str, int, int]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: its kind, the ranks that take part, and the bytes of its whole tensor: of what is reduced, of what is
-    gathered in the end, or of what this rank sends (its own share included)."""
+    """A collective call.
+
+    Attributes:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast".
+        ranks: the ranks that take part.
+        bytes: size of the whole tensor: of what is reduced, of the gathered result, or of what this rank sends (its own
+            share included).
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -103,12 +109,16 @@ class Collective:
 
 
 class MetaTracer(LiveBytes):
-    """Everything is allocated on the meta device, whatever device the code asks for; nothing is computed or sent.
+    """A dispatch mode that allocates on the meta device, whatever device the code asks for, and computes nothing.
 
-    A number read back from a tensor (`.item()`) is 1. collectives, flops: what was called and counted so far.
+    A number that is read back from a tensor (`.item()`) is 1.
 
     Args:
         logits_shape: (tokens, vocabulary) of this rank; tensors of that many elements are labelled "logits".
+
+    Attributes:
+        collectives: collectives so far.
+        flops: FLOPs so far.
     """
 
     def __init__(self, logits_shape: tuple[int, int]) -> None:
@@ -118,36 +128,36 @@ class MetaTracer(LiveBytes):
         self._logits_shape = logits_shape
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The operation on meta tensors."""
+        """Return the operation's result on meta tensors; a collective is recorded instead of called."""
         if func.namespace == "c10d":
-            return self._note(func, args)
+            return self._record_collective(func, args)
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         if not _makes_a_tensor(func):
-            result, flops = _computed(func, args, kwargs)
+            result, flops = _compute(func, args, kwargs)
             self.flops += flops
             return result
-        key = (func, *map(_described, args), *map(_described, kwargs.items()))
+        key = (func, *map(_key_of, args), *map(_key_of, kwargs.items()))
         known = _results.get(key)
         if known is not None:
             self.flops += known.flops
             return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=_META)
-        result, flops = _computed(func, args, kwargs)
+        result, flops = _compute(func, args, kwargs)
         self.flops += flops
         if result.is_meta:  # what is made of tensors from outside has values
             _results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 
     def label_of(self, tensor: Tensor) -> str | None:
-        """ "logits" by their shape, else as the block says."""
+        """Return "logits" for a tensor of their shape, otherwise the label of the `labelled` block."""
         tokens, vocabulary = self._logits_shape
         if tensor.dim() > 1 and tensor.shape[-1] == vocabulary and tensor.numel() == tokens * vocabulary:
             return "logits"
         return super().label_of(tensor)
 
-    def _note(self, func: Any, args: tuple) -> Any:
+    def _record_collective(self, func: Any, args: tuple) -> Any:
         name = func._schema.name.split("::")[1]
         if name in _COLLECTIVES:
             kind, tensors, group = _COLLECTIVES[name]
@@ -158,50 +168,53 @@ class MetaTracer(LiveBytes):
 
 
 @contextmanager
-def on_paper(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTracer]:
-    """A machine with `device` ("cuda" or "cpu") on paper.
+def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTracer]:
+    """Trace all operations in this context as on a machine with `device` ("cuda" or "cpu").
 
-    Two fused kernels have stand-ins that keep what they keep: attention without a score matrix, and the norm. On the
-    meta device torch takes these apart, and keeps every intermediate result.
+    Two fused kernels are replaced by stand-ins that keep for the backward pass what the kernels keep: attention without
+    a score matrix, and the norm. On the meta device torch decomposes these, and keeps every intermediate result.
     """
-    paper = MetaTracer(logits_shape)
+    tracer = MetaTracer(logits_shape)
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **_: Any
     ) -> Tensor:
-        # A mask is a context-parallel rank's: its queries are the last of these keys, causal among themselves.
-        return _Attend.apply(query, key, value, is_causal or attn_mask is not None, paper)
+        # A mask comes from a context-parallel rank: its queries are the last of these keys, causal among themselves.
+        return _Attend.apply(query, key, value, is_causal or attn_mask is not None, tracer)
 
     def normalise(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _Normalise.apply(x, weight)
 
     kernels: dict[Callable, Callable] = {F.scaled_dot_product_attention: attend, F.rms_norm: normalise}
-    with platform.imagining(device, kernels), paper:
-        yield paper
+    with platform.imagining(device, kernels), tracer:
+        yield tracer
 
 
 class _Attend(torch.autograd.Function):
-    """[B, n, S, dk], [B, g, T, dk], [B, g, T, dv] -> [B, n, S, dv]. Keeps operands, result and logsumexp (fp32)."""
+    """Attention of [B, n, S, dk], [B, g, T, dk], [B, g, T, dv] -> [B, n, S, dv].
+
+    It saves operands, result and logsumexp (fp32).
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, paper: MetaTracer) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, tracer: MetaTracer) -> Tensor:
         batch, heads, length, _ = query.shape
         context = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, context, logsumexp)
-        ctx.paper, ctx.flops = paper, attention_flops(query.shape, key.shape, value.shape, causal)
-        paper.flops += ctx.flops
+        ctx.tracer, ctx.flops = tracer, attention_flops(query.shape, key.shape, value.shape, causal)
+        tracer.flops += ctx.flops
         return context
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *_ = ctx.saved_tensors
-        ctx.paper.flops += 2 * ctx.flops
+        ctx.tracer.flops += 2 * ctx.flops
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 class _Normalise(torch.autograd.Function):
-    """[..., H] and weight [H] -> [..., H]. Keeps both, and one fp32 number per row."""
+    """A norm of [..., H] with weight [H] -> [..., H]. It saves both, and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -215,13 +228,13 @@ class _Normalise(torch.autograd.Function):
 
 
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """[R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]. On the meta device torch's own knows bf16 only."""
+    """Return the result of [R, k] [e, k, n] -> [R, n], or [m, R] [R, n] -> [e, m, n]; torch's own accepts bf16 only."""
     groups = () if right.dim() == 3 else offs.shape
     return left.new_empty((*groups, left.shape[0], right.shape[-1]), dtype=out_dtype)
 
 
 class _Result(NamedTuple):
-    """What an operation returns for arguments of certain shapes. torch's own rules for that are slow Python."""
+    """The result of an operation for arguments of certain shapes, cached: torch's own rules for it are slow Python."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -229,31 +242,31 @@ class _Result(NamedTuple):
     flops: int
 
 
-# By function and arguments, on which alone a result depends: for every plan of this process.
+# Cache of this process, by function and arguments; a result on the meta device depends on nothing else.
 _results: dict[Any, _Result] = {}
 
 
-def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """The result of an operation on meta tensors, and its FLOPs."""
+def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Return the result of an operation on meta tensors, and its FLOPs."""
     if func is torch.ops.aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs), grouped_flops(*(one.shape for one in args[:2]))
     result = func(*args, **kwargs)
     return result, operation_flops(func, args, kwargs, result)
 
 
-def _described(argument: Any) -> Any:
-    """All that the result of an operation on meta tensors depends on, as a key."""
+def _key_of(argument: Any) -> Any:
+    """Return a key with all that the result of an operation on meta tensors depends on."""
     kind = type(argument)
     if kind is Tensor or isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
     if kind is tuple or kind is list:
-        return tuple(map(_described, argument))
+        return tuple(map(_key_of, argument))
     return kind, argument  # 1, 1.0 and True are equal, and promote differently
 
 
 @functools.cache
 def _makes_a_tensor(func: Any) -> bool:
-    """Whether an operation returns one tensor with a storage of its own, and writes to none."""
+    """Return whether an operation returns one tensor with a storage of its own, and writes to none."""
     returns, arguments = func._schema.returns, func._schema.arguments
     if func is torch.ops.aten._unsafe_view.default:  # a view, and its schema does not say so
         return False

@@ -1,46 +1,175 @@
-"""A run laid out on paper: parameters, memory, traffic, FLOPs and speed of every rank of a job that is not there."""
+"""Plan a run without its ranks: parameters, memory, traffic, FLOPs and speed of every rank."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe import platform
-from megatron_moe.apps.plan.memory import bubble_share, rank_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 
-# ---- Bytes that one rank sends in a step, by what for, and how much of it leaves the machine.
+GIB = 2**30
+# Adam's two moments, and the fp32 copy of a half-precision weight.
+_MOMENTS, _MASTER = 8, 4
+# Bytes that a rank sends over those of the whole tensor, without the factor (n - 1) / n of n ranks.
+_SENT_MULTIPLES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
+# Recomputation at its extremes and between: what the flags become.
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
 
 
-# Bytes a rank sends, over those of the whole tensor and without the factor (n - 1) / n of n ranks.
-_TRIPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
+@dataclass(frozen=True)
+class Machine:
+    """The machines that the run is planned for.
+
+    Attributes:
+        device: one of platform.DEVICE_KINDS.
+        gpus_per_node: ranks of one machine.
+        memory_gib: memory of one device.
+        peak_tflops: peak of one device.
+        mfu: share of the peak that the model's FLOPs are assumed to reach.
+        imbalance: rows that a rank's experts get, over the mean.
+    """
+
+    device: str = platform.DEVICE_KINDS[0]
+    gpus_per_node: int = 8
+    memory_gib: float = 80.0
+    peak_tflops: float = 989.0
+    mfu: float = 0.4
+    imbalance: float = 1.0
+
+
+# Memory.
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """The memory of a rank, in bytes.
+
+    Attributes:
+        weights: the engine's parameter buffers, padding included.
+        gradients: the engine's gradient buffers, padding included.
+        optimizer: fp32 masters and moments.
+        activations: peak above these three during the forward and backward passes of a step.
+        in_flight: micro-batches (of one chunk each) that wait for their backward pass at once.
+        logits: peak of the logits in one micro-batch, part of the activations.
+        dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
+        update: peak above weights, gradients and optimizer during the update, when the activations are freed.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    in_flight: int
+    logits: int
+    dispatch: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        """The peak of all parts together."""
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update)
+
+
+def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
+    """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
+    optimizer = update = 0
+    for buffer in trace.buffers:
+        share = buffer.numel // len(buffer.ranks) if run.optimizer.use_distributed_optimizer else buffer.used
+        optimizer += share * (_MOMENTS + (_MASTER if buffer.parameter_bytes < 4 else 0))
+        update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
+    activations, in_flight = _activation_peak(run, trace, derived.num_microbatches(run, world_size))
+    return PlannedMemory(
+        weights=trace.weights,
+        gradients=sum(buffer.numel * buffer.gradient_bytes for buffer in trace.buffers),
+        optimizer=optimizer,
+        activations=activations,
+        in_flight=in_flight,
+        logits=max(chunk.logits for chunk in trace.chunks),
+        dispatch=max(chunk.dispatch for chunk in trace.chunks),
+        update=update,
+    )
+
+
+def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[int, int]:
+    """Return the peak bytes of activations, and the largest number of passes that wait for their backward pass."""
+    stages = run.parallel.pipeline_model_parallel_size
+    live = peak = waiting = most_waiting = 0
+    # After the first rounds the schedule repeats itself.
+    for is_forward, number in schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages)):
+        chunk = trace.chunks[number]
+        if is_forward:
+            peak = max(peak, live + chunk.forward_peak)
+            live, waiting = live + chunk.kept, waiting + 1
+        else:
+            live, waiting = live - chunk.kept, waiting - 1
+            peak = max(peak, live + chunk.backward_peak)
+        most_waiting = max(most_waiting, waiting)
+    return peak, most_waiting
+
+
+def schedule(chunks: int, stages: int, stage: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
+    """Yield the passes of one stage in the engine's order: (is it a forward pass, of which chunk).
+
+    With one chunk per stage there are as many forward passes as stages follow, then one forward and one backward pass
+    in turn. With several, `stages` micro-batches at a time go through the chunks.
+    """
+    total = chunks * micro_batches
+    warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = min(warm_up, total)
+
+    def chunk(index: int) -> int:
+        return index % (stages * chunks) // stages
+
+    for index in range(total + warm_up):
+        if index < total:
+            yield True, chunk(index)
+        if index >= warm_up:
+            yield False, chunks - 1 - chunk(index - warm_up)
+
+
+def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
+    """Return the share of a step in which a stage waits, (PP - 1) / (VPP x micro-batches + PP - 1).
+
+    All passes are assumed to take equally long.
+    """
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+# Traffic.
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends per step, and those of them that go to another machine."""
+    """The bytes that a rank sends per step, and those of them that go to another machine."""
 
     sent: float
     between_nodes: float
 
 
 def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int) -> dict[str, Traffic]:
-    """Traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP and expert DP, where there is any.
+    """Return the traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP and expert DP, if there is any.
 
     A ring is assumed for reductions and gathers: a rank sends (n - 1) / n of the tensor to its neighbour, twice for an
-    all-reduce, and as many of the ring's links leave the machine as neighbours live on different ones. An all-to-all
-    sends each of the others an equal share.
+    all-reduce, and a link leaves the machine where two neighbours are on different ones. An all-to-all sends each of
+    the others an equal share.
     """
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
         if len(ranks) > 1:
-            sent = _TRIPS[kind] * size * (len(ranks) - 1) / len(ranks)
+            sent = _SENT_MULTIPLES[kind] * size * (len(ranks) - 1) / len(ranks)
             totals[name][0] += sent
             totals[name][1] += sent * _share_between_nodes(kind, ranks, gpus_per_node)
 
@@ -78,40 +207,11 @@ def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) 
     return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
 
 
-# ----
-
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the job is to run on.
-
-    device: one of platform.DEVICE_KINDS. memory_gib: of one device. peak_tflops, mfu: its peak, and the share of it
-    that the model's FLOPs are assumed to reach. imbalance: rows that a rank's experts get, over the mean.
-    """
-
-    device: str = platform.DEVICE_KINDS[0]
-    gpus_per_node: int = 8
-    memory_gib: float = 80.0
-    peak_tflops: float = 989.0
-    mfu: float = 0.4
-    imbalance: float = 1.0
-
-
-# Recomputation at its extremes and between: what the flags become.
-RECOMPUTATION: dict[str, dict[str, Any]] = {
-    "none": {"recompute_granularity": None},
-    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
+# The plan.
 
 
 def vocabulary(run: Run) -> int:
-    """Rows of the embedding table.
+    """Return the number of rows of the embedding table.
 
     Raises:
         ConfigError: the run does not say how large its vocabulary is.
@@ -122,10 +222,12 @@ def vocabulary(run: Run) -> int:
 
 
 def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
-    """Everything that is known of a layout, as plain data (bytes, unless a key says otherwise).
+    """Return the plan of a layout as plain data (bytes, unless a key says otherwise).
 
     Args:
-        run: has passed the rules for `world_size` ranks.
+        run: a run that has passed the rules for `world_size` ranks.
+        world_size: number of ranks.
+        machine: what it is to run on.
         known: see `trace_ranks`.
     """
     size = vocabulary(run)
@@ -185,8 +287,10 @@ def peak_gib(
     known: dict[Any, RankTrace],
     imbalance: float | None = None,
 ) -> float:
-    """The most that any rank holds, from the stages that can be the largest: the first two and the last. `known`: see
-    `trace_ranks`."""
+    """Return the largest peak memory of a rank, in GiB.
+
+    The stages that can be the largest are traced: the first two and the last. `known`: see `trace_ranks`.
+    """
     stages = run.parallel.pipeline_model_parallel_size
     traces = trace_ranks(
         run,
@@ -201,12 +305,12 @@ def peak_gib(
 
 
 def recomputed(run: Run, kind: str) -> Run:
-    """`run` with one of `RECOMPUTATION`."""
+    """Return `run` with one of the kinds of `RECOMPUTATION`."""
     return replace(run, **{**_NO_RECOMPUTATION, **RECOMPUTATION[kind]})
 
 
 def layout(run: Run, world_size: int) -> dict[str, Any]:
-    """The sizes of the layout, and what of the run else decides about memory."""
+    """Return the sizes of the layout, micro-batch size and recomputation."""
     p = run.parallel
     return {
         "TP": p.tensor_model_parallel_size,

@@ -10,12 +10,12 @@ _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 def text_report(plan: dict[str, Any]) -> str:
-    """The layout itself, for a terminal 120 wide."""
+    """Return the text about the layout itself, for a terminal of 120 columns."""
     return "\n\n".join((_head(plan), _memory(plan), _traffic(plan), _speed(plan))) + "\n"
 
 
 def comparison_report(plan: dict[str, Any]) -> str:
-    """What else it could be: other recomputation, other routing, layouts nearby. Empty where nothing was compared."""
+    """Return the text about other recomputation, other routing and neighbouring layouts; empty without any of them."""
     return "".join(f"\n{block}\n" for block in (_choices(plan), _alternatives(plan)) if block)
 
 
@@ -54,7 +54,7 @@ def _memory(plan: dict[str, Any]) -> str:
 
 
 def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbouring stages with equal figures as one row."""
+    """Return the ranks' entries with neighbouring stages of equal figures as one."""
     rows: list[dict[str, Any]] = []
     for rank in ranks:
         same = ("dense_params", "expert_params", "memory")
@@ -109,7 +109,7 @@ def _alternatives(plan: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """Return rows as text, the first column aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

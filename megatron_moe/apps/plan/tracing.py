@@ -1,4 +1,7 @@
-"""One rank of a job that is not there: built and run on paper, so that its counts are the model's own."""
+"""Trace one rank of each pipeline stage: build its part of the model on the meta device and run one micro-batch.
+
+No other rank exists. Parameters, bytes, FLOPs and collectives are counted from what the model's own code does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.apps.plan.live_bytes import storage_bytes
-from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, on_paper
+from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.build import build_model
@@ -34,11 +37,17 @@ _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 @dataclass(frozen=True)
 class ChunkTrace:
-    """One model chunk over one micro-batch. All bytes are above what was there before its forward pass.
+    """The counts of one model chunk over one micro-batch. All bytes are above what was live before its forward pass.
 
-    kept: what the forward pass leaves for the backward pass, its output included where that is not freed after sending.
-    forward_peak, backward_peak: the most during each pass. logits, dispatch: the most of these alone. flops: of both
-    passes, with what is recomputed. forward, backward: the collectives of each.
+    Attributes:
+        kept: what the forward pass keeps for the backward pass, its output included unless that is freed after sending.
+        forward_peak: peak during the forward pass.
+        backward_peak: peak during the backward pass.
+        logits: peak of the logits.
+        dispatch: peak of the dispatch buffers.
+        flops: FLOPs of both passes, recomputation included.
+        forward: collectives of the forward pass.
+        backward: collectives of the backward pass.
     """
 
     kept: int
@@ -53,7 +62,7 @@ class ChunkTrace:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over."""
+    """A flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over."""
 
     numel: int
     used: int
@@ -65,12 +74,21 @@ class Buffer:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one pipeline stage's ranks hold and do.
+    """The counts of the ranks of one pipeline stage.
 
-    ranks: all ranks of the stage; they differ in nothing that is counted. dense, expert: parameters of one rank.
-    whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
-    hold has one name. groups: the ranks of the first rank's groups, for the names of `_GROUPS`.
-    layers: global numbers from 0.
+    Attributes:
+        stage: number of the stage, from 0.
+        ranks: all ranks of the stage; the counts are the same for each.
+        layers: global numbers of its layers, from 0.
+        dense: parameters of one rank outside the routed experts.
+        expert: parameters of one rank in routed experts.
+        whole: elements of each of the stage's parameters in the whole model, by its name there; a table that two stages
+            hold has one name.
+        groups: ranks of the first rank's groups, for the names of `_GROUPS`.
+        weights: bytes of the parameters.
+        buffers: the engine's gradient buffers.
+        chunks: the model chunks.
+        boundary: bytes of a micro-batch's hidden states between two stages.
     """
 
     stage: int
@@ -84,7 +102,6 @@ class RankTrace:
     buffers: tuple[Buffer, ...]
     chunks: tuple[ChunkTrace, ...]
     boundary: int
-    """Bytes of a micro-batch's hidden states between two stages."""
 
 
 def trace_ranks(
@@ -97,16 +114,16 @@ def trace_ranks(
     stages: Sequence[int] | None = None,
     known: dict[Any, RankTrace] | None = None,
 ) -> list[RankTrace]:
-    """One trace per pipeline stage. Stages that are alike are built and run once.
+    """Return one trace per pipeline stage. Stages that are alike are built and run once.
 
     Args:
-        run: has passed the rules for `world_size` ranks.
-        vocabulary: padded.
-        device: "cuda" or "cpu", what the job runs on.
+        run: a run that has passed the rules for `world_size` ranks.
+        world_size: number of ranks.
+        vocabulary: padded vocabulary size.
+        device: "cuda" or "cpu", the device that the run is planned for.
         imbalance: rows that a rank's experts get, over the mean.
-        stages: those to trace; None: all.
-        known: traces that were made before, for runs of the same job that are the same or differ in a flag; what is
-            made here is added.
+        stages: the stages to trace; None: all.
+        known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
     known = {} if known is None else known
     traces = []
@@ -121,7 +138,7 @@ def trace_ranks(
 
 
 def _layers(run: Run, stage: int) -> list[list[int]]:
-    """Global numbers of the layers of each of a stage's chunks, from 0."""
+    """Return the global numbers, from 0, of the layers of each of a stage's chunks."""
     counts, chunks = derived.pipeline_layer_counts(run), derived.virtual_pipeline_size(run) or 1
     if chunks == 1:
         return [list(range(sum(counts[:stage]), sum(counts[: stage + 1])))]
@@ -131,8 +148,10 @@ def _layers(run: Run, stage: int) -> list[list[int]]:
 
 
 def _kind(run: Run, stage: int) -> Any:
-    """What a stage's trace depends on but for the numbers of its ranks and layers: which layers have experts, and which
-    ends of the model it has. Modules that are kept in fp32 may be named by their layer, so then none is like another.
+    """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
+
+    It says which layers have experts, and which ends of the model the stage has. Modules that are kept in fp32 may be
+    named by their layer, so with them no stage is like another.
     """
     if run.precision.keep_fp32 is not None:
         return stage
@@ -142,20 +161,20 @@ def _kind(run: Run, stage: int) -> Any:
 
 
 def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
-    """The trace of a stage as that of another that is like it: other ranks, other layers, the same of all else.
+    """Return a stage's trace renumbered as that of another stage that is like it: other ranks and layers, same counts.
 
-    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, moved.
+    The stages of a pipeline are consecutive ranks, so every group of the one is a group of the other, shifted.
     """
     if stage == trace.stage:
         return trace
-    by = (stage - trace.stage) * len(trace.ranks)
+    offset = (stage - trace.stage) * len(trace.ranks)
     numbers = dict(zip(trace.layers, itertools.chain(*layers)))
 
-    def moved(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(rank + by for rank in ranks)
+    def shifted(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank + offset for rank in ranks)
 
-    def all_moved(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        return tuple(replace(call, ranks=moved(call.ranks)) for call in calls)
+    def all_shifted(calls: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        return tuple(replace(call, ranks=shifted(call.ranks)) for call in calls)
 
     def renamed(name: str) -> str:
         return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{numbers[int(match[2])]}", name)
@@ -163,13 +182,13 @@ def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrac
     return replace(
         trace,
         stage=stage,
-        ranks=range(trace.ranks.start + by, trace.ranks.stop + by),
+        ranks=range(trace.ranks.start + offset, trace.ranks.stop + offset),
         layers=tuple(numbers.values()),
         whole={renamed(name): size for name, size in trace.whole.items()},
-        groups={name: moved(ranks) for name, ranks in trace.groups.items()},
-        buffers=tuple(replace(buffer, ranks=moved(buffer.ranks)) for buffer in trace.buffers),
+        groups={name: shifted(ranks) for name, ranks in trace.groups.items()},
+        buffers=tuple(replace(buffer, ranks=shifted(buffer.ranks)) for buffer in trace.buffers),
         chunks=tuple(
-            replace(chunk, forward=all_moved(chunk.forward), backward=all_moved(chunk.backward))
+            replace(chunk, forward=all_shifted(chunk.forward), backward=all_shifted(chunk.backward))
             for chunk in trace.chunks
         ),
     )
@@ -187,21 +206,21 @@ def _trace_stage(
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
-    with _imagined_rank(run, ranks[0], world_size) as pg_collection, on_paper(device, shape) as paper:
+    with _imagined_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
         assert pg_collection.pp.rank() == stage
         chunks = build_model(run, pg_collection, vocabulary, draw=False)
         bare = [_bare(chunk) for chunk in chunks]
         for chunk in bare:
-            _foretell_routing(run, chunk, paper, imbalance)
+            _set_row_counts(run, chunk, tracer, imbalance)
         traces: dict[Any, ChunkTrace] = {}
         keys = []
         for chunk, inner in zip(chunks, bare):
             key = (inner.pre_process, inner.post_process, *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()))
             keys.append(key)
             if key not in traces:
-                # What a first pass allocates stays: rotary tables, sums of auxiliary losses.
-                _trace_chunk(run, paper, chunk, inner)
-                traces[key] = _trace_chunk(run, paper, chunk, inner)
+                # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
+                _trace_chunk(run, tracer, chunk, inner)
+                traces[key] = _trace_chunk(run, tracer, chunk, inner)
         tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
         whole: dict[str, int] = {}
         for chunk in bare:
@@ -241,9 +260,9 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
         sys.excepthook = hook
 
 
-def _trace_chunk(run: Run, paper: MetaTracer, chunk: torch.nn.Module, inner: Any) -> ChunkTrace:
-    start, calls, flops = paper.live, len(paper.collectives), paper.flops
-    paper.restart_peak()
+def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any) -> ChunkTrace:
+    start, calls, flops = tracer.live, len(tracer.collectives), tracer.flops
+    tracer.restart_peak()
     shape = (run.training.micro_batch_size, run.model.seq_length // run.parallel.context_parallel_size)
     batch = [torch.empty(shape, dtype=torch.int64) for _ in range(3)]  # tokens, labels, positions
     mask = torch.empty(shape, dtype=torch.float32)
@@ -256,16 +275,16 @@ def _trace_chunk(run: Run, paper: MetaTracer, chunk: torch.nn.Module, inner: Any
         output = loss_func(mask, output)[0]
     inner.set_input_tensor(None)
     del batch, mask
-    forward_peak, forward = paper.peak - start, tuple(paper.collectives[calls:])
+    forward_peak, forward = tracer.peak - start, tuple(tracer.collectives[calls:])
     freed = 0
     if not inner.post_process and inner.config.deallocate_pipeline_outputs:
         freed = output.untyped_storage().nbytes()
-    kept, calls = paper.live - start - freed, len(paper.collectives)
-    paper.peak = paper.live
+    kept, calls = tracer.live - start - freed, len(tracer.collectives)
+    tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
-    backward_peak = paper.peak - start - freed
-    backward = tuple(paper.collectives[calls:])
-    peaks = paper.label_peaks
+    backward_peak = tracer.peak - start - freed
+    backward = tuple(tracer.collectives[calls:])
+    peaks = tracer.label_peaks
     del output, given
     for parameter in chunk.parameters():
         parameter.grad = None
@@ -275,14 +294,14 @@ def _trace_chunk(run: Run, paper: MetaTracer, chunk: torch.nn.Module, inner: Any
         backward_peak=backward_peak,
         logits=peaks["logits"],
         dispatch=peaks["dispatch"],
-        flops=paper.flops - flops,
+        flops=tracer.flops - flops,
         forward=forward,
         backward=backward,
     )
 
 
 def _hidden_states(run: Run) -> torch.Tensor:
-    """[S, B, H] between two stages, on this rank."""
+    """Return an empty tensor like this rank's part [S, B, H] of the hidden states between two stages."""
     layout = run.parallel
     split = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, derived.params_dtype_name(run)))
@@ -291,7 +310,7 @@ def _hidden_states(run: Run) -> torch.Tensor:
 
 
 def _bare(chunk: Any) -> Any:
-    """The language model inside its wrappers."""
+    """Return the language model inside its wrappers."""
     while not hasattr(chunk, "pre_process") or not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
@@ -311,7 +330,7 @@ def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
                 )
 
 
-def _foretell_routing(run: Run, chunk: torch.nn.Module, paper: MetaTracer, imbalance: float) -> None:
+def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
     """Give the dispatchers of a chunk the row counts that they would read from the device."""
     layout = run.parallel
     tokens = run.training.micro_batch_size * run.model.seq_length
@@ -326,7 +345,7 @@ def _foretell_routing(run: Run, chunk: torch.nn.Module, paper: MetaTracer, imbal
         sent = _shares(round(choices * min(1.0, factor)), ep)
         rows = min(round(choices / ep * min(imbalance, factor)), choices)
         instead: dict[str, Any] = {
-            name: _labelled(paper, getattr(dispatcher, name)) for name in ("dispatch", "combine")
+            name: _labelled(tracer, getattr(dispatcher, name)) for name in ("dispatch", "combine")
         }
         if isinstance(dispatcher, AllToAllDispatcher):
             instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
@@ -340,9 +359,9 @@ def _shares(total: int, parts: int) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
-def _labelled(paper: MetaTracer, function: Any) -> Any:
+def _labelled(tracer: MetaTracer, function: Any) -> Any:
     def call(*args: Any) -> Any:
-        with paper.labelled("dispatch"):
+        with tracer.labelled("dispatch"):
             return function(*args)
 
     return call

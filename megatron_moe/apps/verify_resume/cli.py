@@ -1,4 +1,4 @@
-"""The flags of tools/verify_resume.py, one verification in order, and its exit codes."""
+"""The command line of tools/verify_resume.py: replay recorded steps, compare them, report."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
 
 EQUAL, DIFFERENT = 0, 1
+_COMPARED = ("loss_hex", "grad_norm_hex")
 
 
 def parser() -> argparse.ArgumentParser:
-    """What is verified; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
     p = argparse.ArgumentParser(
         prog="verify_resume.py",
         usage="[torchrun ...] verify_resume.py CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
-        description="Does a checkpoint go on as the run went on that wrote it? Loads an earlier step, trains the "
-        "recorded steps behind it once more, and compares loss, gradient norm, expert_bias, learning rate, loss scale "
-        "and data: to the bit on the layout of the record, else within tolerances. Nothing is written to CKPT.",
+        description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
+        "step, trains the recorded steps after it once more, and compares loss, gradient norm, expert_bias, learning "
+        "rate, loss scale and data: to the bit on the layout of the record, else within tolerances. Nothing is written "
+        "to CKPT.",
         epilog="Exit status: 0 all steps agree; 1 one differs, or the replay failed; 2 a mistake in flags or files "
         "(torchrun makes 1 of it). Flags of pretrain_moe.py, such as --tensor-model-parallel-size 2, change the "
         "recorded run. Without torchrun the ranks are started here, on the CPU.",
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ckpt-step", type=int, metavar="N", help="begin with this step (default: the newest that can)")
     p.add_argument("--steps", type=int, metavar="N", help="steps to replay (default: all recorded, ten at most)")
     p.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: as many as made the record)")
-    p.add_argument("--metrics-file", metavar="FILE", help="more records: those behind the last step, for example")
+    p.add_argument("--metrics-file", metavar="FILE", help="more records: those after the last step, for example")
     p.add_argument("--json", metavar="FILE", help="write the comparison as JSON")
     p.add_argument("--cpu", action="store_true", help="replay a record of a GPU on the CPU, within tolerances")
     p.add_argument("--timeout", type=float, default=600.0, metavar="S", help="a replay that takes longer has hung [s]")
@@ -53,22 +55,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Replay, compare, tell. Returns the exit code; under torchrun every rank calls this."""
+    """Replay, compare and report; return the exit status. Under torchrun every rank calls this."""
     return run_program("verify_resume.py", _main, argv, rank=_rank())
 
 
 def _main(argv: list[str]) -> int:
-    words, rest = parser().parse_known_args(argv)
+    flags, rest = parser().parse_known_args(argv)
     speaks = _rank() == 0
-    replay = _planned(words, rest)
+    replay = _planned(flags, rest)
     rules.check(replay.run, replay.ranks)
     if speaks:
         say(
-            f"{replay.root}: step {replay.begin}, {replay.steps} steps behind it on {replay.ranks} ranks, compared "
+            f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
             f"with their records"
         )
     try:
-        records = _records(replay, words.timeout)
+        records = _records(replay, flags.timeout)
     except RankFailure as error:
         say(f"the replay failed: {error}")
         return DIFFERENT
@@ -76,11 +78,11 @@ def _main(argv: list[str]) -> int:
         return EQUAL
     differences = _differences(replay)
     findings = compare(replay, records, differences)
-    for text in told(replay, findings, differences):
+    for text in report_lines(replay, findings, differences):
         say(text)
-    if words.json is not None:
-        replace_json(Path(words.json), as_dict(replay, findings, differences))
-        say(f"wrote {words.json}")
+    if flags.json is not None:
+        replace_json(Path(flags.json), as_dict(replay, findings, differences))
+        say(f"wrote {flags.json}")
     return DIFFERENT if any(finding.wrong for finding in findings) else EQUAL
 
 
@@ -88,26 +90,26 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _planned(words: argparse.Namespace, rest: list[str]) -> ResumeReplay:
+def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name in ("steps", "ranks"):
-        if (number := getattr(words, name)) is not None and number < 1:
+        if (number := getattr(flags, name)) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: has to be above 0")
-    require_writable("--json", words.json)
-    metrics = None if words.metrics_file is None else Path(words.metrics_file)
+    require_writable("--json", flags.json)
+    metrics = None if flags.metrics_file is None else Path(flags.metrics_file)
     if metrics is not None and not metrics.is_file():
         raise ConfigError(f"--metrics-file {metrics}: is no file")
     launched = os.environ.get("WORLD_SIZE")
-    if launched is not None and words.ranks is not None:
+    if launched is not None and flags.ranks is not None:
         raise ConfigError("--ranks: torchrun has started the ranks already; drop it")
     replay = plan_replay(
-        Path(words.checkpoint),
-        begin=words.ckpt_step,
-        steps=words.steps,
-        ranks=words.ranks if launched is None else int(launched),
+        Path(flags.checkpoint),
+        begin=flags.ckpt_step,
+        steps=flags.steps,
+        ranks=flags.ranks if launched is None else int(launched),
         metrics_file=metrics,
         changes=_given(rest),
     )
-    if replay.device != "cpu" and launched is None and not words.cpu:
+    if replay.device != "cpu" and launched is None and not flags.cpu:
         raise ConfigError(
             f"{replay.root}: was trained on {replay.device}; start this under torchrun --nproc-per-node "
             f"{replay.ranks}, or replay it on the CPU, within tolerances, by --cpu"
@@ -116,7 +118,7 @@ def _planned(words: argparse.Namespace, rest: list[str]) -> ResumeReplay:
 
 
 def _given(rest: list[str]) -> dict[str, Any]:
-    """The flags of pretrain_moe.py that were typed: name -> value."""
+    """Return the flags of pretrain_moe.py that were typed, name -> value."""
     run, plain = flatten(cli.parse(rest)), flatten(Run())
     typed = {word.split("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_") for word in rest}
     typed |= {word.split("=")[0].removeprefix("--").replace("-", "_") for word in rest}
@@ -153,7 +155,7 @@ def recorded_here(flags: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _differences(replay: ResumeReplay) -> list[str]:
-    """All that excuses other bits: the layout, the device, the versions."""
+    """Return the reasons why bits may differ: layout, device, versions."""
     from megatron_moe import platform
 
     device = "cpu" if "WORLD_SIZE" not in os.environ else platform.device().type
@@ -165,45 +167,39 @@ def _differences(replay: ResumeReplay) -> list[str]:
     return [*found, *version_differences(state, versions())]
 
 
-def told(replay: ResumeReplay, findings: list[ReplayedStep], differences: list[str]) -> list[str]:
-    """The comparison in lines."""
+def report_lines(replay: ResumeReplay, findings: list[ReplayedStep], differences: list[str]) -> list[str]:
+    """Return the comparison as lines of text."""
     lines = []
     for finding in findings:
         if not finding.replayed:
             lines.append(f"iteration {finding.iteration}: was not replayed")
             continue
         loss = float.fromhex(finding.replayed["loss_hex"])
-        apart = [relative_difference(finding.recorded[name], finding.replayed[name]) for name in _JUDGED]
-        bits = (
-            "equal to the bit"
-            if not any(apart)
-            else "apart: "
-            + ", ".join(
-                f"{name.removesuffix('_hex').replace('_', ' ')} {value:.1e}" for name, value in zip(_JUDGED, apart)
-            )
-        )
-        bias = _said(finding, "expert_bias_hash", "expert_bias")
+        apart = [relative_difference(finding.recorded[name], finding.replayed[name]) for name in _COMPARED]
+        if any(apart):
+            names = [name.removesuffix("_hex").replace("_", " ") for name in _COMPARED]
+            bits = "apart: " + ", ".join(f"{name} {value:.1e}" for name, value in zip(names, apart))
+        else:
+            bits = "equal to the bit"
+        bias = _equality(finding, "expert_bias_hash", "expert_bias")
         lines.append(
-            f"iteration {finding.iteration}: loss {loss:.6f}, {bits}{bias}{_said(finding, 'data_hash', 'data')}"
+            f"iteration {finding.iteration}: loss {loss:.6f}, {bits}{bias}{_equality(finding, 'data_hash', 'data')}"
         )
         lines += [f"  WRONG: {wrong}" for wrong in finding.wrong]
     bad = sum(bool(finding.wrong) for finding in findings)
     how = "to the bit" if not differences else f"within tolerances, because of {'; '.join(differences)}"
-    verdict = "all agree" if not bad else f"{bad} DIFFER"
-    return [*lines, f"{len(findings)} steps behind step {replay.begin}, compared {how}: {verdict}"]
+    result = "all agree" if not bad else f"{bad} DIFFER"
+    return [*lines, f"{len(findings)} steps after step {replay.begin}, compared {how}: {result}"]
 
 
-_JUDGED = ("loss_hex", "grad_norm_hex")
-
-
-def _said(finding: ReplayedStep, name: str, word: str) -> str:
+def _equality(finding: ReplayedStep, name: str, word: str) -> str:
     if finding.recorded[name] is None:
         return ""
     return f", {word} {'equal' if finding.recorded[name] == finding.replayed[name] else 'OTHER'}"
 
 
 def as_dict(replay: ResumeReplay, findings: list[ReplayedStep], differences: list[str]) -> dict[str, Any]:
-    """The comparison as plain values."""
+    """Return the comparison as plain values."""
     return {
         "checkpoint": str(replay.root),
         "step": replay.begin,

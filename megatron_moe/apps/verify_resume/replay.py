@@ -1,7 +1,7 @@
-"""Which recorded steps of a folder of checkpoints to replay, and whether a replay agrees with the record. No torch.
+"""Plan the replay of recorded steps from a checkpoint, and compare it with the record. This module does without torch.
 
 A step's `state.json` keeps exact records of the steps before it (`report.records.exact`). From an earlier step of the
-same folder the same steps are trained once more, by `pretrain` itself, and every value is held against its record.
+same folder the same steps are trained once more, as a run trains them, and every value is compared with its record.
 """
 
 from __future__ import annotations
@@ -20,19 +20,31 @@ from megatron_moe.report.jsonl import read_steps
 from megatron_moe.report.records import exact
 
 MOST_STEPS = 10
-"""Steps that are replayed where --steps does not say how many."""
+"""Largest number of steps that are replayed without --steps."""
 
 EXACT = ("consumed_samples", "global_batch_size", "skipped", "learning_rate_hex", "loss_scale_hex", "data_hash")
-"""Equal on every layout."""
+"""Values that are equal on every layout."""
 TOLERANCES = {"fp32": {"loss_hex": 1e-5, "grad_norm_hex": 1e-4}, "half": {"loss_hex": 1e-3, "grad_norm_hex": 5e-2}}
-"""Relative, where the same layout, device and versions are not given: sums are then added in another order."""
+"""Relative tolerances for another layout, device or version, with which sums are added in another order."""
 _KEEP = ("load", "ckpt_step", "verify_checkpoint")
 _NO_CHANGE = {"train_iters", "eval_iters", "eval_interval", "exit_interval", "num_workers", "data_verify_gb"}
 
 
 @dataclass(frozen=True)
 class ResumeReplay:
-    """What to do: train `run`, which begins behind step `begin`, for `steps` steps on `ranks` ranks."""
+    """A planned replay: train `run`, which begins after step `begin`, for `steps` steps on `ranks` ranks.
+
+    Attributes:
+        run: the run to train.
+        root: the folder of checkpoints.
+        begin: the step that is loaded.
+        steps: number of steps.
+        ranks: number of ranks.
+        recorded: iteration -> its exact record, of the steps to replay.
+        device: what the record was made on, cpu or cuda.
+        differences: why bits need not be equal; empty where they must be.
+        half: whether the run is in half precision.
+    """
 
     run: Run
     root: Path
@@ -40,23 +52,19 @@ class ResumeReplay:
     steps: int
     ranks: int
     recorded: dict[int, dict[str, Any]]
-    """Iteration -> its exact record, of the steps to replay."""
     device: str
-    """What the record was made on: cpu or cuda."""
     differences: tuple[str, ...]
-    """Why bits need not be equal; empty where they must be."""
     half: bool
 
 
 @dataclass
 class ReplayedStep:
-    """One replayed step against its record."""
+    """A replayed step and its record; `wrong` says in words what differs, and is empty where they agree."""
 
     iteration: int
     recorded: dict[str, Any]
     replayed: dict[str, Any]
     wrong: list[str] = field(default_factory=list)
-    """In words; empty where the step agrees."""
 
 
 def plan_replay(
@@ -68,18 +76,18 @@ def plan_replay(
     metrics_file: Path | None = None,
     changes: dict[str, Any] | None = None,
 ) -> ResumeReplay:
-    """Choose the step to begin with and the records to hold against.
+    """Choose the step to begin with and the records to compare with.
 
     Args:
         path: a folder of checkpoints, or one step in it, which is then the one to begin with.
-        begin: the step to begin with; default: the newest that has recorded steps behind it.
-        steps: how many; default: all that are recorded, ten at most.
-        ranks: default: as many as made the record.
-        metrics_file: more records; without it only the steps of the folder are asked.
+        begin: the step to begin with; None: the newest that has recorded steps after it.
+        steps: number of steps; None: all that are recorded, at most `MOST_STEPS`.
+        ranks: number of ranks; None: as many as made the record.
+        metrics_file: a file with more records than those in the folder's steps.
         changes: flags that differ from the record's run, such as another layout.
 
     Raises:
-        ConfigError: no checkpoint, nothing recorded behind the step, or records that contradict one another.
+        ConfigError: there is no checkpoint, nothing is recorded after the step, or records contradict one another.
     """
     root, begin = _root_and_step(path, begin)
     sound = [number for number in folder.steps(root) if _is_sound(folder.step_folder(root, number))]
@@ -93,13 +101,13 @@ def plan_replay(
         candidates = [number for number in sound if number + 1 in known]
         if not candidates:
             raise ConfigError(
-                f"{root}: no step has recorded steps behind it (steps {', '.join(map(str, sound))}); save once more "
-                "after some steps, or give the metrics of the steps behind the last one with --metrics-file"
+                f"{root}: no step has recorded steps after it (steps {', '.join(map(str, sound))}); save once more "
+                "after some steps, or give the metrics of the steps after the last one with --metrics-file"
             )
         begin = candidates[-1]
     if begin + 1 not in known:
-        raise ConfigError(f"{root}: no step behind {begin} is recorded; choose an earlier one with --ckpt-step")
-    # The step behind was written by the run that made the records; it may have had other flags than the one before.
+        raise ConfigError(f"{root}: no step after {begin} is recorded; choose an earlier one with --ckpt-step")
+    # The next step was written by the run that made the records, which may have had other flags than the one before.
     writer = next((number for number in sound if number > begin), begin)
     config, state = folder.read_json(folder.step_folder(root, writer) / folder.CONFIG), states[writer]
     last = begin
@@ -107,7 +115,7 @@ def plan_replay(
         last += 1
     wanted = min(last - begin, steps if steps is not None else MOST_STEPS)
     if steps is not None and steps > last - begin:
-        raise ConfigError(f"--steps {steps}: only {last - begin} steps behind step {begin} are recorded under one run")
+        raise ConfigError(f"--steps {steps}: only {last - begin} steps after step {begin} are recorded under one run")
     recorded = {iteration: known[iteration] for iteration in range(begin + 1, begin + wanted + 1)}
     return _replay(root, begin, recorded, config, state, ranks, changes or {})
 
@@ -124,12 +132,12 @@ def _root_and_step(path: Path, begin: int | None) -> tuple[Path, int | None]:
 
 
 def _is_sound(step: Path) -> bool:
-    """Whether it can be loaded as far as its names, sizes and small files tell; the replay hashes all of it."""
+    """Return whether names, sizes and small files of a step are right; the replay hashes all of it."""
     return folder.defect(step) is None and folder.small_files_defect(step) is None
 
 
 def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | None) -> dict[int, dict[str, Any]]:
-    """Every recorded step, by iteration.
+    """Return every recorded step, by iteration.
 
     Raises:
         ConfigError: two records of one step differ.
@@ -150,7 +158,7 @@ def _merged(root: Path, states: dict[int, dict[str, Any]], metrics_file: Path | 
 
 
 def _same_run(root: Path, writer: int, iteration: int, sound: list[int]) -> bool:
-    """Whether the step that recorded `iteration` was written with the flags and on the ranks of `writer`."""
+    """Return whether the step that recorded `iteration` was written with the flags and on the ranks of `writer`."""
     recorder = next((number for number in sound if number >= iteration), None)
     if recorder is None:
         return True
@@ -161,7 +169,7 @@ def _same_run(root: Path, writer: int, iteration: int, sound: list[int]) -> bool
 
 
 def _changed(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Names of the flags that a step may depend on and that differ."""
+    """Return the names of the flags that a step may depend on and that differ."""
     table = fields_by_name()
     return sorted(
         name
@@ -190,7 +198,7 @@ def _replay(
     }
     before = build(plain)
     recorded_on = state["layout"]["world_size"]
-    # A batch that follows from the number of ranks is that of the ranks that made the record.
+    # A batch size that follows from the number of ranks is that of the ranks that made the record.
     plain["global_batch_size"] = derived.global_batch_size(before, recorded_on)
     run = replace(
         build({**plain, **changes}),
@@ -227,7 +235,7 @@ def _replay(
 
 
 def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """Packages that the records were made with in another version than is installed."""
+    """Return the packages that the records were made with in another version than the installed one."""
     then = state.get("versions", {})
     return [
         f"{name} {then[name]} -> {now[name]}" for name in sorted(then.keys() & now.keys()) if then[name] != now[name]
@@ -235,7 +243,7 @@ def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]
 
 
 def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], differences: Iterable[str]) -> list[ReplayedStep]:
-    """Every step of the record against its replay; to the bit where there is no difference to excuse another."""
+    """Compare every recorded step with its replay, to the bit where there is no difference that excuses another."""
     by_iteration = {record["iteration"]: record for record in replayed}
     excused = list(differences)
     tolerances = TOLERANCES["half" if replay.half else "fp32"]
@@ -263,7 +271,7 @@ def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], difference
 
 
 def relative_difference(recorded: str | None, replayed: str | None) -> float:
-    """|a - b| / |b| of two float.hex; 0 where both are the same value, NaN and none among them."""
+    """Return |a - b| / |a| of two float.hex; 0 where both are the same, also if both are NaN or None."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None:

@@ -72,11 +72,11 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     (full / "mine.txt").write_text("kept")
     assert "is not empty, and nothing is overwritten" in refused(capsys, words(hf, full))
     assert (full / "mine.txt").read_text() == "kept"
-    assert "one lies in the other" in refused(capsys, words(hf, hf))
-    assert "one lies in the other" in refused(capsys, words(hf, hf / "native"))
-    assert "one lies in the other" in refused(capsys, words(hf, tmp_path))
+    assert "one is inside the other" in refused(capsys, words(hf, hf))
+    assert "one is inside the other" in refused(capsys, words(hf, hf / "native"))
+    assert "one is inside the other" in refused(capsys, words(hf, tmp_path))
     (tmp_path / "link").symlink_to(hf)
-    assert "one lies in the other" in refused(capsys, words(hf, tmp_path / "link"))
+    assert "one is inside the other" in refused(capsys, words(hf, tmp_path / "link"))
     assert f"{tmp_path / 'none'} is no folder; create it" in refused(capsys, words(hf, tmp_path / "none" / "native"))
     (tmp_path / "empty").mkdir()
     assert main(words(hf, tmp_path / "empty")) == 0
@@ -90,7 +90,7 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
         (["--ckpt-step", "3"], "--ckpt-step 3: is for --from native"),
         (["--family", "mixtral"], "--family mixtral: is for --to hf"),
         (["--verify-layers", "2"], "--verify-layers 2: says how much is verified; add --verify"),
-        (["--certificate", "nowhere/c.json"], "--certificate nowhere/c.json: the folder does not exist"),
+        (["--certificate", "nowhere/c.json"], "--certificate nowhere/c.json: its folder does not exist"),
         (["--verify-only"], "--verify-only: --save"),
     ],
 )
@@ -246,7 +246,7 @@ def test_every_element_is_covered_once_or_it_is_told():
         ([*two, two[0]], ["a", "b"], "a is used 2 times"),
         ([two[0], row([1, 0], [2, 4], "b")], ["a", "b"], "16 of 16 elements in 2 blocks"),
         (two, ["a", "b", "c"], "c is used 0 times"),
-        (two, ["a"], "b is nobody's"),
+        (two, ["a"], "b is unexpected"),
     ):
         with pytest.raises(ConfigError) as error:
             certificate.require_coverage(rows, names, {"k": (4, 4)}, "here")

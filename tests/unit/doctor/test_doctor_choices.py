@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.apps.doctor.compare import FP32, tolerances_of
-from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
-from megatron_moe.apps.doctor.layouts import EVERY_KIND, FEATURES, Layout, alone, choose, common_to, features
-from megatron_moe.apps.doctor.shrink import (
+from megatron_moe.apps.doctor.default_layouts import MODELS, default_choice, model
+from megatron_moe.apps.doctor.layouts import EVERY_KIND, FEATURES, Layout, choose, common_to, features, oracle_run
+from megatron_moe.apps.doctor.small_copy import (
     AUX_LOSS_COEFF,
     HEADS,
     LAYERS,
     PADDED_VOCABULARY,
     Z_LOSS_COEFF,
-    changes,
-    small,
+    changed_fields,
+    small_copy,
 )
 from megatron_moe.config import derived, rules
 from megatron_moe.config.errors import ConfigError
@@ -58,7 +58,7 @@ CHANGED = {
 @pytest.mark.parametrize("changed", [{}, CHANGED], ids=["plain", "changed"])
 def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     run = replace(Run(), **{**PRESETS[preset], **changed})
-    copy = small(run)
+    copy = small_copy(run)
     rules.check(copy, 1)
     before, after = flatten(run), flatten(copy)
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
@@ -73,24 +73,24 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
         assert (after[name] is None) == (before[name] is None), name
     assert derived.params_dtype_name(copy) == "float32"
     assert copy.model.attention_dropout == 0.0
-    assert changes(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
+    assert changed_fields(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
 
 
 def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
     kinds, coeffs = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     moe = {"num_experts": 8, kinds: ("seq_aux_loss", "global_aux_loss"), coeffs: (1e-4, 0.2)}
-    copy = small(replace(Run(), **moe, moe_z_loss_coeff=0.3, moe_global_aux_loss_counts="running")).moe
+    copy = small_copy(replace(Run(), **moe, moe_z_loss_coeff=0.3, moe_global_aux_loss_counts="running")).moe
     assert getattr(copy, kinds) == moe[kinds]
     assert getattr(copy, coeffs) == (AUX_LOSS_COEFF, 0.2)
     assert (copy.moe_z_loss_coeff, copy.moe_global_aux_loss_counts) == (0.3, "batch")
 
-    without = small(replace(Run(), num_experts=8)).moe
+    without = small_copy(replace(Run(), num_experts=8)).moe
     assert getattr(without, kinds) == ("seq_aux_loss",)
     assert getattr(without, coeffs) == (AUX_LOSS_COEFF,)
     assert without.moe_z_loss_coeff == Z_LOSS_COEFF
 
-    assert small(replace(Run(), num_experts=8, **{kinds: ("sinkhorn",)})).moe.moe_z_loss_coeff is None
-    assert small(Run()).moe.moe_z_loss_coeff is None
+    assert small_copy(replace(Run(), num_experts=8, **{kinds: ("sinkhorn",)})).moe.moe_z_loss_coeff is None
+    assert small_copy(Run()).moe.moe_z_loss_coeff is None
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,25 @@ def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
 )
 def test_the_small_copy_keeps_the_kinds_of_layers_in_their_order(freq, layers, wanted):
     run = replace(Run(), num_experts=8, num_layers=layers, moe_layer_freq=freq)
-    assert derived.moe_layer_pattern(small(run)) == wanted
+    assert derived.moe_layer_pattern(small_copy(run)) == wanted
     assert len(wanted) == LAYERS
 
 
 @pytest.mark.parametrize(("groups", "wanted"), [(1, 1), (8, 2), (16, HEADS)])
 def test_the_small_copy_shares_keys_as_the_model_does(groups, wanted):
     run = replace(Run(), num_attention_heads=16, group_query_attention=True, num_query_groups=groups)
-    assert small(run).model.num_query_groups == wanted
+    assert small_copy(run).model.num_query_groups == wanted
 
 
 def names(run: Run, ranks: int = 4, wanted: tuple[str, ...] = ()) -> list[str]:
-    return [layout.name for layout in choose(run, small(run), ranks, wanted).layouts]
+    return [layout.name for layout in choose(run, small_copy(run), ranks, wanted).layouts]
 
 
 TINY = replace(Run(), **PRESETS["tiny"])
 
 
 def test_without_a_layout_every_kind_is_tried_alone_and_in_pairs():
-    found = choose(TINY, small(TINY), 4)
+    found = choose(TINY, small_copy(TINY), 4)
     kinds = [layout.kinds for layout in found.layouts]
     assert found.refused == [] and found.reduced_from == ""
     for kind in ("TP", "PP", "CP", "DP"):
@@ -146,7 +146,7 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
     )
-    found = choose(own, small(own), 4)
+    found = choose(own, small_copy(own), 4)
     assert found.reduced_from == "PP 4, EP 8"
     assert [layout.name for layout in found.layouts] == [
         "micro-batches-of-1",
@@ -161,7 +161,7 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
         "pp2-dp2-ep2-no-virtual-stages",
     ]
     for layout in found.layouts[2:]:
-        assert derived.model_ranks(replace(small(own), **layout.flags)) == (2 if "PP" in layout.kinds else 1)
+        assert derived.model_ranks(replace(small_copy(own), **layout.flags)) == (2 if "PP" in layout.kinds else 1)
     full = found.layouts[6].flags
     assert full["num_layers_per_virtual_pipeline_stage"] == 1
     assert full["use_distributed_optimizer"] and full["overlap_grad_reduce"]
@@ -178,7 +178,7 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
 )
 def test_one_process_is_held_against_itself_with_the_batch_cut_otherwise(changes, wanted):
     run = replace(TINY, **changes)
-    assert [layout.name for layout in choose(run, small(run), 4).layouts if not layout.masked] == wanted
+    assert [layout.name for layout in choose(run, small_copy(run), 4).layouts if not layout.masked] == wanted
 
 
 def test_eight_ranks_try_triples():
@@ -187,13 +187,15 @@ def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
 
 
-@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
-def test_the_default_visit_has_every_feature_and_refuses_nothing():
-    visit = default_choice(4)
-    assert visit.refused == []
-    covered = frozenset[str]().union(*(layout.features for layout in visit.layouts))
-    assert covered == set(FEATURES), "put what is missing into MODELS or VISIT of apps/doctor/default_visit.py"
-    assert len({layout.name for layout in visit.layouts}) == len(visit.layouts)
+@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
+def test_the_default_layouts_have_every_feature_and_refuse_nothing():
+    choice = default_choice(4)
+    assert choice.refused == []
+    covered = frozenset[str]().union(*(layout.features for layout in choice.layouts))
+    assert covered == set(FEATURES), (
+        "put what is missing into MODELS or DEFAULT_LAYOUTS of apps/doctor/default_layouts.py"
+    )
+    assert len({layout.name for layout in choice.layouts}) == len(choice.layouts)
 
 
 def test_the_page_lists_the_features():
@@ -202,14 +204,14 @@ def test_the_page_lists_the_features():
     assert wanted in " ".join(page.read_text(encoding="utf-8").split()), f"replace the page's list by:\n{wanted}"
 
 
-def test_a_layout_of_the_default_visit_is_found_with_its_model_and_without():
+def test_a_default_layout_is_found_with_its_model_and_without():
     assert [one.name for one in default_choice(4, ["tp2"]).layouts] == ["tp2+mtp"]
     assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
 
 
-@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
+@pytest.mark.claim("The doctor's default layouts have every feature and meet every kind of parallelism.")
 @pytest.mark.parametrize("name", MODELS)
-def test_each_model_of_the_default_visit_meets_every_kind_of_parallelism(name):
+def test_each_model_of_the_default_layouts_meets_every_kind_of_parallelism(name):
     layouts = [layout for layout in default_choice(4).layouts if layout.model == name]
     assert frozenset[str]().union(*(layout.kinds for layout in layouts)) == EVERY_KIND
 
@@ -241,7 +243,7 @@ def test_what_is_allowed_in_half_precision_follows_from_the_format_and_sees_a_fa
 
 def test_failures_are_narrowed_to_a_feature_that_not_all_layouts_have():
     def layout(**flags: object) -> Layout:
-        return Layout("", 2, flags, frozenset({"DP"}), copy=small(TINY))
+        return Layout("", 2, flags, frozenset({"DP"}), copy=small_copy(TINY))
 
     gated, plain = layout(moe_shared_expert_gate=True), layout()
     assert common_to([gated], [plain]) == ["shared gate"]
@@ -256,7 +258,7 @@ def test_layouts_are_chosen_by_pattern_and_an_unknown_one_is_refused_with_those_
 
 def test_what_a_model_cannot_do_is_told_with_its_rule():
     own = replace(Run(), group_query_attention=True, num_query_groups=1)
-    refused = choose(own, small(own), 4).refused
+    refused = choose(own, small_copy(own), 4).refused
     assert {"TP"} <= {kind for layout, _ in refused for kind in layout.kinds}
     assert "key/value heads must divide by TP" in refused[0][1]
 
@@ -264,7 +266,7 @@ def test_what_a_model_cannot_do_is_told_with_its_rule():
 def test_the_oracle_has_no_layout():
     own = replace(TINY, recompute_granularity="selective", recompute_modules=("mlp",), use_distributed_optimizer=True)
     own = replace(own, tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
-    plain = alone(small(own))
+    plain = oracle_run(small_copy(own))
     assert plain.parallel == Run().parallel
     assert plain.training.recompute_granularity is None
     assert not plain.optimizer.use_distributed_optimizer

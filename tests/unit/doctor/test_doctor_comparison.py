@@ -8,11 +8,10 @@ import json
 import pytest
 import torch
 
-from megatron_moe.apps.doctor.assemble import Cut, assemble, full_shape, parts
-from megatron_moe.apps.doctor.compare import Tolerances, compare
+from megatron_moe.apps.doctor.assemble import Cut, assemble, full_shape, matching_views
+from megatron_moe.apps.doctor.compare import Tolerances, compare, matching_patterns
 from megatron_moe.apps.doctor.layouts import Layout
-from megatron_moe.apps.doctor.patterns import smells
-from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
+from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, log_line
 
 EXPERTS, DENSE = "decoder.layers.0.mlp.experts.weight1", "decoder.layers.0.mlp.linear_fc1.weight"
 WHOLE, ROUTER = "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.mlp.router.weight"
@@ -83,7 +82,7 @@ def test_views_of_a_cut_hold_the_same_elements():
     full, cuts = torch.arange(24.0).view(4, 6), (Cut(0, 1, 2, 2), Cut(1, 2, 3, 1))
     local = torch.zeros(2, 2)
     assert full_shape(local, cuts) == [4, 6]
-    for target, own in parts(full, local, cuts):
+    for target, own in matching_views(full, local, cuts):
         own.copy_(target)
     assert local.tolist() == [[10.0, 11.0], [22.0, 23.0]]
 
@@ -155,7 +154,7 @@ def test_initial_weights_come_before_all_that_follows_from_them(oracle):
     got.tensors["gradient, step 1"][DENSE] *= 2
     comparison = compare(got, oracle)
     assert named(comparison)[0] == ("initial weight", EXPERTS)
-    assert "(routed experts only) differ before the first step" in smells(got, oracle, comparison)[0]
+    assert "(routed experts only) differ before the first step" in matching_patterns(got, oracle, comparison)[0]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_a_pattern_of_gradients_is_said(oracle, scaled, by, said):
     got = assemble(two_ranks())
     for name in scaled:
         got.tensors["gradient, step 1"][name] *= by
-    found = smells(got, oracle, compare(got, oracle))
+    found = matching_patterns(got, oracle, compare(got, oracle))
     assert found == [] if said is None else any(said in one for one in found)
 
 
@@ -182,7 +181,7 @@ def test_a_norm_alone_is_traced_to_the_experts(oracle):
     oracle.steps[0]["grad_norm"] = sum(squares.values()) ** 0.5
     got = assemble(two_ranks())
     got.steps[0]["grad_norm"] = (sum(squares.values()) - 0.5 * squares[EXPERTS]) ** 0.5
-    found = smells(got, oracle, compare(got, oracle))
+    found = matching_patterns(got, oracle, compare(got, oracle))
     assert "the routed experts' squares are counted 0.5 times" in found[1]
 
 
@@ -190,7 +189,7 @@ def test_counts_over_a_wrong_group_are_told_from_a_choice_that_flipped(oracle):
     for counts, said in (([6, 10], "sum to 2 times"), ([4, 4], "margin, 1.0e-02")):
         got = assemble(two_ranks())
         got.steps[0]["layers"]["decoder.layers.0"]["counts"] = torch.tensor(counts)
-        assert said in smells(got, oracle, compare(got, oracle))[0]
+        assert said in matching_patterns(got, oracle, compare(got, oracle))[0]
 
 
 def test_the_report_is_json_and_ends_in_the_verdict(oracle):
@@ -209,5 +208,5 @@ def test_the_report_is_json_and_ends_in_the_verdict(oracle):
     assert f"gradient, step 1 of {DENSE} is off by nan" in text
     assert "rank 1 ended" in text
     assert text.endswith("2 of 3 layouts do not train the same model: ep, ep")
-    assert line(3, 3, report.findings[2]).startswith("[3/3] ep")
-    assert "FAILED" in line(3, 3, report.findings[2])
+    assert log_line(3, 3, report.findings[2]).startswith("[3/3] ep")
+    assert "FAILED" in log_line(3, 3, report.findings[2])

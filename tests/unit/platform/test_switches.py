@@ -13,7 +13,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import switches
 
 ROOT = Path(__file__).resolve().parents[3]
-# tools/demo.py starts others of these and loads nothing of the package.
+# tools/demo.py starts others of these, which check the variable.
 PROGRAMS = [ROOT / "pretrain_moe.py", *sorted(set(ROOT.glob("tools/*.py")) - {ROOT / "tools" / "demo.py"})]
 
 

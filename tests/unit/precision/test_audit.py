@@ -331,6 +331,14 @@ def test_the_backward_of_a_custom_function_belongs_to_its_module_also_when_it_is
     assert found == {("0", here("# line C"), "backward"), ("1", here("# line C"), "backward")}
 
 
+def test_the_audits_own_sum_of_the_outputs_belongs_to_the_caller():
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    audit = audit_module(model, (torch.ones(2, 4, dtype=torch.bfloat16),))  # line of the caller
+    assert {(one.where, one.phase) for one in audit.casts} == {
+        (here("# line of the caller"), phase) for phase in ("forward", "backward")
+    }
+
+
 def test_nothing_is_hooked_when_the_audit_is_over():
     from torch.nn.modules import module as hooks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.verify_resume.cli import told
+from megatron_moe.apps.verify_resume.cli import report_lines
 from megatron_moe.apps.verify_resume.replay import compare, plan_replay, version_differences
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
@@ -84,11 +84,11 @@ def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="--metrics-file"):
         plan_replay(tmp_path)
     save(tmp_path, 5)
-    with pytest.raises(ConfigError, match="no step behind 5 is recorded"):
+    with pytest.raises(ConfigError, match="no step after 5 is recorded"):
         plan_replay(tmp_path, begin=5)
     with pytest.raises(ConfigError, match="no complete step"):
         plan_replay(tmp_path, begin=4)
-    with pytest.raises(ConfigError, match="only 2 steps behind step 3"):
+    with pytest.raises(ConfigError, match="only 2 steps after step 3"):
         plan_replay(tmp_path, begin=3, steps=3)
     save(tmp_path, 7, records=[record(5, loss_hex=(1.0).hex())])
     with pytest.raises(ConfigError, match="record iteration 5 otherwise: loss_hex"):
@@ -131,7 +131,7 @@ def test_one_other_bit_in_any_value_is_found_on_the_same_layout(replay, name):
     good, bad = compare(replay, [record(4), record(5)], []), compare(replay, [changed, record(5)], [])
     assert [finding.wrong for finding in good] == [[], []]
     assert [len(finding.wrong) for finding in bad] == [1, 0]
-    assert "WRONG" in "\n".join(told(replay, bad, [])) and "1 DIFFER" in told(replay, bad, [])[-1]
+    assert "WRONG" in "\n".join(report_lines(replay, bad, [])) and "1 DIFFER" in report_lines(replay, bad, [])[-1]
 
 
 def test_on_another_layout_sums_may_differ_by_rounding_and_data_may_not(replay):
@@ -141,7 +141,7 @@ def test_on_another_layout_sums_may_differ_by_rounding_and_data_may_not(replay):
     assert not any(finding.wrong for finding in compare(replay, [near, record(5)], ["ranks"]))
     assert (
         "within tolerances, because of ranks: all agree"
-        in told(replay, compare(replay, [near, record(5)], ["ranks"]), ["ranks"])[-1]
+        in report_lines(replay, compare(replay, [near, record(5)], ["ranks"]), ["ranks"])[-1]
     )
     for far in ({"loss_hex": (4.6001).hex()}, {"grad_norm_hex": (1.51).hex()}, {"loss_hex": "nan"}, {"data_hash": "0"}):
         assert compare(replay, [record(4, **far), record(5)], ["ranks"])[0].wrong, far

@@ -1,10 +1,10 @@
-"""Operations on paper: what is looked up is what torch would have returned."""
+"""Operations on the meta device: what is looked up is what torch would have returned."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_moe.apps.plan.meta_tracer import on_paper
+from megatron_moe.apps.plan.meta_tracer import meta_device
 
 
 def described(tensor):
@@ -33,18 +33,18 @@ def operations():
 
 def test_a_result_that_is_looked_up_is_the_one_that_torch_computes():
     expected = {name: described(result) for name, result in operations().items()}
-    with on_paper("cuda", (1, 1)) as paper:
+    with meta_device("cuda", (1, 1)) as tracer:
         for _ in range(2):
-            paper.flops = 0
+            tracer.flops = 0
             results = operations()
             assert {name: described(result) for name, result in results.items()} == expected
-            assert paper.flops == 2 * 4 * 6 * 4
+            assert tracer.flops == 2 * 4 * 6 * 4
             assert len({result.untyped_storage()._cdata for result in results.values()}) == len(results)
 
 
 def test_values_and_views_are_not_looked_up():
     real = torch.arange(3)
-    with on_paper("cuda", (1, 1)):
+    with meta_device("cuda", (1, 1)):
         base = torch.empty(4, 6, device="meta")
         for _ in range(2):
             assert real.mul(2).tolist() == [0, 2, 4]

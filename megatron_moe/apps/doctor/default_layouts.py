@@ -1,11 +1,11 @@
-"""What is tried where no run is given: models that have every feature between them, each under several layouts.
+"""The models and layouts that the doctor tries when no run is given; together they have every feature.
 
-A model is a line of flags, as one would give them to the doctor, and is made small as any run's. A row of the visit
-takes a layout that a run of the demo's model would be given, puts a model there, and goes another way where there are
-two that train the same: dispatchers, recomputation, the fused loss. The oracle goes the plain way.
+A model is a line of flags, as one would give them to the doctor, and is made small like any run's. A row of
+`DEFAULT_LAYOUTS` combines a layout that a run of the demo's model would be given with a model and with options that
+train the same: dispatchers, recomputation, the fused loss. The oracle trains without these options.
 
-Half precision is held against fp32 once, on one process that begins with the same weights: what it does wrong
-everywhere would agree everywhere. Its layouts are then held against one process in their own dtype.
+Half precision is compared with fp32 once, in one process that begins with the same weights: an error that all layouts
+make would show nowhere else. Its layouts are then compared with one process in their own dtype.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from megatron_moe.apps.doctor.layouts import (
     EVERY_KIND,
-    Choice,
     Layout,
-    checked,
+    LayoutChoice,
+    apply_rules,
     combinations_of,
     other_batches,
-    selected,
+    select_layouts,
 )
-from megatron_moe.apps.doctor.shrink import of_few_choices, small
+from megatron_moe.apps.doctor.small_copy import small_copy, with_few_choices
 from megatron_moe.config import cli
 from megatron_moe.config.schema import PrecisionConfig, Run
 from megatron_moe.hf.architecture import filled_in
@@ -46,7 +46,7 @@ MODELS = {
     "fp16": "--preset tiny-gqa --calculate-per-token-loss --fp16 --initial-loss-scale 16384 --hysteresis 1"
     " --loss-scale-window 2",
 }
-# A scale at which nothing overflows: the oracle, in fp32, applies every step.
+# The loss scale is one at which nothing overflows: the oracle, in fp32, applies every step.
 _HALF: dict[str, dict[str, Any]] = {"bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 2048.0}}
 
 _PLAIN: dict[str, Any] = {}
@@ -60,8 +60,8 @@ _VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
 _ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm")}
 
-# (layout, model, way); layouts that stand nowhere get the demo's model.
-VISIT: list[tuple[str, str, dict[str, Any]]] = [
+# (layout, model, options); a layout that is not listed gets the demo's model.
+DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("micro-batches-of-1", "demo", _PLAIN),
     ("loss-per-token", "demo", _PLAIN),
     ("loss-per-micro-batch", "mtp", _PLAIN),
@@ -98,37 +98,37 @@ VISIT: list[tuple[str, str, dict[str, Any]]] = [
 
 @cache
 def model(name: str) -> tuple[Run, Run]:
-    """A model of the visit as its flags give it, and its small copy, in half precision where the flags say so."""
+    """Return a model as its flags give it, and its small copy, in half precision where the flags say so."""
     own = cli.parse(shlex.split(MODELS[name]), filled_in)
     if name not in _HALF:
-        return own, small(own)
-    return own, dataclasses.replace(of_few_choices(small(own)), precision=own.precision)
+        return own, small_copy(own)
+    return own, dataclasses.replace(with_few_choices(small_copy(own)), precision=own.precision)
 
 
-def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> Choice:
-    """The layouts of the visit, those of at most `max_ranks` ranks; `wanted` as `layouts.choose` has it."""
+def default_choice(max_ranks: int, wanted: Sequence[str] = ()) -> LayoutChoice:
+    """Return the default layouts of at most `max_ranks` ranks; `wanted` has the meaning that it has in `choose`."""
     own, _ = model("demo")
     known = {layout.name: layout for ranks in (4, max_ranks) for layout in combinations_of(own, EVERY_KIND, ranks)}
     layouts = []
-    for name, of, way in VISIT:
+    for name, of, options in DEFAULT_LAYOUTS:
         _, copy = model(of)
         found = {layout.name: layout for layout in other_batches(copy)}.get(name) or known[name]
-        layouts.append(_with_model(found, of, copy, way))
-    trained = {name for name, _, _ in VISIT}
+        layouts.append(_with_model(found, of, copy, options))
+    trained = {name for name, _, _ in DEFAULT_LAYOUTS}
     demo = model("demo")[1]
     layouts += [_with_model(layout, "demo", demo, {}) for name, layout in known.items() if name not in trained]
     layouts += [_against_fp32(name) for name in _HALF]
     layouts.sort(key=lambda layout: layout.ranks)
-    return checked(selected(layouts, wanted), "")
+    return apply_rules(select_layouts(layouts, wanted), "")
 
 
-def _with_model(layout: Layout, name: str, copy: Run, way: dict[str, Any]) -> Layout:
+def _with_model(layout: Layout, name: str, copy: Run, options: dict[str, Any]) -> Layout:
     return dataclasses.replace(
-        layout, name=f"{layout.name}+{name}", flags={**layout.flags, **way}, model=name, copy=copy
+        layout, name=f"{layout.name}+{name}", flags={**layout.flags, **options}, model=name, copy=copy
     )
 
 
 def _against_fp32(name: str) -> Layout:
-    """One process in half precision; the oracle is in fp32."""
+    """Return the layout of one process in half precision whose oracle is in fp32."""
     wide = dataclasses.replace(model(name)[1], precision=PrecisionConfig())
     return Layout(f"{name}-against-fp32", 1, _HALF[name], frozenset(), model=name, copy=wide)

@@ -1,11 +1,11 @@
-"""A small copy of a run's model: every feature that it has, at sizes that a laptop trains in milliseconds.
+"""A small copy of a run's model: its features, at sizes that a laptop trains in milliseconds.
 
-Kept: the kind of attention, biases, norms, tied or separate embeddings, the pattern of dense and MoE layers, scores,
-groups, expert bias, shared expert, balancing losses, capacity, multi-token prediction, per-token
-loss, recomputation, dispatcher. Changed: sizes, data, the learning rate's course, and what draws random numbers, since
-two layouts draw differently. Added: auxiliary losses and z-loss of a weight that shows in the gradients, where a router
-can have them, since at 1e-4 a wrong scale would hide in the tolerances, and who turns them on later should find them
-right. Computed in fp32, where a difference of layouts stands out from rounding.
+Kept are the kind of attention, biases, norms, tied or separate embeddings, the pattern of dense and MoE layers, scores,
+groups, expert bias, shared expert, balancing losses, capacity, multi-token prediction, per-token loss, recomputation
+and dispatcher. Changed are sizes, data, the learning rate's schedule, and what draws random numbers, since two layouts
+draw differently. Added are auxiliary losses and z-loss, where a router can have them, with a weight that shows in the
+gradients: at 1e-4 a wrong scale would hide in the tolerances, and who turns them on later should find them right. The
+copy is computed in fp32, where a difference between layouts is larger than rounding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ AUX_LOSS_COEFF, Z_LOSS_COEFF = 0.05, 0.01
 VOCABULARY, PADDED_VOCABULARY = 250, 256
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
 
-# Sections, and single flags, that do not say which model is trained, or say it of the run's own layout.
-_FORGOTTEN_SECTIONS = ("data", "checkpoint", "faults", "logging", "parallel", "precision")
-_FORGOTTEN = (
+# Sections and single flags that do not say which model is trained, or describe the run's own layout: reset.
+_RESET_SECTIONS = ("data", "checkpoint", "faults", "logging", "parallel", "precision")
+_RESET = (
     "rampup_batch_size",
     "eval_interval",
     "exit_interval",
@@ -41,11 +41,11 @@ _FORGOTTEN = (
 )
 
 
-def small(run: Run) -> Run:
-    """The small copy of `run` on one rank: the doctor's layouts put theirs on top."""
+def small_copy(run: Run) -> Run:
+    """Return the small copy of `run` on one rank; a layout adds its own flags."""
     defaults, flat = flatten(Run()), flatten(run)
     for name in flat:
-        if _section(run, name) in _FORGOTTEN_SECTIONS or name in _FORGOTTEN:
+        if _section(run, name) in _RESET_SECTIONS or name in _RESET:
             flat[name] = defaults[name]
     flat |= {
         **_sizes(run),
@@ -69,9 +69,12 @@ def small(run: Run) -> Run:
     return replace(Run(), **flat)
 
 
-def of_few_choices(copy: Run) -> Run:
-    """A small copy in which samples can be found where half precision decides no choice of an expert: two layers, short
-    sequences, no groups. Every layer also adds its roundings to those that have to be allowed."""
+def with_few_choices(copy: Run) -> Run:
+    """Return a small copy with few choices of experts: two layers, short sequences, no groups.
+
+    For such a copy samples can be found in which no choice of an expert depends on rounding in half precision. Fewer
+    layers also mean fewer roundings, and so smaller tolerances.
+    """
     return replace(
         copy,
         num_layers=2,
@@ -84,8 +87,8 @@ def of_few_choices(copy: Run) -> Run:
     )
 
 
-def changes(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
-    """Fields in which the small copy differs, with both values."""
+def changed_fields(run: Run, copy: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which the small copy differs, with both values."""
     before, after = flatten(run), flatten(copy)
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
@@ -105,7 +108,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "max_position_embeddings": None,
         "vocab_size": VOCABULARY,
         "make_vocab_size_divisible_by": 8,
-        # Wide enough for logits that choose: at the usual 0.02 such a small model is almost linear.
+        # At the usual 0.02 such a small model is almost linear, and its logits are all alike.
         "init_method_std": 0.1,
         "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, 2),
     }
@@ -119,7 +122,10 @@ def _sizes(run: Run) -> dict[str, Any]:
         sizes["kv_channels"] = None if m.kv_channels is None else 16
         if m.group_query_attention:
             groups = derived.num_query_groups(run)
-            sizes["num_query_groups"] = 1 if groups == 1 else HEADS if groups == m.num_attention_heads else 2
+            if groups == 1:
+                sizes["num_query_groups"] = 1
+            else:
+                sizes["num_query_groups"] = HEADS if groups == m.num_attention_heads else 2
     return sizes
 
 
@@ -151,7 +157,10 @@ def _experts(run: Run) -> dict[str, Any]:
 
 
 def _pattern(pattern: list[int]) -> int | str:
-    """LAYERS entries with the same runs of dense and MoE layers, each cut to one layer and the last filled up."""
+    """Return --moe-layer-freq of LAYERS layers with the same order of dense and MoE layers.
+
+    Consecutive layers of one kind become one layer; the last kind is repeated.
+    """
     if len(set(pattern)) == 1:
         return 1 if pattern[0] else str([0] * LAYERS)
     runs = [kind for kind, _ in groupby(pattern)][:LAYERS]
