@@ -1,4 +1,4 @@
-"""A .safetensors file written tensor by tensor, in any order, whose numbers are never held at once. No torch."""
+"""Writes a .safetensors file tensor by tensor, in any order, without keeping the tensors in memory. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any
 
 from megatron_moe.hf.safetensors_file import CODES, LENGTH, Stored, bytes_of
 
-_BESIDE = 1 << 20
+_HASHED_IN_A_THREAD = 1 << 20
 """Bytes from which a tensor is hashed in a thread of its own while it is written."""
 _MOST_WRITTEN = 1 << 30
-"""Bytes per call of the system, which takes no more than 2 GiB."""
+"""Bytes per system call, which writes no more than 2 GiB."""
 
 
 class StreamedFile:
-    """A new .safetensors file, written tensor by tensor in any order, whose numbers are never held here.
+    """A new .safetensors file that is written tensor by tensor, in any order.
 
-    A context manager: the file is complete and on the disk when the block ends, and gone when it ends in an error.
+    It is a context manager: the file is complete and on the disk when the block ends, and removed when it ends in an
+    error.
 
     Args:
-        path: of a file that is not there yet.
-        layout: every tensor's dtype (torch's name) and shape. The bytes follow this order, but where that would leave a
-            tensor misaligned, the wider dtypes come first.
+        path: the file, which must not exist yet.
+        layout: every tensor's dtype (torch's name) and shape. The bytes are in this order, unless a tensor would be
+            misaligned: then the wider dtypes come first.
         metadata: strings; transformers wants {"format": "pt"}.
     """
 
@@ -41,7 +42,7 @@ class StreamedFile:
         header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
         self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
         self.digests: dict[str, str] = {}
-        self._beside: ThreadPoolExecutor | None = None
+        self._hashing: ThreadPoolExecutor | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.truncate(self._descriptor, self.bytes)
@@ -51,22 +52,23 @@ class StreamedFile:
             raise
 
     def write(self, name: str, data: Any) -> str:
-        """Write one tensor's bytes, anything that shows them, and return their SHA-256.
+        """Write one tensor's bytes, from any object with the buffer protocol, and return their SHA-256.
 
         Raises:
-            ValueError: the file has no such tensor, has it already, or it has another size. OSError: the disk refused.
+            ValueError: the file has no such tensor, it is written already, or it has another size.
+            OSError: writing failed.
         """
         view = memoryview(data).cast("B")
         stored = self.layout.get(name)
         if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
             known = "not in the file" if stored is None else "written already" if name in self.digests else None
             raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
-        if len(view) < _BESIDE:
+        if len(view) < _HASHED_IN_A_THREAD:
             self._put(view, stored.begin)
             digest = hashlib.sha256(view).hexdigest()
         else:
-            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
-            hashed = self._beside.submit(lambda: hashlib.sha256(view).hexdigest())
+            self._hashing = self._hashing or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+            hashed = self._hashing.submit(lambda: hashlib.sha256(view).hexdigest())
             try:
                 self._put(view, stored.begin)
             finally:
@@ -75,10 +77,11 @@ class StreamedFile:
         return digest
 
     def close(self) -> None:
-        """Put the file onto the disk.
+        """Bring the file to disk; on an error, remove it.
 
         Raises:
-            ValueError: a tensor was not written; the file is gone. OSError: the disk refused; the file is gone.
+            ValueError: a tensor was not written.
+            OSError: writing failed.
         """
         missing = [name for name in self.layout if name not in self.digests]
         try:
@@ -96,8 +99,8 @@ class StreamedFile:
             view, offset = view[count:], offset + count
 
     def _release(self) -> None:
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._hashing is not None:
+            self._hashing.shutdown()
         os.close(self._descriptor)
 
     def _give_up(self) -> None:
@@ -119,7 +122,7 @@ class StreamedFile:
 def _header(
     file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Stored]]:
-    """The bytes before the numbers, and where each tensor goes."""
+    """Return the bytes before the numbers, and the location of each tensor."""
     order = list(layout.items())
     at, aligned = 0, True
     for _, (dtype, shape) in order:

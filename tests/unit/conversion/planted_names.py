@@ -292,6 +292,6 @@ NUMBERS = [
     ),
     *each(
         "an infinity", numbers("kv_b_proj", element(5, float("inf"))), "moonlight",
-        reason="kv_b_proj.* holds NaN or infinity", caught=COVERAGE,
+        reason="kv_b_proj.* contains NaN or infinity", caught=COVERAGE,
     ),
 ]  # fmt: skip
