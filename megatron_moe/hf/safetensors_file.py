@@ -199,11 +199,11 @@ def _read(descriptor: int, count: int, offset: int) -> bytes:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shortened(twice)} is in it twice")
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {shortened(key)} is in it twice")
+        result[key] = value
     return result
 
 

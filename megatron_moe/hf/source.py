@@ -139,7 +139,11 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSour
     content = manifest.read(step)
     companions = {file[len(_COMPANIONS) :]: step / file for file in content.files if file.startswith(_COMPANIONS)}
     known_family = FAMILIES[name] if name is not None else family_of_run(run)
-    dtype = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else "float32"
+    dtype = "float32"
+    if config.get("bf16"):
+        dtype = "bfloat16"
+    elif config.get("fp16"):
+        dtype = "float16"
     return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
 
 

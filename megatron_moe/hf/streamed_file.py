@@ -60,9 +60,12 @@ class StreamedFile:
         """
         view = memoryview(data).cast("B")
         stored = self.layout.get(name)
-        if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
-            known = "not in the file" if stored is None else "written already" if name in self.digests else None
-            raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
+        if stored is None:
+            raise ValueError(f"{self.path}: {name} is not in the file")
+        if name in self.digests:
+            raise ValueError(f"{self.path}: {name} is written already")
+        if len(view) != stored.end - stored.begin:
+            raise ValueError(f"{self.path}: {name} is {len(view)} bytes, not those of {stored}")
         if len(view) < _HASHED_IN_A_THREAD:
             self._put(view, stored.begin)
             digest = hashlib.sha256(view).hexdigest()
