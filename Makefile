@@ -17,8 +17,8 @@ RUN := $(VENV)/bin/python
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 # Files of tests that run at a time, for two cores. A distributed test waits for much of its time; each worker has ranks
-# of its own, of some 0.7 GB each.
-WORKERS ?= 3
+# of its own, which share what is loaded with the process that forked them.
+WORKERS ?= 4
 
 # Byte code is kept whatever the caller's environment says: each rank of each test would else compile torch and the
 # engine for itself, which more than doubles the time that a start takes.
@@ -43,11 +43,12 @@ test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it, WO
 soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, architecture
+check: $(STAMP) ## style, format, types, architecture, the page of what is verified
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/unit/test_architecture.py
+	$(RUN) -m tests.helpers.verification --check
 
 bench: $(STAMP) ## compare our MoE layer with the engine's and transformers' on this machine
 	@$(RUN) -m benchmarks.moe_layer $(ARGS)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import gc
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Before torch is loaded: tests run beside each other and beside gloo ranks, and spinning threads starve them all.
@@ -16,23 +15,72 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 
 import megatron_moe  # noqa: F401  before anything imports the engine
+from tests.helpers.gloo_pool import GlooPool
+from tests.helpers.ranks import RankParent
+
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+"""How many tests --engine-only left out, and of how many files."""
 
 
-def _harness() -> Any:
-    """tests/distributed/harness.py, which is no package member and therefore loaded by path."""
-    path = Path(__file__).parent / "distributed" / "harness.py"
-    spec = importlib.util.spec_from_file_location("distributed_harness", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["distributed_harness"] = module
-    spec.loader.exec_module(module)
-    return module
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine-only",
+        action="store_true",
+        help="leave out files of tests that cannot reach what differs between the two environments",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--engine-only"):
+        return
+    from tests.helpers.engine_reach import of_this_repository
+
+    reach = of_this_repository()
+    reaches = {path: bool(reach.chain(path)) for path in {item.path for item in items}}
+    left_out = [item for item in items if not reaches[item.path]]
+    items[:] = [item for item in items if reaches[item.path]]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = (len(left_out), len(reaches) - sum(reaches.values()))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded stays: the collector need not look through torch, the engine and transformers again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist reports what it left out; each of them collects all tests."""
+    if LEFT_OUT in session.config.stash and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if (left_out := getattr(node, "workeroutput", {}).get("left_out")) is not None:
+        node.config.stash[LEFT_OUT] = left_out
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if LEFT_OUT in config.stash:
+        tests, files = config.stash[LEFT_OUT]
+        terminalreporter.write_line(
+            f"engine-only: left out {tests} tests in {files} files that cannot reach the engine"
+        )
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[Any]:
-    """The pool of gloo ranks of this worker: `gloo.run(world_size, function, **kwargs)`; see distributed/harness.py."""
-    pool = _harness().GlooPool()
+def rank_parent() -> Iterator[RankParent]:
+    """The process of this worker that forks ranks."""
+    parent = RankParent()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="session")
+def gloo(rank_parent: RankParent) -> Iterator[GlooPool]:
+    """The pool of gloo ranks of this worker: `gloo.run(world_size, function, **kwargs)`; see helpers/gloo_pool.py."""
+    pool = GlooPool(rank_parent)
     yield pool
     pool.close()
 

@@ -33,6 +33,10 @@ from megatron_moe.training.optimizer import SharedLossScale, _settle_positions
 from tests.defects.stock import both_routers, one_hot_logits, present
 from tests.defects.test_engine_defects import small_config
 
+pytestmark = pytest.mark.claim(
+    "Known defects of megatron-core are shown in its own code, with what is done about them here."
+)
+
 SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP16 = {"fp16": True, "params_dtype": torch.float16}
 
@@ -305,7 +309,7 @@ def test_all_parameters_share_the_step_of_a_resumed_torch_adam(gloo: Any) -> Non
 def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
     """Names of weights whose saved fp32 main weight is another's. Small buckets: their padding is in the middle."""
     from megatron_moe.checkpoint import optimizer as optimizer_state
-    from tests.unit.checkpoint.test_checkpoint_roundtrip import tensors, trained
+    from tests.helpers.trained_steps import tensors, trained
 
     flags = {
         "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,

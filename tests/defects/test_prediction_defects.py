@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -14,6 +15,10 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from tests.defects.stock import present
 from tests.defects.test_engine_defects import small_config
+
+pytestmark = pytest.mark.claim(
+    "Known defects of megatron-core are shown in its own code, with what is done about them here."
+)
 
 VOCABULARY, SEQUENCE = 32, 8
 

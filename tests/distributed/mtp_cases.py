@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_moe.config.schema import Run
-from tests.distributed import model_cases
+from tests.helpers import model_cases
 
 SEQUENCES = model_cases.SEQUENCES
 

@@ -153,6 +153,7 @@ def oracle(micro_batch_size: int, routing: reference.Routing, with_losses: bool)
     return {**seen, "gradient": weight.grad, "losses": {name: value.item() for name, value in losses.items()}}
 
 
+@pytest.mark.claim("Each auxiliary loss and its gradient are per token of the global batch, on every layout.")
 @pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
 @pytest.mark.parametrize(("ranks", "layout", "size"), SPLITS)
 def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, size, per_token) -> None:
@@ -170,6 +171,7 @@ def test_each_loss_is_per_token_of_the_global_batch(gloo: Any, ranks, layout, si
         assert rank["counts"] == wanted["counts"]
 
 
+@pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
 @pytest.mark.parametrize(
     "routing",
     [

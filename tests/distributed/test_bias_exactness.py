@@ -118,6 +118,7 @@ def max_violation(counts: list[int]) -> float:
     return max(counts) * len(counts) / sum(counts) - 1
 
 
+@pytest.mark.claim("expert_bias has the bits of an integer oracle for any split over ranks and micro-batches.")
 @pytest.mark.parametrize(("seed", "half", "two", "four"), RUNS)
 def test_any_cut_on_any_ranks_gives_the_bits_of_the_oracle(
     gloo: Any, seed: int, half: bool, two: dict[str, Any], four: dict[str, Any]

@@ -33,6 +33,7 @@ def train_bias(seed: int, num_experts: int, topk: int, layout: dict[str, Any], m
     return dict(counts=counts, bias=router.expert_bias.clone())
 
 
+@pytest.mark.claim("expert_bias has the bits of an integer oracle for any split over ranks and micro-batches.")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_layout_gives_the_bits_of_the_integer_oracle(gloo: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.doctor import launch
+from megatron_moe.apps.doctor import cli, launch
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_visit import model
 from megatron_moe.apps.doctor.launch import RankFailure, Ranks
@@ -20,6 +20,8 @@ from megatron_moe.apps.doctor.measure import Request
 from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, small
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.forked_doctor import ForkedRanks
+from tests.helpers.ranks import RankParent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,9 +50,12 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
     assert report["oracles"][0]["smallest_margin"] > 0
 
 
-def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(tmp_path: Path) -> None:
-    done = doctor("--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(
+    rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
+    code = cli.main(["--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json")])
+    assert code == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
     (layout,), (oracle,) = report["layouts"], report["oracles"]
     assert (oracle["dtype"], layout["agrees"]) == ("float16", True)
@@ -72,12 +77,11 @@ def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_p
     ],
 )
 def test_a_mistake_in_the_flags_ends_in_two(words: list[str], named: str, capsys: Any) -> None:
-    from megatron_moe.apps.doctor import cli
-
     assert cli.main(words) == 2
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.claim("The doctor names a rank that dies or hangs, and leaves no process behind.")
 @pytest.mark.parametrize(
     ("what", "told"),
     [("os._exit(3)", "rank 1 ended with status 3"), ("__import__('time').sleep(600)", "rank 1 did not end")],
@@ -87,7 +91,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(
     what: str, told: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     shutil.copytree(ROOT / "megatron_moe", tmp_path / "megatron_moe")
-    file = tmp_path / "megatron_moe" / "doctor" / "measure.py"
+    file = tmp_path / "megatron_moe" / "apps" / "doctor" / "measure.py"
     start = "    run, chunks = request.run, []\n"
     assert file.read_text().count(start) == 1
     file.write_text(file.read_text().replace(start, f'{start}    if os.environ["RANK"] == "1":\n        {what}\n'))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -89,9 +90,11 @@ def check(ranks: list[dict[str, Any]]) -> None:
             assert rank["counts"] == ranks[0]["counts"]
 
 
+@pytest.mark.claim("Our router works in megatron-core's own MoE layer and GPTModel, in bf16 and fp16.")
 def test_the_engines_model_trains_with_our_router_in_bf16(gloo: Any) -> None:
     check(gloo.run(1, train, ep_size=1, half="bf16"))
 
 
+@pytest.mark.claim("Our router works in megatron-core's own MoE layer and GPTModel, in bf16 and fp16.")
 def test_the_engines_model_trains_with_our_router_on_two_ranks_in_fp16(gloo: Any) -> None:
     check(gloo.run(2, train, ep_size=2, half="fp16"))

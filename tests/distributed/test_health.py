@@ -10,8 +10,8 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from tests.distributed import model_cases as cases
-from tests.unit.training import test_step_transaction as steps
+from tests.helpers import model_cases as cases
+from tests.helpers import stepped_trainer as steps
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
@@ -52,6 +52,7 @@ def one_rank_norms(gloo: Any) -> dict[bool, float]:
     return {experts: math.sqrt(value) for experts, value in squares.items()}
 
 
+@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -119,6 +120,7 @@ HALF = {"bf16": True, "grad_reduce_in_bf16": True}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 
 
+@pytest.mark.claim("Measuring a step's health changes no bit of the run.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
-from tests.distributed import imported_cases as cases
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 
 ALL = tuple(tiny_models.CASES)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -194,6 +194,7 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
     )
 
 
+@pytest.mark.claim("Imported models have transformers' logits, choices of experts, loss and gradients.")
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, references, layout, case):
     for seed in LAYOUTS[layout].seeds:
@@ -201,6 +202,7 @@ def test_logits_choices_loss_and_gradients_are_those_of_transformers(steps, refe
         assert found.logits < 1e-4 and found.loss < 1e-5 and found.choices == [] and found.gradient < 1e-4, found
 
 
+@pytest.mark.claim("An untouched imported model is exported bit for bit, under the same names.")
 @pytest.mark.parametrize(("layout", "case"), pairs())
 def test_an_untouched_model_goes_back_bit_for_bit_under_the_same_names(steps, references, layout, case):
     for seed in LAYOUTS[layout].seeds:

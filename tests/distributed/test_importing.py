@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
 from megatron_moe.hf.importing import plan_import
-from tests.distributed import imported_cases as cases
 from tests.distributed.test_imported_layouts import assembled, by_hf_name
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -139,6 +139,7 @@ def test_a_copy_that_is_another_table_is_refused(gloo, folders, tmp_path):
     assert len(set(messages)) == 1 and f"nothing was made of {name}" in messages[0]
 
 
+@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("mistake", "on", "says"),
     [
@@ -161,6 +162,7 @@ def large(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.full(shape, 1e5)
 
 
+@pytest.mark.claim("A folder that does not hold the model is refused by all ranks before anything is built.")
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [

@@ -99,7 +99,7 @@ SITES: dict[str, Callable[[Any, float], Any]] = {
 
 def injected(flags: dict[str, Any]) -> dict[str, Any]:
     """At each site and with each value: was the step applied, and what has changed; one rank spoils."""
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -119,6 +119,7 @@ def injected(flags: dict[str, Any]) -> dict[str, Any]:
     return {"good": good, "seen": seen}
 
 
+@pytest.mark.claim("A skipped step changes no bit, whichever rank the overflow or the NaN was on.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_overflow_or_nan_on_one_rank_leaves_every_bit_of_every_rank(gloo, ranks, precision):

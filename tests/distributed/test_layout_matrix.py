@@ -287,6 +287,7 @@ def test_no_choice_of_an_expert_is_left_to_rounding(oracle: Any, model: str) -> 
     assert oracle(model).smallest_margin > CLEAR
 
 
+@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
 @pytest.mark.parametrize("row", ROWS)
 def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: str) -> None:
     wanted = oracle(ROWS[row][0])
@@ -295,6 +296,7 @@ def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: st
     assert comparison.agrees, tell(comparison.differences)
 
 
+@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
 @pytest.mark.parametrize("row", HALF_ROWS)
 def test_a_layout_trains_the_same_model_in_bf16(oracle: Any, measured: Measured, row: str) -> None:
     # 0.077 for a gradient (measured: 0.031)
@@ -310,6 +312,7 @@ def listed() -> list[str]:
     return [f"| {model} | {ranks} | {'; '.join(layouts)} |" for (model, ranks), layouts in sorted(table.items())]
 
 
+@pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
 def test_the_page_lists_the_matrix() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     shown = [line for line in page.splitlines() if re.match(r"\| [\w ]+ \| \d \| ", line)]

@@ -68,6 +68,7 @@ def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
                 assert error < 5e-5 * tolerance, f"rank {rank}: {what} of {name} is {error:.1e} off"
 
 
+@pytest.mark.claim("Multi-token prediction trains the same on every tried layout.")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     model, ranks, flags = LAYOUTS[layout]
@@ -80,6 +81,7 @@ def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     assert {name for result in results for name in result["tensors"]} == set(wanted["tensors"])
 
 
+@pytest.mark.claim("Multi-token prediction trains the same on every tried layout.")
 @pytest.mark.parametrize(("ranks", "flags"), [(2, PP2), (2, OVERLAPPED)], ids=["PP2", "DP2, overlaps"])
 def test_a_layout_trains_the_same_predictions_in_bf16(gloo, one_process, ranks, flags):
     # One step: in the next, weights that were rounded otherwise let some tokens choose other experts.

@@ -27,6 +27,7 @@ def trained(gloo):
     return of
 
 
+@pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained, layout):
     for got, wanted in zip(trained(layout, bf16=True, **ALL), trained(layout)):
@@ -59,6 +60,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
     ranks, base, flags = OTHERS[case]
@@ -73,6 +75,7 @@ def _is_kept(name):
     return name.endswith(kept) or name.startswith(("decoder.layers.1.", "decoder.layers.2.mlp.experts", "output_layer"))
 
 
+@pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
 @pytest.mark.parametrize(
     ("layout", "half"),
     [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
@@ -96,6 +99,7 @@ def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained,
     assert seen == set(wanted["dtypes"])
 
 
+@pytest.mark.claim("--fp32-residual-connection keeps the residual stream in fp32 at every boundary.")
 @pytest.mark.parametrize("layout", ["one rank", "TP2, SP", "PP2", "EP2"])
 def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_can(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
@@ -113,6 +117,7 @@ def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_ca
             return
 
 
+@pytest.mark.claim("--fp32-residual-connection keeps the residual stream in fp32 at every boundary.")
 def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
     run = cases.run_of(bf16=True, fp32_residual_connection=True)
     (error,) = gloo.run(1, cases.residual_error, run=run)
@@ -121,6 +126,7 @@ def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
     assert error > 1e-4  # the same measure sees the stream of a bf16 run being rounded
 
 
+@pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
 @pytest.mark.parametrize("layout", ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"])
 def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, layout):
     flags = {"bf16": True, "grad_reduce_in_bf16": True, "keep_fp32": ("norms", "decoder.layers.1", "output_layer")}
@@ -148,6 +154,7 @@ def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscale
         assert rank["skipped"] and rank["unchanged"] and rank["then"]
 
 
+@pytest.mark.claim("--eval-in-fp32 gives the loss of an fp32 model with the same weights.")
 @pytest.mark.parametrize("layout", ["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"])
 def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
@@ -175,6 +182,7 @@ def test_an_fp64_router_in_a_bf16_run_leaks_no_dtype(gloo):
         assert torch.allclose(got["gradients"][name], grad, rtol=2e-2, atol=2e-2 * grad.abs().max().item()), name
 
 
+@pytest.mark.claim("--eval-in-fp32 gives the loss of an fp32 model with the same weights.")
 def test_a_run_evaluates_in_fp32_if_it_is_told_to(gloo):
     flags = {"bf16": True, "train_iters": 1, "eval_iters": 1, "global_batch_size": 2, "micro_batch_size": 2}
     losses = [

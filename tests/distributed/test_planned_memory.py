@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.claim("A plan's memory is that of a real step, to 3 %.")
 @pytest.mark.parametrize(("layout", "half_products"), CASES)
 def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)

@@ -1,4 +1,4 @@
-"""The doctor finds what is planted: a copy of the package with ONE error, and the doctor's ranks run that copy.
+"""The doctor finds what is planted: a copy of the package with ONE error, and ranks run that copy.
 
 The errors are of the kinds that trained models have been lost to: a reduction that is missing or over a wrong group, a
 mark that the engine reads, a scale that depends on the layout, a mask that is off by one.
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_moe.apps.doctor import cli, launch
+from tests.helpers.forked_doctor import KEPT, ForkedRanks
+from tests.helpers.ranks import RankParent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -195,6 +197,7 @@ PLANTS = {
 
 def planted(plant: Plant, folder: Path) -> Path:
     """A copy of the package with the error in it; byte code comes along, so that a start takes no longer."""
+    assert plant.file.split("/")[0] not in KEPT, "ranks that are forked do not take this file from a copy"
     shutil.copytree(ROOT / "megatron_moe", folder / "megatron_moe")
     file = folder / "megatron_moe" / plant.file
     text = file.read_text()
@@ -203,14 +206,28 @@ def planted(plant: Plant, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.claim("The doctor finds and names errors that are planted in copies of the package.")
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_error_is_found_and_named(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    plant = PLANTS[name]
+def test_a_planted_error_is_found_and_named(
+    name: str, rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    folder = planted(PLANTS[name], tmp_path)
+    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
+    check(PLANTS[name], tmp_path / "report.json", capsys)
+
+
+def test_the_doctors_own_ranks_find_a_planted_error_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    plant = PLANTS["the router's weight is not summed over TP"]
     monkeypatch.setattr(launch, "PACKAGE_ROOT", planted(plant, tmp_path))
-    code = cli.main([*plant.flags.split(), "--steps", "1", "--json", str(tmp_path / "report.json")])
+    check(plant, tmp_path / "report.json", capsys)
+
+
+def check(plant: Plant, saved: Path, capsys: Any) -> None:
+    """The doctor visits a copy with the error in it, and reports what the plant describes."""
+    code = cli.main([*plant.flags.split(), "--steps", "1", "--json", str(saved)])
     told = capsys.readouterr().out
     assert code == cli.DIFFERENT, told
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads(saved.read_text())
     (layout,) = (one for one in report["layouts"] if not one["agrees"])
     assert fnmatchcase(layout["layout"], plant.flags.partition("--layouts ")[2].split()[0])
     differing = [f"{one['quantity']} {one['name']}" for one in layout.get("differences", [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
 from megatron_moe.config.errors import ConfigError
@@ -20,6 +21,7 @@ def refusal(odd_rank: int) -> str:
     return "accepted"
 
 
+@pytest.mark.claim("Ranks with different flags are refused.")
 def test_fp16_on_one_rank_and_bf16_on_the_others_is_refused_on_all(gloo):
     wanted = (
         "all ranks need the same flags: --bf16 is False on rank 1 and True on rank 0; --fp16 is True on rank 1 and "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
-from tests.distributed.replica_cases import flip, flipped_bits
+from tests.helpers.replica_cases import flip, flipped_bits
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
 TP2_DP2: dict[str, Any] = {
@@ -39,6 +39,7 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
     assert str(ReplicaDifference("w", ((0, 7), (2, 9)))) == "w: the copies of ranks 0 and 2 differ, with no majority"
 
 
+@pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 @pytest.mark.parametrize(("ranks", "flags"), [(2, EP2), (4, TP2_DP2)])
 def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
     for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.schema import Run, replace
-from tests.distributed import model_cases, mtp_cases
+from tests.distributed import mtp_cases
 from tests.distributed.test_model_layouts import MODELS
+from tests.helpers import model_cases
 from tests.reference.reference_adamw import AdamW, clipped, joint_norm, learning_rate
 
 STEPS = 4
@@ -161,6 +162,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
+@pytest.mark.claim("A step is clipped AdamW at the schedule's rate, as it is written out in fp64.")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_clipped_adamw_in_fp64(gloo: Any, case: str) -> None:
     model, ranks, flags = CASES[case]

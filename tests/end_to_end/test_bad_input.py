@@ -11,7 +11,7 @@ import pretrain_moe
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:
@@ -40,6 +40,7 @@ def data(tmp_path_factory):
 MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
 
 
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -64,6 +65,7 @@ def test_a_world_that_the_layout_does_not_divide(capsys, tmp_path, monkeypatch):
     assert "3" in message and "--expert-model-parallel-size 2" in message
 
 
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 def test_only_rank_0_speaks(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
@@ -96,6 +98,7 @@ def saved(root: Path, run: Run) -> None:
     write_step(root, 5, config=flatten(run), state={"iteration": 5, "has_optimizer": True})
 
 
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 def test_folders_that_are_no_checkpoints_or_belong_to_another_run(capsys, tmp_path):
     other, used = tmp_path / "other", tmp_path / "used"
     other.mkdir()
@@ -110,6 +113,7 @@ def test_folders_that_are_no_checkpoints_or_belong_to_another_run(capsys, tmp_pa
     assert "complete steps: 5" in refused([*MOCK, "--load", str(used), "--ckpt-step", "6"], capsys, tmp_path)
 
 
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
 def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     argv = [*MOCK, "--dry-run", "--save", str(tmp_path / "new"), "--metrics-file", str(tmp_path / "m.jsonl")]
     assert pretrain_moe.main(argv) == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import broken_jobs, kills
+from tests.helpers import broken_jobs, kills
+from tests.helpers.ranks import RankParent
 
 ITERATIONS, TIMEOUT = 8, 10.0
 CASES = [
@@ -20,12 +20,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[broken_jobs.Breaking]:
-    started = broken_jobs.Breaking()
-    yield started
-    started.close()
+def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
+    return broken_jobs.Breaking(rank_parent)
 
 
+@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
 @pytest.mark.slow
 def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
@@ -44,6 +43,7 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert kills.differences(job, oracle, 2) == []
 
 
+@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 @pytest.mark.slow
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]

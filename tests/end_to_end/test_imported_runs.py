@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from megatron_moe.apps.convert import cli
 from megatron_moe.checkpoint.origin import FOLDER
-from tests.distributed import imported_cases as cases
-from tests.end_to_end.launchers import Torchrun
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases as cases
+from tests.helpers import tiny_models
+from tests.helpers.launchers import Torchrun
 
 TRAINING = [
     "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4",
@@ -50,6 +50,7 @@ def exported(root: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.claim("An imported model is trained, restarted with the same command, exported and generates.")
 def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
     root, there = tmp_path / "run", tmp_path / "there"
     shutil.copytree(source, there)
@@ -97,6 +98,7 @@ def loads_and_generates(folder: Path) -> None:
     assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
+@pytest.mark.claim("An imported model is trained, restarted with the same command, exported and generates.")
 def test_a_converted_checkpoint_trains_as_the_folder_does_and_keeps_what_it_came_with(gloo, source, tmp_path):
     native = tmp_path / "native"
     words = ["--from", "hf", "--to", "native", "--load", str(source), "--save", str(native)]

@@ -7,25 +7,25 @@ in five layouts, and some under torchrun.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_moe.checkpoint.folder import steps
-from tests.end_to_end import kills
+from tests.helpers import kills
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent
 
 ITERATIONS = 21
 INTERVAL = 3
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[kills.Forked]:
-    launcher = kills.Forked()
-    yield launcher
-    launcher.close()
+def forked(rank_parent: RankParent) -> Forked:
+    return Forked(rank_parent)
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "wanted", "saving", "most_lost"),
@@ -36,7 +36,7 @@ def forked() -> Iterator[kills.Forked]:
     ids=["EP2 sync", "TP2 async"],
 )
 def test_a_run_that_is_killed_many_times_equals_one_that_is_not(
-    forked: kills.Forked, tmp_path: Path, layout: str, wanted: int, saving: list[str], most_lost: int
+    forked: Forked, tmp_path: Path, layout: str, wanted: int, saving: list[str], most_lost: int
 ) -> None:
     world_size, flags = kills.LAYOUTS[layout]
     argv = kills.flags(ITERATIONS, *flags)

@@ -49,6 +49,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.claim("One rank and two expert-parallel ranks have the same losses.")
 def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     alone = gloo.run(1, trained, flags={"metrics_file": str(one)})[0]
@@ -62,6 +63,7 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
     assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
 
 
+@pytest.mark.claim("After 50 steps in bf16 or fp16 and a reload expert_bias has the bits of its counts.")
 @pytest.mark.parametrize(
     "flags",
     [

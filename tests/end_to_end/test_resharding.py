@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 # (TP, PP, EP) of each stop; two stops beside each other are a pair, twelve in all. The last is the first.
 CHAINS = {
@@ -16,6 +16,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", CHAINS)
 def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     flags: dict[str, Any] = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
@@ -47,6 +48,7 @@ CROSSINGS = {
 }
 
 
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name):
     dtype, distributed, model, stages = CROSSINGS[name]
@@ -62,6 +64,7 @@ def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name)
     assert cases.next_step_differs(recorded, records[-1], to_the_bit=False, fp32=not dtype) == []
 
 
+@pytest.mark.claim("A run in several pieces leaves the log and the state of a run in one, bit for bit.")
 def test_a_run_in_six_pieces_is_the_run_in_one(gloo, tmp_path):
     flags = {
         **cases.layout(ep=2),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from tests.helpers.launchers import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 28
@@ -116,8 +117,9 @@ def _state(pid: int) -> str | None:
         return None
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
-def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(tmp_path):
+def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(rank_parent, tmp_path):
     data = prepare(tmp_path)
     base = [
         "--preset", "tiny", "--bf16", "--use-distributed-optimizer", "--expert-model-parallel-size", "2",
@@ -126,8 +128,9 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     ]  # fmt: skip
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     files = ["--metrics-file", str(whole), "--summary-file", str(tmp_path / "whole.json")]
-    launch = Launch([*base, *files], tmp_path / "0.log")
-    assert launch.wait() == 0, launch.output()
+    undisturbed = Forked(rank_parent)
+    undisturbed.start([*base, *files], 2, ROOT, tmp_path / "0.log")
+    assert undisturbed.wait(300) == 0, (tmp_path / "0.log").read_text()
 
     flags = [
         *base, "--metrics-file", str(parts), "--summary-file", str(tmp_path / "parts.json"), "--exit-signal-handler",

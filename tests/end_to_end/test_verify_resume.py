@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from megatron_moe.apps.verify_resume import cli
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 
+@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, tmp_path, capsys, monkeypatch):
     save, report = tmp_path / "steps", tmp_path / "verified.json"
     flags = {"data_path": (cases.corpus(tmp_path),), "train_iters": 4, "save_interval": 2, "hidden_dropout": 0.1}

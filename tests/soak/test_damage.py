@@ -16,8 +16,8 @@ from megatron_moe.checkpoint.load import verified
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
-from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, tensors, trained
+from tests.helpers import damage
+from tests.helpers.trained_steps import TINY, tensors, trained
 
 FLIPS, TRUNCATIONS, ZEROED_PAGES = 1000, 200, 200
 
@@ -66,6 +66,7 @@ def complaint(root: Path, one: damage.Damage) -> str | None:
     return f"{one.kind} of {list(one.files)}: loaded where it was asked for"
 
 
+@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
 def test_all_damage_is_found_before_a_weight_is_used(alone, root, scaled, figure):
     step = root / "iter_0000002"
     found = damage.tally(step, damages(step, root / "iter_0000001", scaled, 4), lambda one: complaint(root, one))

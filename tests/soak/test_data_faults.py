@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.data_faults import Scene
 from tests.unit.data import test_data_faults as trials
-from tests.unit.data.faults import Scene
 from tests.unit.data.test_data_faults import OF_CONTENT as CONTENT
 from tests.unit.data.test_data_faults import STRUCTURAL, scene  # noqa: F401
 
@@ -29,6 +29,7 @@ def test_there_are_twenty_kinds() -> None:
     assert len(KINDS) == 20
 
 
+@pytest.mark.claim("Bad data is named with file and offset, or shown to be harmless.")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_is_named_or_harmless(
     scene: Scene,  # noqa: F811

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import kills
+from tests.helpers import kills
+from tests.helpers.launchers import Forked, Launcher, Torchrun
+from tests.helpers.ranks import RankParent
 
 ITERATIONS = 30
 INTERVAL = 3
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[kills.Forked]:
-    launcher = kills.Forked()
-    yield launcher
-    launcher.close()
+def forked(rank_parent: RankParent) -> Forked:
+    return Forked(rank_parent)
 
 
 def killed_until(
-    launcher: kills.Launcher, folder: Path, layout: str, saving: list[str], number: int, most_lost: int,
+    launcher: Launcher, folder: Path, layout: str, saving: list[str], number: int, most_lost: int,
     iterations: int = ITERATIONS, horizon: float = 0.6,
 ) -> dict[str, object]:  # fmt: skip
     """Jobs that are killed until there were `number` kills; what the figures are made of.
@@ -61,10 +61,11 @@ def killed_until(
     }
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("way", ["sync", "async"])
 @pytest.mark.parametrize("layout", kills.LAYOUTS)
 def test_kills_of_all_ranks_or_of_one(
-    forked: kills.Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], layout: str, way: str
+    forked: Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], layout: str, way: str
 ) -> None:
     saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
     result = killed_until(forked, tmp_path / "jobs", layout, saving, scaled(20), most_lost)
@@ -72,21 +73,23 @@ def test_kills_of_all_ranks_or_of_one(
     assert result["found"] == []
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_kills_under_torchrun(
     tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str
 ) -> None:
     saving, most_lost = (["--async-save"], 2 * INTERVAL) if way == "async" else ([], INTERVAL)
     # Most of a short job's time is the start of its ranks: a longer one, killed until its end.
-    result = killed_until(kills.Torchrun(), tmp_path / "jobs", "EP2", saving, scaled(20), most_lost, 120, 0.95)
+    result = killed_until(Torchrun(), tmp_path / "jobs", "EP2", saving, scaled(20), most_lost, 120, 0.95)
     figure("R1", **result, saving=way, launcher="torchrun")
     assert result["found"] == []
 
 
+@pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.parametrize("keep", ["1", "2"])
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_retention_under_kills(
-    forked: kills.Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str, keep: str
+    forked: Forked, tmp_path: Path, scaled: Callable[..., int], figure: Callable[..., None], way: str, keep: str
 ) -> None:
     saving = ["--keep-last-k", keep, "--save-retain-interval", "9", *(["--async-save"] if way == "async" else [])]
     most_lost = 2 * INTERVAL if way == "async" else INTERVAL

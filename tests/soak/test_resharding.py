@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import reshard_cases as cases
+from tests.helpers import reshard_cases as cases
 
 PAIRS = list(itertools.product(cases.LAYOUTS, repeat=2))
 
@@ -31,6 +31,7 @@ def begin(gloo: Any, place: Path, flags: dict[str, Any], layout: tuple[int, dict
     return cases.state_of(place / "iter_0000003")["records"][-1]
 
 
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_every_pair_of_layouts(
     gloo: Any, tmp_path: Path, mode: str, scaled: Callable[..., int], figure: Callable[..., None]
@@ -61,6 +62,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_chains_come_back_to_the_bits_they_began_with(
     gloo: Any, tmp_path: Path, mode: str, figure: Callable[..., None]
@@ -118,6 +120,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]], tuple[int, d
 }
 
 
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("optimizers", ["whole", "distributed", "distributed to whole"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OTHERS)
@@ -139,6 +142,7 @@ def test_other_axes_models_and_optimizers(
     assert wrong == []
 
 
+@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 def test_every_pair_of_data_parallel_sizes_reads_one_order(
     gloo: Any, tmp_path: Path, figure: Callable[..., None]
 ) -> None:
@@ -173,6 +177,7 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.claim("A run in several pieces leaves the log and the state of a run in one, bit for bit.")
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_fifty_incarnations(
     gloo: Any, tmp_path: Path, number: int, scaled: Callable[..., int], figure: Callable[..., None]

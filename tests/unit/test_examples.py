@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.apps import prepare
+from megatron_moe.apps.doctor import cli as doctor_cli
 from megatron_moe.apps.plan import cli as planning_cli
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
@@ -98,13 +99,12 @@ def recorded(script, folder, status=0):
 
 def page_commands(page):
     """The words of every command line in the fenced blocks of a page, continuation lines joined."""
-    blocks = re.findall(
-        r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if language in ("", "bash", "sh", "console")]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         line = line.strip().removeprefix("$ ")
         if any(
-            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py")
+            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py", "tools/doctor.py")
         ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
@@ -113,6 +113,7 @@ def test_the_examples_are_there():
     assert len(SCRIPTS) >= 5
 
 
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_the_training_command_of_an_example_is_accepted(script, tmp_path, monkeypatch):
     commands = [command for words in recorded(script, tmp_path) if (command := training_command(words))]
@@ -155,6 +156,7 @@ def test_an_example_ends_with_the_status_of_what_failed(script, tmp_path):
     assert recorded(script, tmp_path, status=3)
 
 
+@pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
     for number, words in enumerate(page_commands(page)):
@@ -165,6 +167,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
             rules.check_layout(cli.parse(rest), flags.world_size)
+            continue
+        if "tools/doctor.py" in words:
+            arguments = words[words.index("tools/doctor.py") + 1 :]
+            if "run.yaml" not in arguments:  # the reader's own file
+                assert doctor_cli.main([*arguments, "--list"]) == 0, words
             continue
         command = training_command(words)
         assert command is not None, words

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_moe.checkpoint import manifest
-from tests.unit.checkpoint.steps import saved, seal
+from tests.helpers.checkpoint_steps import saved, seal
 
 DATA = "__0_0.distcp"
 

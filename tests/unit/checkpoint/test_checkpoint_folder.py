@@ -10,7 +10,7 @@ import pytest
 
 from megatron_moe.checkpoint import folder, publish
 from megatron_moe.config.errors import ConfigError
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def tree(root: Path) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.checkpoint import test_checkpoint_roundtrip as roundtrip
+from tests.helpers import trained_steps as roundtrip
 
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = {"keep_fp32": ["norms", "decoder.layers.2.mlp.experts", "*.mlp.router", "decoder.layers.1.self_attention"]}
@@ -38,6 +38,7 @@ def own_tensors(state):
     return {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
 
 
+@pytest.mark.claim("Checkpoints of mixed dtypes are read by all layouts and resumed bit for bit.")
 @pytest.mark.parametrize("optimizer", ["whole", "distributed", "distributed, small buckets"])
 def test_mixed_weights_masters_and_moments_travel_through_all_layouts(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **KEPT}
@@ -58,6 +59,7 @@ def test_mixed_weights_masters_and_moments_travel_through_all_layouts(gloo, tmp_
         assert roundtrip.differing(original, roundtrip.tensors(f"{target}/iter_0000003")) == [], layout
 
 
+@pytest.mark.claim("Checkpoints of mixed dtypes are read by all layouts and resumed bit for bit.")
 @pytest.mark.parametrize("optimizer", ["whole", "distributed", "fp16, whole"])
 def test_a_resumed_mixed_run_goes_on_bit_for_bit(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **KEPT, "train_iters": 4, "lr_decay_iters": 4}

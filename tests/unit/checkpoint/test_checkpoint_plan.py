@@ -10,7 +10,7 @@ from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def saved_by(run: Run, root: Path, iteration: int = 50, has_optimizer: bool = True) -> Run:

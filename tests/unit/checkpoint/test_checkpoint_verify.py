@@ -15,9 +15,9 @@ from megatron_moe.checkpoint import folder, load, manifest
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
-from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.steps import make_step
-from tests.unit.checkpoint.test_checkpoint_roundtrip import TINY, trained
+from tests.helpers import damage
+from tests.helpers.checkpoint_steps import make_step
+from tests.helpers.trained_steps import TINY, trained
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.claim("Where the newest step is damaged the newest sound one is loaded, and the log says so.")
 def test_the_newest_sound_step_is_taken_and_the_damaged_one_named(alone, root):
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
     flip(root / "iter_0000150" / "__1_0.distcp")
@@ -94,6 +95,7 @@ def test_without_verification_damage_goes_unseen_but_that_is_said_loudly(alone, 
     assert "CHECKPOINT WARNING" in warning and "NOT VERIFIED (--no-verify-checkpoint)" in warning
 
 
+@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
 def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
     flip(root / "iter_0000150" / "__1_0.distcp")
     results = gloo.run(3, found, flags={"load": str(root)})
@@ -129,6 +131,7 @@ def complaint(root: Path, damaged: damage.Damage) -> str | None:
     return None
 
 
+@pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
 def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     step, rng = root / "iter_0000150", random.Random(4)
     sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
@@ -162,6 +165,7 @@ def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
     assert found({"load": str(tmp_path / "none")}) == (None, [], [])
 
 
+@pytest.mark.claim("Where the newest step is damaged the newest sound one is loaded, and the log says so.")
 def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone, tmp_path):
     flags = {"num_layers": 1, "moe_layer_freq": "[1]", "save_interval": 1, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "train_iters": 2, "save": str(tmp_path)})

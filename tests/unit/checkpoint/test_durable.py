@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.checkpoint import durable, folder, publish
-from tests.unit.checkpoint.plain_steps import write_step
+from tests.helpers.plain_steps import write_step
 
 
 def test_a_file_is_hashed_while_it_is_written_in_pieces_small_and_large(tmp_path):
@@ -57,6 +57,7 @@ def test_a_file_is_on_the_disk_before_it_counts_as_written(tmp_path, monkeypatch
     assert synced[-2:] == [str(tmp_path / f".{folder.LATEST}.new"), str(tmp_path)]
 
 
+@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("size", [10, 4 << 20])
 def test_a_full_disk_is_told_with_the_file(size):
     with pytest.raises(OSError) as caught, durable.new_file(Path("/dev/full")) as file:

@@ -19,7 +19,7 @@ import torch
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.save import changed_by_updates
 from megatron_moe.config.schema import Run, replace
-from tests.unit.checkpoint.test_checkpoint_roundtrip import OPTIMIZERS, TINY, differing, tensors
+from tests.helpers.trained_steps import OPTIMIZERS, TINY, differing, tensors
 
 EVERY = {"train_iters": 4, "save_interval": 2}
 
@@ -63,6 +63,7 @@ def trained(
         writer.write, Reporter.message, writer.Staged.copy_rest = write, message, copy_rest  # type: ignore[method-assign]
 
 
+@pytest.mark.claim("A step that is saved in the background has the bits of its step, not of a later one.")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
@@ -148,6 +149,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
         writer.write, publish.durable.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
 
 
+@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("where", ["write", "publish"])
 def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
@@ -165,6 +167,7 @@ def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_befo
     assert step is not None and manifest.content_defect(step, manifest.read(step).files) is None
 
 
+@pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
 def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
@@ -207,6 +210,7 @@ def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo
         assert manifest.content_defect(step, manifest.read(step).files) is None
 
 
+@pytest.mark.claim("Retention keeps the steps that the flags name, and the newest one.")
 def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gloo, tmp_path):
     flags = {"save_interval": 1, "keep_last_k": 1, "save": str(tmp_path)}
     gloo.run(1, trained, flags={**flags, "train_iters": 3})
@@ -247,6 +251,7 @@ def second_job(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.claim("Two jobs cannot write one folder.")
 def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(gloo, tmp_path):
     for message in gloo.run(2, second_job, flags={"save": str(tmp_path / "c")}):
         assert "another job writes there: process" in message

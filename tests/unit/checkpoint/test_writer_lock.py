@@ -43,6 +43,7 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+@pytest.mark.claim("Two jobs cannot write one folder.")
 def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
     with acquire(tmp_path)[0]:
         with pytest.raises(ConfigError) as error:
@@ -162,6 +163,7 @@ def test_releasing_leaves_the_lock_of_who_took_over(tmp_path, me):
     assert left(tmp_path) == [writer_lock.NAME]
 
 
+@pytest.mark.claim("Two jobs cannot write one folder.")
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, me):
     for _ in range(20):
         put(tmp_path, replace(me, started=1, token="dead"))

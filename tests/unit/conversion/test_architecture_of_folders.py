@@ -16,8 +16,8 @@ from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.architecture import filled_in
-from tests.unit.checkpoint.plain_steps import write_step
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.plain_steps import write_step
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +38,7 @@ def message_of(*argv: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
 def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
     run = cli.parse(["--load-hf", str(folder(tmp_path, "deepseek-v3")), "--seq-length", "32"], filled_in)
     assert (run.model.num_layers, run.model.vocab_size, run.moe.num_experts) == (4, tiny_models.VOCABULARY, 16)
@@ -54,6 +55,7 @@ def test_a_setting_that_only_may_differ_is_the_users(tmp_path):
     assert run.model.max_position_embeddings == 512
 
 
+@pytest.mark.claim("--load-hf takes the architecture from the folder and refuses flags that contradict it.")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

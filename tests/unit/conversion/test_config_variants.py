@@ -9,7 +9,7 @@ import torch
 
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 YARN = {
     "rope_type": "yarn",

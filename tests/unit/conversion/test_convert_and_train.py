@@ -10,9 +10,8 @@ import torch
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.step_reader import StepReader
-from tests.distributed import imported_cases
-from tests.unit.checkpoint.test_checkpoint_roundtrip import differing, tensors, trained
-from tests.unit.conversion import tiny_models
+from tests.helpers import imported_cases, tiny_models
+from tests.helpers.trained_steps import differing, tensors, trained
 
 TRAINING = [
     "--use-checkpoint-args", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2",

@@ -26,7 +26,8 @@ from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import transforms
 from megatron_moe.hf.tensors import TensorReader
-from tests.unit.conversion import small_folders, tiny_models
+from tests.helpers import tiny_models
+from tests.unit.conversion import small_folders
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARD = small_folders.SHARDS[1]
@@ -306,6 +307,7 @@ def die(*args: Any, **kwargs: Any) -> None:
     raise Killed
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
@@ -336,6 +338,7 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     assert contents(save) == contents(whole) and not hidden_folder(save).exists()
 
 
+@pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
 @pytest.mark.parametrize("moment", ["record", "publish", "discard"])
 def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, monkeypatch, moment):
     whole, save = tmp_path / "whole", tmp_path / "native"

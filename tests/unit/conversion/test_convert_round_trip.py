@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_moe.apps.convert.cli import main
-from tests.unit.checkpoint.test_checkpoint_roundtrip import tensors
-from tests.unit.conversion import small_folders, tiny_models
+from tests.helpers import tiny_models
+from tests.helpers.trained_steps import tensors
+from tests.unit.conversion import small_folders
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -59,6 +60,7 @@ def set_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
 @pytest.mark.parametrize("case", ["deepseek-v2-grouped", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe-tied"])
 def test_there_and_back_nothing_changes(tmp_path, case):
     hf = tmp_path / "hf"
@@ -82,6 +84,7 @@ def test_there_and_back_nothing_changes(tmp_path, case):
         assert len(entry["sha256"]) == 64
 
 
+@pytest.mark.claim("Hugging Face folder to checkpoint and back gives the same keys and bits.")
 def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):
     hf = small_folders.sound(tmp_path / "hf", tmp_path / "sentinel")
     certificate = convert("hf", "native", hf, tmp_path / "native")

@@ -15,7 +15,7 @@ from megatron_moe.apps.convert import cli
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.model.key_value_cache import continuation
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 PROMPTS = ([5], [3, 90, 17, 17, 64, 2, 101])
 NEW = 24
@@ -27,6 +27,7 @@ def continued(model, prompt, new=NEW):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.claim("tools/generate.py gives the greedy tokens of transformers, for every family.")
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     model = tiny_models.make(case, 1, tmp_path)
@@ -184,6 +185,6 @@ def test_a_run_that_was_trained_here_speaks_with_its_own_tokenizer_and_no_other(
 
 
 def _trained(save, tokenizer):
-    from tests.unit.checkpoint.test_checkpoint_roundtrip import trained
+    from tests.helpers.trained_steps import trained
 
     trained({"save": save, "train_iters": 1, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer})

@@ -17,7 +17,7 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.families import FAMILIES, family_of_run
 from megatron_moe.model import rotary
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 SAVED = {}
 

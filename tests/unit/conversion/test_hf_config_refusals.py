@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import config as hf_config
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 MISSING = "(the key is not there)"
 YARN = {

@@ -62,6 +62,7 @@ def test_the_folders_are_sound_before_they_are_damaged(folders):
     assert opened.block == (8, 8) and len(opened.scales) == 26
 
 
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", [name for name, wrong in CASES.items() if not wrong.opens])
 def test_a_malformed_folder_is_not_opened(folders, tmp_path, name):
     wrong = CASES[name]
@@ -84,6 +85,7 @@ def test_what_only_the_model_shows_to_be_wrong_can_be_opened(folders, tmp_path, 
 # ---- through the tool
 
 
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", CASES)
 def test_a_malformed_folder_is_not_converted(folders, tmp_path, capsys, name):
     wrong = CASES[name]
@@ -135,6 +137,7 @@ def test_a_folder_changed_at_random_converts_or_is_refused(folders, tmp_path, ca
     assert set(statuses) == {0, 2} and not (folders / "sentinel").exists()
 
 
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tmp_path):
     there = ["--from", "hf", "--to", "native", "--load", str(folders / "bf16"), "--save", str(tmp_path / "native")]
     back = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "native"), "--save", str(tmp_path / "back")]
@@ -150,6 +153,7 @@ def test_not_even_a_comparison_with_transformers_runs_a_folders_code(folders, tm
         (folders / "sentinel").unlink(missing_ok=True)
 
 
+@pytest.mark.claim("A malformed folder is refused in one message; nothing is left, none of its code runs.")
 @pytest.mark.parametrize("name", ["a tensor of terabytes", "NaN in an expert"])
 def test_the_tool_itself_ends_so_too_within_a_gigabyte(folders, tmp_path, name):
     folder = damaged(folders, tmp_path, CASES[name])

@@ -16,7 +16,7 @@ from megatron_moe.hf.opened import one_process as one_process_of
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 
 BIAS = "decoder.layers.2.mlp.router.expert_bias"
 

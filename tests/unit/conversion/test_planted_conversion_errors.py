@@ -26,7 +26,7 @@ from megatron_moe.hf import opened as opening
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
 from megatron_moe.parallel import groups
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 from tests.unit.conversion.planted_names import NAMES, NUMBERS, TRANSFORMS
 from tests.unit.conversion.planted_settings import COMPUTED, CONSTANTS, COVERED
 from tests.unit.conversion.planting import COVERAGE, PARITY, RULES, Plant
@@ -85,6 +85,7 @@ def test_without_a_planted_error_every_family_agrees_with_transformers(baseline:
     assert all(one.equal == one.tokens for one in result.choices.values())
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", IMPORTED, ids=str)
 def test_an_error_in_the_import_is_noticed(plant: Plant, baseline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = baseline(plant.case)

@@ -27,7 +27,7 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.source import locate
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Copy, ExpertDown, ExpertGateUp, GateThenUp, QueryKeyValue, Vocabulary
-from tests.unit.conversion import tiny_models
+from tests.helpers import tiny_models
 from tests.unit.conversion.planting import EXPERTS, LOGITS, replaced
 
 EITHER = f"{EXPERTS}|{LOGITS}"
@@ -215,6 +215,7 @@ IMPORT = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", IMPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_written(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +286,7 @@ EXPORT = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", EXPORT, ids=str)
 def test_the_certificate_notices_an_error_in_what_is_exported(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,6 +341,7 @@ COMPARED = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", COMPARED, ids=str)
 def test_the_comparison_notices_an_exported_model_that_computes_something_else(
     plant: Plant, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -418,6 +421,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.claim("Planted errors in a conversion are each noticed for their own reason.")
 @pytest.mark.parametrize("plant", SCALED, ids=str)
 def test_the_comparison_notices_scales_that_are_applied_wrongly(
     plant: Plant, fp8: Path, monkeypatch: pytest.MonkeyPatch

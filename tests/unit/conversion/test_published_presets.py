@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from megatron_moe.config import derived
-from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.presets_published import PUBLISHED
 from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.hf import config as hf_config
@@ -46,11 +45,7 @@ def test_every_preset_of_a_published_model_is_held_against_its_publication():
     assert set(PUBLISHED) == set(CONFIGS) == set(SIZES)
 
 
-def test_the_readme_lists_every_preset():
-    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
-    assert [name for name in PRESETS if f"`{name}`" not in readme] == []
-
-
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_what_its_published_configuration_is_read_as(name):
     read = hf_config.settings(CONFIGS[name], has_prediction_layers=False, where=name)
@@ -64,6 +59,7 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
         assert with_them.flat == {**read.flat, "mtp_num_layers": promised} and not with_them.notes
 
 
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
     run = build(PUBLISHED[name])
@@ -80,6 +76,7 @@ def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
         assert sum(parameter.numel() for parameter in model.parameters()) == derived.parameter_count(run, vocab)
 
 
+@pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_size_that_its_publisher_says(name):
     said, counted, _ = SIZES[name]

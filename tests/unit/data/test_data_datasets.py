@@ -197,6 +197,7 @@ def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pyte
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 @pytest.mark.parametrize("blend", [1, 2])
 def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
     counting: str, write_ids: Callable[..., str], blend: int
@@ -216,6 +217,7 @@ def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(
         assert order(samples) == longest[:samples], samples
 
 
+@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting: str) -> None:
     run = make_run(data_path=[counting], split="1,0,0")
     found = rows(build_datasets(run, NullTokenizer(VOCABULARY), 4 * 74, 0, 0)[0], 4 * 74)

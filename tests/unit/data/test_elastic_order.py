@@ -34,6 +34,7 @@ def read(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> tup
     return order, hashes, consumed
 
 
+@pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 @pytest.mark.parametrize("ramp", [None, (8, 4, 90)])
 @pytest.mark.parametrize(("before", "after"), itertools.permutations((1, 2, 4), 2))
 def test_samples_are_read_on_in_one_order_none_missing_none_twice(before, after, ramp):

@@ -187,6 +187,7 @@ def test_eight_ranks_try_triples():
     assert "tp2-pp2-dp2+demo" in [layout.name for layout in default_choice(8).layouts]
 
 
+@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
 def test_the_default_visit_has_every_feature_and_refuses_nothing():
     visit = default_choice(4)
     assert visit.refused == []
@@ -206,6 +207,7 @@ def test_a_layout_of_the_default_visit_is_found_with_its_model_and_without():
     assert {one.model for one in default_choice(4, ["*+fp16"]).layouts} == {"fp16"}
 
 
+@pytest.mark.claim("The doctor's default visit has every feature and meets every kind of parallelism.")
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model_of_the_default_visit_meets_every_kind_of_parallelism(name):
     layouts = [layout for layout in default_choice(4).layouts if layout.model == name]

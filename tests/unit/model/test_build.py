@@ -158,6 +158,7 @@ def test_the_logged_loss_does_not_follow_the_schedules_division():
     assert not logged["lm loss"].requires_grad
 
 
+@pytest.mark.claim("Rows that pad the vocabulary are in no loss, gradient or softmax.")
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize("model", ["plain loss", "fused loss", "further predictions"])
 def test_what_pads_the_vocabulary_is_in_no_loss_no_gradient_and_no_logit(one_process, model, tied):

@@ -48,6 +48,7 @@ def worst_error(widths, dtype, size):
     return max(relative_error(got, want) for got, want in zip(found, (wanted, *(tensor.grad for tensor in theirs))))
 
 
+@pytest.mark.claim("Context-parallel attention has the outputs and gradients of the whole sequence.")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)

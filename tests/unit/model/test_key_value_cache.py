@@ -92,6 +92,7 @@ def whole(model, ids, prompt):
     return torch.stack([next_token_logits([model], ids, at) for at in range(prompt - 1, LENGTH)])[..., :VOCAB]
 
 
+@pytest.mark.claim("One token per pass, with the key/value cache, has the logits of whole passes.")
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
 def test_one_token_per_pass_gives_the_logits_of_whole_passes(build, flags):
     model = build(flags)

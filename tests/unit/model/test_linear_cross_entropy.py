@@ -54,6 +54,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK_ROWS", 16)
 
 
+@pytest.mark.claim("The fused loss has the losses and gradients of the plain path.")
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 8, 37, 1000])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -140,6 +141,7 @@ def test_two_dtypes_are_refused_by_name():
         assert part in str(refusal.value)
 
 
+@pytest.mark.claim("The fused loss needs at most a quarter of the plain path's memory.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peak_memory_is_at_most_a_quarter(precision):
     """Peak resident memory above weight and input, each way in a process of its own. 1,024 tokens, 25,000 rows."""

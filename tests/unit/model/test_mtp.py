@@ -77,6 +77,7 @@ def losses_and_gradients(chunk, length):
     return output.detach(), chunk.take_further_losses(), gradients
 
 
+@pytest.mark.claim("Multi-token prediction has the losses and gradients of a readable reference.")
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain loss", "fused loss"])
 def test_losses_and_all_gradients_are_those_of_the_reference(model, tied, fused):

@@ -16,7 +16,7 @@ from megatron_moe.moe.grouped_gemm import grouped_linear
 from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.routing import RoutingDecision
-from tests.unit.moe.test_router import config
+from tests.helpers.routers import config
 
 
 def tables(tokens: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:

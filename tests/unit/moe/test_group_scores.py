@@ -15,8 +15,8 @@ from megatron_moe.model.engine_config import EngineConfig
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
+from tests.helpers.routers import config, tokens
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config, tokens
 
 TOKENS = 48
 SOFTMAX = dict(moe_router_score_function="softmax", moe_router_enable_expert_bias=False)
@@ -87,6 +87,7 @@ def other_choices(group_score: str, draws: int) -> set[str]:
     return differing
 
 
+@pytest.mark.claim("--moe-router-group-score megatron has megatron-core's experts, weights and gradients.")
 def test_megatrons_rule_gives_the_engines_experts_weights_and_gradients() -> None:
     assert other_choices("megatron", draws=3000) == set()
 
@@ -119,6 +120,7 @@ def test_the_reference_knows_megatrons_rule() -> None:
             torch.testing.assert_close(weights, probs[token, chosen], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.claim("--moe-router-group-score megatron has megatron-core's experts, weights and gradients.")
 @pytest.mark.parametrize("changes", [{}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}])
 def test_a_plain_engine_configuration_means_the_engines_groups(changes: dict[str, Any]) -> None:
     r = TopKRouter(config(num_moe_experts=16, moe_router_topk=4, **GROUPS, **changes)).eval()

@@ -15,8 +15,8 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, RoutingDecision, positions, route
 from megatron_moe.parallel.sequence import context_parallel_slice
 from megatron_moe.training.finalize_model_grads import update_routers
+from tests.helpers.routers import config
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config
 
 GROUPED = dict(moe_router_num_groups=4, moe_router_group_topk=2)
 

@@ -36,6 +36,7 @@ def see(probe: RoutingProbe, gate: Any, hidden: torch.Tensor, is_padding: torch.
     probe.see(gate, hidden, logits, scores, RoutingDecision(ids, ids.float()), is_padding)
 
 
+@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 def test_margins_are_those_of_the_biased_choice() -> None:
     scores = torch.tensor([[0.9, 0.5, 0.4], [0.5, 0.5, 0.1]])
     assert choice_margins(scores, None, options()).tolist() == pytest.approx([0.4, 0.0])
@@ -52,6 +53,7 @@ def test_margins_respect_groups_and_leave_out_tokens_without_an_alternative() ->
     assert choice_margins(scores[:, :3], None, options(topk=3)).tolist() == []
 
 
+@pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 def test_a_planted_rounding_error_is_a_flip() -> None:
     # The second expert is better by 2^-30: fp64 sees it, while fp32 rounds the sum 1 + 2^-30 to 1 and takes the first.
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-30], [-1.0, 0.0]])

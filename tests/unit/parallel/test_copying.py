@@ -43,6 +43,7 @@ def refusals(wrap: bool) -> dict[str, str]:
     return told
 
 
+@pytest.mark.claim("A module with process groups that is pickled says what to save instead.")
 @pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
 def test_a_module_with_process_groups_says_what_to_save_instead(gloo: Any, wrap: bool) -> None:
     (told,) = gloo.run(1, refusals, wrap=wrap)
@@ -77,7 +78,7 @@ def test_a_copy_shares_the_groups_and_the_state_dict_is_what_a_new_module_loads(
 
 
 def test_a_router_of_a_plain_script_has_no_groups_and_is_pickled() -> None:
-    from tests.unit.moe.test_router import router, tokens
+    from tests.helpers.routers import router, tokens
 
     before = router()
     after = pickle.loads(pickle.dumps(before))

@@ -40,6 +40,7 @@ MODELS = {
 }
 
 
+@pytest.mark.claim("The FLOPs behind the logged MFU are those that torch's counter counts.")
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_per_token_are_those_that_torch_counts(model):
     run = build({**MODELS[model], "micro_batch_size": 2})
@@ -54,6 +55,7 @@ def test_flops_per_token_are_those_that_torch_counts(model):
     assert counter.get_total_flops() == wanted
 
 
+@pytest.mark.claim("The FLOPs behind the logged MFU are those that torch's counter counts.")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_plan_counts_the_same(device):
     run = build({**MLA, "mtp_num_layers": 1})

@@ -46,6 +46,7 @@ def test_constants_are_mapped_in_nested_functions_and_tuples_and_nowhere_else():
     assert inner(torch.zeros(1)) == (False, "cuda_graph_impl")
 
 
+@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
 def test_without_cuda_the_engine_names_the_cpu_and_torch_still_reports_no_cuda():
     from megatron.core.optimizer import clip_grads
@@ -129,6 +130,7 @@ def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
     assert device() == "cpu", "the mapping also applies to code that comes from the cache"
 
 
+@pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
 def test_a_spawned_child_has_an_adapted_engine():
     ran = python(
         """

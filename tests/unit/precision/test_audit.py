@@ -63,6 +63,7 @@ def audited(function: Any, dtype: torch.dtype = torch.bfloat16, x: Tensor | None
 # ---- the DeepSeek-Coder-V2 fault
 
 
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_a_layer_that_returns_fp32_is_named_with_its_first_promotion_when_the_next_product_raises():
     model, inputs = planted().crashing()
     report = audit_module(model, inputs).as_dict()
@@ -94,6 +95,7 @@ def test_the_same_fault_is_found_where_nothing_raises():
 # ---- promotions
 
 
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 @pytest.mark.parametrize("half", HALVES)
 def test_a_promotion_is_found_in_forward_and_backward_with_its_line(half):
     wide = torch.ones(4, 4)
@@ -160,6 +162,7 @@ def attention(w: Tensor, x: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, x.view(1, 1, 4, 4).float())
 
 
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 @pytest.mark.parametrize(
     ("name", "function"),
     [

@@ -17,7 +17,7 @@ from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.contract import PrecisionError
-from tests.unit.moe.test_router import config
+from tests.helpers.routers import config
 
 HIDDEN = PRESETS["tiny"]["hidden_size"]
 HALVES = [torch.bfloat16, torch.float16]
@@ -71,6 +71,7 @@ def routed(options: dict[str, Any], place: str, dtype: torch.dtype, params: torc
     return [*decision[:2], hidden.grad, router.weight.grad, router.local_tokens_per_expert, *losses]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROUTING)
@@ -102,6 +103,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: str) -> None:
@@ -148,6 +150,7 @@ RECOMPUTED = [
 ]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changes",
@@ -184,7 +187,7 @@ def test_autocast_is_put_back_where_it_was() -> None:
 def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None) -> list[Any]:
     """What two steps and an evaluation come to, all under autocast to `dtype`."""
     from megatron_moe.training.evaluate import evaluate
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -204,6 +207,7 @@ def two_steps_and_an_evaluation(flags: dict[str, Any], dtype: torch.dtype | None
     return [seen, record.loss, trainer.state()]
 
 
+@pytest.mark.claim("A surrounding torch.autocast changes no bit of router, layer, step or evaluation.")
 @pytest.mark.parametrize(
     "flags",
     [

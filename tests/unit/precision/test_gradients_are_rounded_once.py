@@ -31,8 +31,8 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
+from tests.helpers.routers import config
 from tests.reference import reference_moe as reference
-from tests.unit.moe.test_router import config
 
 ROOT = Path(__file__).resolve().parents[3]
 HALVES = [torch.bfloat16, torch.float16]
@@ -65,6 +65,7 @@ HELD = {
 }
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_every_autograd_function_is_held() -> None:
     found = {
         f"{path.relative_to(ROOT / 'megatron_moe')} {node.name}"
@@ -111,6 +112,7 @@ def assert_as_in_fp64(
         assert_rounded_once(got, wanted, terms)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_activation(dtype: torch.dtype) -> None:
     def plain(gate_up: Tensor, probs: Tensor) -> Tensor:
@@ -121,6 +123,7 @@ def test_the_activation(dtype: torch.dtype) -> None:
     assert_as_in_fp64(weighted_swiglu, plain, inputs, randn(256, 32, seed=2, dtype=dtype), terms=32)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gate(dtype: torch.dtype) -> None:
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -130,6 +133,7 @@ def test_the_gate(dtype: torch.dtype) -> None:
     assert_as_in_fp64(ours, F.linear, inputs, randn(64, 8, seed=2), terms=64)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
@@ -139,6 +143,7 @@ def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
     assert_as_in_fp64(lambda x: sum_copies(x, source, slots), lambda x: x[slots].sum(1), [many], few, terms=6)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +158,7 @@ def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatc
     )
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_the_padding_of_the_vocabulary() -> None:
     grad = randn(4, 12, seed=1)
     logits = randn(4, 12, seed=0).requires_grad_()
@@ -160,6 +166,7 @@ def test_the_padding_of_the_vocabulary() -> None:
     assert torch.equal(found[:, :10], grad[:, :10]) and not found[:, 10:].any()
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_embedding(dtype: torch.dtype) -> None:
     ids = torch.randint(0, 10, (500,), generator=torch.Generator().manual_seed(0))
@@ -168,6 +175,7 @@ def test_the_embedding(dtype: torch.dtype) -> None:
     assert_as_in_fp64(lambda t: _Lookup.apply(ids, t), lambda t: t[ids], table, upstream, terms=50)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_norm(dtype: torch.dtype) -> None:
     class Config:
@@ -186,6 +194,7 @@ def test_the_norm(dtype: torch.dtype) -> None:
 # ---- what a router and a shared expert do around them
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 def test_the_router_in_bf16_with_its_losses() -> None:
     """Everything between the gate's operands and the weights of the experts, auxiliary losses too, is fp32."""
     flags = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
@@ -211,6 +220,7 @@ def test_the_router_in_bf16_with_its_losses() -> None:
     assert_rounded_once(router.weight.grad, gate.grad, terms=40)
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.usefixtures("one_process")
 def test_the_shared_experts_gate() -> None:
     """From the rows that the expert gives, in the model's dtype, to the gate's weight: fp32, rounded once."""
@@ -260,6 +270,7 @@ def travelled(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     }
 
 
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_that_travel(gloo: Any, dtype: torch.dtype) -> None:
     size = 2 if dtype == torch.float32 else 4

@@ -39,7 +39,7 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     from megatron_moe.checkpoint.state import Trained, model_state
     from megatron_moe.moe import router as router_file
     from megatron_moe.training.optimizer import parts
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer({**flags, "untie_embeddings_and_output_weights": True})
     model = trainer.model[0]
@@ -102,6 +102,7 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     return seen
 
 
+@pytest.mark.claim("The printed precision contract is what a training step does.")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_dtypes_of_the_table(gloo, name):
     (seen,) = gloo.run(1, measured, flags=CASES[name])
@@ -124,6 +125,7 @@ def test_the_contract_names_every_class_that_people_ask_for() -> None:
         assert asked in names
 
 
+@pytest.mark.claim("The printed precision contract is what a training step does.")
 def test_docs_hold_the_table_of_the_demo() -> None:
     assert table.markdown(cli.parse(["--preset", "demo"])) in (ROOT / "docs" / "precision.md").read_text()
 

@@ -23,6 +23,7 @@ def report(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((folder / "audit.json").read_text())
 
 
+@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
 @pytest.mark.parametrize("dtype", [["--bf16"], ["--fp16"], []], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gqa"])
 def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset, dtype):
@@ -39,6 +40,7 @@ def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset
     assert "?" not in backward
 
 
+@pytest.mark.claim("The audit finds no unintended promotion and no mixed product in our models.")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -60,6 +62,7 @@ def test_our_model_is_clean_under_flags_that_move_dtypes(tmp_path, flags):
     assert (status, found["unintended_promotion_list"], found["mixed_matmul_list"]) == (0, [], [])
 
 
+@pytest.mark.claim("The audit names planted dtype faults by module and line.")
 def test_our_norm_without_its_declaration_is_found(tmp_path, monkeypatch):
     monkeypatch.delitem(contract._CODE, norm._RMSNormFunction.backward.__code__)
     status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)

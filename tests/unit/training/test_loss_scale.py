@@ -13,7 +13,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 256.0}
 def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float]]:
     """Per step: was it applied, and the scale that the next one uses."""
     from megatron_moe.training.optimizer import shared_loss_scale
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     scale = shared_loss_scale(trainer.optimizer)
@@ -29,6 +29,7 @@ def scales(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float
     return seen
 
 
+@pytest.mark.claim("fp16's loss scale halves, doubles, has a floor and is kept over a resume.")
 def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(gloo):
     flags = {**FP16, "loss_scale_window": 2, "hysteresis": 1}
     (seen,) = gloo.run(1, scales, flags=flags, spoiled=[False, False, True, False, False, False])
@@ -36,6 +37,7 @@ def test_the_scale_doubles_after_a_window_without_overflow_and_halves_at_one(glo
     assert seen == [(True, 256.0), (True, 512.0), (False, 256.0), (True, 256.0), (True, 512.0), (True, 512.0)]
 
 
+@pytest.mark.claim("fp16's loss scale halves, doubles, has a floor and is kept over a resume.")
 def test_the_scale_has_a_floor(gloo):
     flags = {**FP16, "min_loss_scale": 128.0, "hysteresis": 1}
     (seen,) = gloo.run(1, scales, flags=flags, spoiled=[True, True, True])
@@ -60,7 +62,7 @@ AUX = {
 def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
     """Gradients of all routers' weights as the optimizer uses them: fp32, unscaled."""
     from megatron_moe.training import step as step_file
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     weights = [p for name, p in trainer.model[0].named_parameters() if name.endswith("router.weight")]
@@ -79,6 +81,7 @@ def router_gradients(flags: dict[str, Any]) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.claim("Auxiliary and z-losses are scaled and unscaled with fp16's loss scale.")
 @pytest.mark.parametrize("per_token", [False, True])
 def test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it(gloo, per_token):
     flags = {**AUX, "calculate_per_token_loss": per_token}
@@ -100,7 +103,7 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_moe.moe.state import routers
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     def outside() -> torch.Tensor:
         probs = router.route(hidden).probs
@@ -134,7 +137,7 @@ def steps_after_the_engines_own_backward() -> list[bool]:
     """The engine's function leaves a scale without dimensions where no schedule has set one."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(AUX)
     loss = torch.ones((), requires_grad=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 
@@ -55,12 +57,14 @@ def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
 SINCE = "changed between training (iteration 2) and training (iteration 4)"
 
 
+@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
 def test_a_moment_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="moment", at=4, flags={"bf16": True})
     assert told.startswith("after 4 steps: precision contract broken at training (iteration 4): ")
     assert told.endswith(f"weight (exp_avg) is torch.bfloat16, must be torch.float32: {SINCE}")
 
 
+@pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
 def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
     wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE

@@ -18,6 +18,7 @@ from megatron_moe.training.signals import INTERRUPTED, SAVING, StopSignals, sign
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 def test_sigterm_asks_to_stop_and_does_not_end_the_process():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals(save=True) as stop:

@@ -2,85 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
+from tests.helpers.stepped_trainer import Trainer, digest
 
-TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "clip_grad": 1.0, "lr_decay_style": "cosine"}
 EP2 = {"expert_model_parallel_size": 2}
-
-
-def digest(tensors: Any) -> str:
-    """Bits of any nest of tensors and plain values."""
-    if isinstance(tensors, torch.Tensor):
-        return hashlib.sha256(tensors.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    if isinstance(tensors, dict):
-        return digest([[key, tensors[key]] for key in sorted(tensors, key=str)])
-    if isinstance(tensors, (list, tuple)):
-        return hashlib.sha256("".join(digest(value) for value in tensors).encode()).hexdigest()
-    return repr(tensors)
-
-
-class Trainer:
-    """A tiny model with its optimizer, stepped by hand."""
-
-    def __init__(self, flags: dict[str, Any]) -> None:
-        from megatron_moe.config import derived
-        from megatron_moe.data.batches import batch_iterators
-        from megatron_moe.data.datasets import build_datasets
-        from megatron_moe.data.tokenizers import build_tokenizer
-        from megatron_moe.model.build import build_model
-        from megatron_moe.parallel import groups
-        from megatron_moe.parallel.seeds import seed_everything
-        from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-        from megatron_moe.training.step import connect
-
-        self.run = run = build({**TINY, **flags})
-        self.groups = groups.initialize(run)
-        seed_everything(run)
-        self.model = build_model(run, self.groups, derived.padded_vocab_size(100, run))
-        self.optimizer = build_optimizer(run, self.model, self.groups)
-        self.scheduler = build_scheduler(run, self.optimizer)
-        connect(self.model, self.optimizer)
-        tokenizer = build_tokenizer(run.data, 100)
-        self.dataset, *_ = build_datasets(run, tokenizer, 80, 0, 0, pg_collection=self.groups)
-        self.batches = batch_iterators(self.dataset, run, pg_collection=self.groups)
-
-    def step(self) -> Any:
-        from megatron_moe.training.step import train_step
-
-        size = self.run.training.micro_batch_size
-        return train_step(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.batches,
-            num_micro_batches=8 // (size * self.groups.dp.size()),
-            micro_batch_size=size,
-            seq_length=self.run.model.seq_length,
-            pg_collection=self.groups,
-        )
-
-    def state(self) -> dict[str, str]:
-        """Digest of everything that a step may change."""
-        from megatron_moe.moe.state import routers
-        from megatron_moe.training.optimizer import parts
-
-        found = list(routers(self.model))
-        return {
-            "weights": digest([list(chunk.state_dict().items()) for chunk in self.model]),
-            "main weights": digest([list(part.get_parameters()) for part in parts(self.optimizer)]),
-            "moments": digest([list(part.optimizer.state.values()) for part in parts(self.optimizer)]),
-            "steps": digest([group.get("step") for group in self.optimizer.param_groups]),
-            "schedule": digest([self.scheduler.num_steps, [group["lr"] for group in self.optimizer.param_groups]]),
-            "bias": digest([router.expert_bias for router in found]),
-            "counts": digest([[router.local_tokens_per_expert, router.counted_tokens] for router in found]),
-        }
 
 
 def poisoned_steps(flags: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +36,7 @@ def poisoned_steps(flags: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.claim("A skipped step changes no bit, whichever rank the overflow or the NaN was on.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_a_step_that_one_rank_spoils_changes_nothing_on_any_rank(gloo, precision, distributed_optimizer):
@@ -221,6 +151,7 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.claim("A batch whose tokens are all masked changes nothing, and the log says so.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

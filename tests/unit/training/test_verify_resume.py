@@ -73,6 +73,7 @@ def test_a_step_that_is_damaged_is_neither_replayed_nor_believed(tmp_path):
     assert plan_replay(tmp_path).begin == 3
 
 
+@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 def test_what_cannot_be_verified_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         plan_replay(tmp_path / "none")
@@ -121,6 +122,7 @@ def replay(tmp_path):
     return plan_replay(tmp_path)
 
 
+@pytest.mark.claim("tools/verify_resume.py replays recorded steps to the bit and finds one wrong bit.")
 @pytest.mark.parametrize("name", sorted(set(record(4)) - {"iteration"}))
 def test_one_other_bit_in_any_value_is_found_on_the_same_layout(replay, name):
     wrong = {"loss_hex": math.nextafter(4.6, 5).hex(), "grad_norm_hex": "nan", "skipped": True}

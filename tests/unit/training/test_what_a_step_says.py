@@ -9,7 +9,7 @@ import torch
 
 def reported(flags: dict[str, Any], spoiled: list[bool]) -> list[tuple[bool, float, float, bool]]:
     """Of each step: was it applied, its loss scale, the next step's, and whether it was an overflow."""
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
     weight = next(p for name, p in trainer.model[0].named_parameters() if name.endswith("mlp.experts.weight1"))

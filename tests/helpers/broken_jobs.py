@@ -1,7 +1,7 @@
 """Real runs in which one rank dies or hangs at a given place: what the watchdog makes of them.
 
-As a program this is the parent of `kills.Forked`, whose ranks run `pretrain_moe.main` with the fault that fault.json in
-the job's folder describes: {"rank", "iteration", "phase", "kind"}; without that file they run undisturbed.
+Ranks run `pretrain_moe.main` with the fault that fault.json in the job's folder describes: {"rank", "iteration",
+"phase", "kind"}; without that file they run undisturbed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tests.end_to_end import kills  # noqa: E402  found from the repository's root
+from tests.helpers import kills
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent, alive
 
 PHASES = ("forward", "backward", "grad reduce", "save", "eval")
 DEATHS = ("KILL", "SEGV", "exception", "exit")
@@ -47,12 +45,12 @@ BLAMED = {
 # ---- this side
 
 
-class Breaking(kills.Forked):
+class Breaking(Forked):
     """Starts ranks that meet in a store of this process, as torchrun's ranks do in its agent's; or, without `agent`, in
     rank 0's, as those do that Slurm starts."""
 
-    def __init__(self, agent: bool = True) -> None:
-        super().__init__(__file__, *(("--agent",) if agent else ()))
+    def __init__(self, parent: RankParent, agent: bool = True) -> None:
+        super().__init__(parent, "tests.helpers.broken_jobs:main")
         self._agent = agent
         self._stores: list[Any] = []
 
@@ -63,8 +61,7 @@ class Breaking(kills.Forked):
         from torch.distributed import TCPStore
 
         self._stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-        job = {"argv": argv, "world_size": world_size, "folder": str(folder), "log": str(log)}
-        self._ranks = self._ask({"start": {**job, "port": self._stores[0].port}})["pids"]
+        self._fork(argv, world_size, folder, log, self._stores[0].port, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 @dataclass
@@ -107,7 +104,7 @@ def break_job(launcher: Any, folder: Path, argv: list[str], world_size: int, fau
     (folder / "fault.json").unlink()
     began = folder / "fault_began"
     seconds = ended - float(began.read_text()) if began.exists() else -1.0
-    left = [f"process {pid} is there" for pid in pids if kills.alive(pid)]
+    left = [f"process {pid} is there" for pid in pids if alive(pid)]
     left += [f"process {pid} is there" for pid in _in_folder(folder)]
     left += [f"/dev/shm/{name} is there" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name]
     if not began.exists():
@@ -121,7 +118,7 @@ def _in_folder(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and kills.alive(int(entry.name)):
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder and alive(int(entry.name)):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -275,19 +272,12 @@ def _odd_sum(kind: str, real: Callable[..., list[float]], *values: float) -> lis
     return real(*values)
 
 
-def _main(argv: list[str]) -> int:
-    os.environ.setdefault("TORCHELASTIC_USE_AGENT_STORE", str(AGENT))
+def main(argv: list[str]) -> int:
+    """Run `pretrain_moe.main` on this rank, with the fault where it is this rank's."""
+    import pretrain_moe
+
     if os.path.exists("fault.json"):
         fault = json.loads(Path("fault.json").read_text())
         if fault["rank"] == int(os.environ["RANK"]):
             _install(fault)
-    return real_main(argv)
-
-
-if __name__ == "__main__":
-    import pretrain_moe
-
-    AGENT = "--agent" in sys.argv
-    real_main = pretrain_moe.main
-    pretrain_moe.main = _main
-    kills.serve()
+    return pretrain_moe.main(argv)

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.distributed import model_cases
+from tests.helpers import model_cases
 
 SEQUENCES, LENGTH = 2, 16
 

@@ -3,7 +3,7 @@
 `killed_job` is the trial: it starts a job, kills all of its ranks or one of them at a uniformly random time, starts it
 again with the same flags, and so on. `undisturbed_job` and `differences` are oracle E of docs/reliability.md.
 
-Who starts the ranks is told in `launchers.py`.
+`launchers.py` starts the ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.folder import step_folder, steps
-from tests.end_to_end.launchers import Forked, Launcher, Torchrun, alive, serve
-
-__all__ = ["Forked", "Launcher", "Torchrun", "alive", "serve"]
+from tests.helpers.launchers import Launcher
 
 CLOCKS = ("seconds", "tokens_per_second", "model_tflops", "mfu", "seconds_left", "memory_bytes")
 """Fields of metrics.jsonl that tell of the machine, not of the training."""

@@ -158,7 +158,7 @@ def digests(job: Any) -> dict[str, str]:
     """Of all that a step may change."""
     from megatron_moe.moe.state import routers
     from megatron_moe.training.optimizer import moments_and_masters
-    from tests.unit.training.test_step_transaction import digest
+    from tests.helpers.stepped_trainer import digest
 
     trained = job.trained
     return {

@@ -1,8 +1,8 @@
 """Many distributed test cases in one set of processes.
 
-Starting a rank costs seconds (torch and the engine are imported), so ranks are started once per test session and then
-serve case after case. A case is a module-level function that every rank runs, with the default gloo process group
-initialised for it. Whatever it returns comes back, one result per rank:
+Ranks are forked once per test session (`ranks.RankParent`) and then serve case after case. A case is a module-level
+function that every rank runs, with the default gloo process group initialised for it. Whatever it returns comes back,
+one result per rank:
 
     def sums(factor):                                  # runs on every rank
         value = torch.tensor(float(dist.get_rank() + 1))
@@ -32,7 +32,7 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import threading
@@ -40,12 +40,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.ranks import Child, RankParent
+
+START_SECONDS = 120.0
 # After one rank has failed, its peers see closed connections at once; this is for those that compute.
 GRACE_SECONDS = 15.0
 
@@ -55,46 +57,43 @@ class CaseFailed(AssertionError):
 
 
 class _Rank:
-    """One process that serves cases, and this side of its pipe."""
+    """One process that serves cases, and this side of its connection."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, parent: RankParent, number: int, folder: Path, package: Path | None) -> None:
         self.number = number
         self.log = folder / f"rank{number}.log"
-        self.pipe, theirs = Pipe()
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # so that its own children can be ended with it, and Ctrl-C is ours alone
-            )
-        theirs.close()
+        self.log.write_bytes(b"")
+        self._parent = parent
+        address = folder / f"rank{number}.socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(1)
+            listener.settimeout(START_SECONDS)
+            how = {"address": str(address), "package": None if package is None else str(package)}
+            child = Child("tests.helpers.gloo_pool:serve", how, str(self.log), own_session=True)
+            (self.pid,) = parent.fork([child])
+            self.pipe = Connection(listener.accept()[0].detach())
+        address.unlink()
+
+    def status(self, seconds: float = 0.0) -> int | None:
+        """Return the exit status, None where the process runs on after that many seconds."""
+        return self._parent.statuses([self.pid], seconds)[0]
 
     def end(self) -> None:
         """Kill the process with everything it started."""
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.process.wait()
+        self.status(GRACE_SECONDS)
         self.pipe.close()
 
     def stack(self) -> str:
         """The stacks of the process's threads, asked for by a signal that its faulthandler answers into the log."""
         before = self.log.stat().st_size
-        if self.process.poll() is not None:
-            return f"ended with status {self.process.returncode}; its last output:\n{self.output()}"
-        self.process.send_signal(signal.SIGUSR1)
+        if (status := self.status()) is not None:
+            return f"ended with status {status}; its last output:\n{self.output()}"
+        os.kill(self.pid, signal.SIGUSR1)
         time.sleep(1.0)
         return self.log.read_bytes()[before:].decode(errors="replace") or "no answer"
 
@@ -104,10 +103,18 @@ class _Rank:
 
 
 class GlooPool:
-    """Ranks that wait for cases. Started when first needed, as many as were needed so far; `close` ends them."""
+    """Ranks that wait for cases. Started when first needed, as many as were needed so far; `close` ends them.
 
-    def __init__(self, timeout: float = 120.0) -> None:
+    Args:
+        parent: the process that forks them.
+        timeout: seconds that a case may take.
+        package: a folder with a copy of the package, which the ranks run (`forked_doctor.py`); None: the package.
+    """
+
+    def __init__(self, parent: RankParent, timeout: float = 120.0, package: Path | None = None) -> None:
         self.timeout = timeout
+        self._package = package
+        self._parent = parent
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
         self._store: Any = None
@@ -120,7 +127,7 @@ class GlooPool:
     def run_within(self, seconds: float, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """As `run`, with a limit of its own."""
         while len(self._ranks) < world_size:
-            self._ranks.append(_Rank(len(self._ranks), self._folder))
+            self._ranks.append(_Rank(self._parent, len(self._ranks), self._folder, self._package))
         if self._store is None:
             # Where the ranks meet. A file would do, but ranks look into one only every ten milliseconds.
             from torch.distributed import TCPStore
@@ -165,7 +172,7 @@ class GlooPool:
                 try:
                     answers[rank.number] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    rank.process.wait(GRACE_SECONDS)  # its pipe closes before it is gone; then it is replaced
+                    rank.status(GRACE_SECONDS)  # its pipe closes before it is gone; then it is replaced
                     answers[rank.number] = (False, f"ended during the case; its last output:\n{rank.output()}")
 
     def _results(self, ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], name: str) -> list[Any]:
@@ -177,7 +184,7 @@ class GlooPool:
             good, text = answers.get(rank.number, (False, None))
             shown = "returned" if good else text if text is not None else f"did not end:\n{rank.stack()}"
             report.append(f"--- rank {rank.number}: {shown}")
-        if silent or any(rank.process.poll() is not None for rank in ranks):
+        if silent or any(rank.status() is not None for rank in ranks):
             self._end_ranks()  # a rank that hangs is of no more use; the next case starts fresh ones
         raise CaseFailed("\n".join(report))
 
@@ -190,17 +197,17 @@ class GlooPool:
 # ---- in the ranks
 
 
-def _serve(descriptor: int, parent: int) -> None:
+def serve(how: dict[str, str | None]) -> None:
+    """Run the cases that come from the socket at `how["address"]`, until the test session closes it."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    pipe = Connection(descriptor)
-    import torch._dynamo  # noqa: F401  which the first optimizer would load
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if how["package"] is not None:
+        from tests.helpers import forked_doctor
 
-    import megatron_moe.training.run  # noqa: F401  the engine with it
-
-    # What is loaded stays. To look through it after every case would cost more than most cases do.
-    gc.collect()
-    gc.freeze()
+        forked_doctor.take_from(how["package"])
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(how["address"])
+    pipe = Connection(connected.detach())
     while True:
         try:
             case = pickle.loads(pipe.recv_bytes())
@@ -218,7 +225,7 @@ def _serve(descriptor: int, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the test session is gone, whatever it is waiting for."""
+    """End this process when the one that forked it is gone, whatever it is waiting for."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -280,7 +287,3 @@ def _module_at(path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_moe.config.errors import RunFault
-from tests.distributed.fault_cases import small
+from tests.helpers.fault_cases import small
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:

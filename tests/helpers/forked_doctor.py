@@ -1,0 +1,69 @@
+"""The doctor's ranks without a fresh interpreter for each of them, on the package or on a copy of it.
+
+A rank that is forked with the engine loaded takes the package's modules from the copy, all but those of KEPT: they have
+adapted the engine while it was imported, which happens once in a process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.apps.doctor.launch import RankFailure
+from megatron_moe.apps.doctor.measure import Request
+from tests.helpers.gloo_pool import CaseFailed, GlooPool
+from tests.helpers.ranks import RankParent
+
+PACKAGE = "megatron_moe"
+KEPT = ("config", "platform")
+"""Subpackages that are not taken from a copy: the one that adapts the engine, and the one that it imports."""
+
+
+def take_from(folder: str) -> None:
+    """Import the package's modules from its copy in `folder` from now on."""
+    kept = tuple(f"{PACKAGE}.{room}" for room in KEPT)
+    for name in list(sys.modules):
+        if name.startswith(f"{PACKAGE}.") and not f"{name}.".startswith(tuple(f"{one}." for one in kept)):
+            del sys.modules[name]
+    sys.modules[PACKAGE].__path__ = [str(Path(folder) / PACKAGE)]
+
+
+def measured(request: Request, folder: str | None) -> dict[str, Any]:
+    """What the doctor's own ranks do with a request."""
+    from megatron_moe.apps.doctor import measure
+    from megatron_moe.training import step
+
+    assert folder is None or all(Path(module.__file__).is_relative_to(folder) for module in (measure, step))
+    return measure.measure(request)
+
+
+class ForkedRanks:
+    """Stands in for the doctor's `Ranks`: the same calls, answered by forked ranks.
+
+    Args:
+        parent: the process that forks them.
+        seconds: a layout that takes longer has hung.
+        folder: holds a copy of the package, which the ranks run; None: they run the package.
+    """
+
+    def __init__(self, parent: RankParent, seconds: float, folder: Path | None = None) -> None:
+        self._pool = GlooPool(parent, seconds, package=folder)
+        self._folder = None if folder is None else str(folder)
+
+    def __enter__(self) -> ForkedRanks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.close()
+
+    def measure(self, request: Request, ranks: int) -> list[dict[str, Any]]:
+        """Return every rank's record of one layout.
+
+        Raises:
+            RankFailure: some rank raised, died or hung.
+        """
+        try:
+            return self._pool.run(ranks, measured, request=request, folder=self._folder)
+        except CaseFailed as failure:
+            raise RankFailure(str(failure)) from failure

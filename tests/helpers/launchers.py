@@ -1,0 +1,150 @@
+"""Two ways to start the ranks of a job, for tests that kill them.
+
+`Torchrun` is what users have; a start costs seconds, for every rank imports torch and the engine. `Forked` forks ranks
+from one process that has imported both: real processes of their own that run `pretrain_moe.main`, meet by gloo's TCP
+store and are killed by SIGKILL, at a tenth of the cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from tests.helpers.ranks import ROOT, Child, RankParent, alive, rank_environment
+
+
+class Launcher(Protocol):
+    """Starts the ranks of one job; its ranks may be killed from outside."""
+
+    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        """Start `pretrain_moe.py` with `argv` in `folder` on that many ranks."""
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that were started last."""
+
+    def wait(self, seconds: float) -> int | None:
+        """The job's exit status, or None where it goes on after that many seconds."""
+
+    def kill(self, rank: int | None) -> None:
+        """SIGKILL to one rank, or to all and what launched them. Returns when no process is left."""
+
+
+class Torchrun:
+    """torch.distributed.run in a session of its own."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size),
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "pretrain_moe.py"), *argv,
+        ]  # fmt: skip
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=rank_environment(), stdout=output, stderr=output, start_new_session=True
+            )
+
+    def ranks(self) -> list[int]:
+        assert self._process is not None
+        listing = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
+
+    def wait(self, seconds: float) -> int | None:
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self, rank: int | None) -> None:
+        assert self._process is not None
+        ranks = self.ranks()
+        if rank is None or rank >= len(ranks):
+            for pid in (self._process.pid, *ranks):  # ranks may be in sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[rank], signal.SIGKILL)
+        status = self.wait(90)
+        assert status is not None, "torchrun did not end within 90 s of a rank's death"
+        deadline = time.monotonic() + 10
+        while any(alive(pid) for pid in ranks):
+            assert time.monotonic() < deadline, f"ranks outlived torchrun: {ranks}"
+            time.sleep(0.02)
+
+
+class Forked:
+    """Ranks forked from one process that has imported torch, the engine and the trainer already.
+
+    Args:
+        parent: the process that forks them.
+        target: what a rank runs with the job's flags, "module:function".
+    """
+
+    def __init__(self, parent: RankParent, target: str = "pretrain_moe:main") -> None:
+        self._parent, self._target = parent, target
+        self._ranks: list[int] = []
+
+    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._fork(argv, world_size, folder, log, port)
+
+    def ranks(self) -> list[int]:
+        return self._ranks
+
+    def wait(self, seconds: float) -> int | None:
+        """Return as torchrun does: when one rank fails the others are ended."""
+        statuses = self._parent.statuses(self._ranks, seconds)
+        if all(status == 0 for status in statuses):
+            return 0
+        if all(status in (None, 0) for status in statuses):
+            return None
+        self._end()
+        return 1
+
+    def kill(self, rank: int | None) -> None:
+        for pid in self._ranks if rank is None else [self._ranks[rank]]:
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so that the id is still its own
+        self._end()
+
+    def _fork(self, argv: list[str], world_size: int, folder: Path, log: Path, port: int, **more: str) -> None:
+        shared = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **more,
+        }
+        self._ranks = self._parent.fork([
+            Child(self._target, argv, str(log), str(folder), {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared})
+            for rank in range(world_size)
+        ])  # fmt: skip
+
+    def _end(self) -> None:
+        """What torchrun does to the ranks that are left: SIGTERM, and SIGKILL if that does not help."""
+        if rank_left := self._left(0.0):
+            for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
+                for pid in rank_left:
+                    os.kill(pid, number)
+                if not (rank_left := self._left(seconds)):
+                    return
+        assert not self._left(0.0), "ranks that SIGKILL does not end"
+
+    def _left(self, seconds: float) -> list[int]:
+        deadline = time.monotonic() + seconds
+        while True:
+            statuses = self._parent.statuses(self._ranks, 0.05)
+            left = [pid for pid, status in zip(self._ranks, statuses) if status is None]
+            if not left or time.monotonic() >= deadline:
+                return left

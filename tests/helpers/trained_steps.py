@@ -1,0 +1,82 @@
+"""Small runs that save, on the ranks of a case, and what their steps hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+
+TINY = {
+    **PRESETS["tiny"],
+    "mock_data": True,
+    "tokenizer_type": "ByteTokenizer",
+    "make_vocab_size_divisible_by": 64,
+    "train_iters": 3,
+    "eval_iters": 0,
+}
+
+
+def trained(flags: dict[str, Any]) -> dict[str, Any]:
+    """A whole run on this case's ranks; returns its summary."""
+    from megatron_moe.training.run import pretrain
+
+    return pretrain(build({**TINY, **flags}))
+
+
+def refusal(flags: dict[str, Any]) -> str:
+    """The message of the ConfigError that a run ends with."""
+    from megatron_moe.config.errors import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        trained(flags)
+    return str(error.value)
+
+
+def tensors(step: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a step, whole, by its key: read with torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    saved = FileSystemReader(step).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for key, kind in saved.items()
+        if isinstance(kind, TensorStorageMetadata)
+    }
+    load(state, storage_reader=FileSystemReader(step), no_dist=True)
+    return state
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
+    first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))
+    return sorted(
+        key
+        for key in first.keys() | second.keys()
+        if key not in first or key not in second or first[key].dtype != second[key].dtype
+        or not torch.equal(first[key].view(torch.uint8), second[key].view(torch.uint8))
+    )  # fmt: skip
+
+
+def _unpadded(key: str, value: torch.Tensor) -> torch.Tensor:
+    table = key.endswith(("word_embeddings.weight", "output_layer.weight"))
+    return (value[:257] if table else value).contiguous()
+
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "EP2": (2, {"expert_model_parallel_size": 2}),
+}
+OPTIMIZERS = {
+    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256.0},
+    "fp32": {},
+}
