@@ -259,7 +259,7 @@ class _Filling:
             if count != elements(self.table.shapes[key])
         ]
         used = set(self.flagged("used"))
-        wrong += [f"nothing was made of {name}" for name in self.names if name not in used]
+        wrong += [f"{name} was not used" for name in self.names if name not in used]
         wrong += [f"{shard.key} was not filled" for shard in shards if bool(shard.values.isnan().any())]
         parameters = ((name, value) for chunk in trained.model for name, value in chunk.named_parameters())
         wrong += [f"{name} was not filled" for name, value in parameters if bool(value.isnan().any())]

@@ -353,7 +353,7 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))
     expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
     lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
-    lines += [f"nothing is made of it: {name}" for name in unknown]
+    lines += [f"unexpected: {name}" for name in unknown]
     lines += [
         f"{name}: shape {list(found[name])}, its configuration says {list(expected[name])}"
         for name in sorted(expected.keys() & found.keys())

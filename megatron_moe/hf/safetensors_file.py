@@ -168,10 +168,10 @@ def read_header(path: Path) -> Header:
         try:
             start = _read(descriptor, LENGTH.size, 0)
             if len(start) < LENGTH.size:
-                raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 for its header's length")
+                raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that tell its header's")
             (length,) = LENGTH.unpack(start)
             if length > size - LENGTH.size:
-                raise FormatError(f"{path}: its header should have {length} bytes, the file has {size}")
+                raise FormatError(f"{path}: its header is to have {length} bytes, the file has {size}")
             if length > LARGEST_HEADER:
                 raise FormatError(f"{path}: its header has {length} bytes; at most {LARGEST_HEADER} are read")
             data = _read(descriptor, length, LENGTH.size)
@@ -182,7 +182,7 @@ def read_header(path: Path) -> Header:
     content = parse_object(data, f"{path}: its header")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ must map strings to strings")
+        raise FormatError(f"{path}: __metadata__ is to map strings to strings")
     numbers = LENGTH.size + length
     tensors = {name: _stored(path, name, entry, numbers, size) for name, entry in content.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
@@ -199,22 +199,22 @@ def _read(descriptor: int, count: int, offset: int) -> bytes:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {shortened(key)} is in it twice")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shortened(twice)} stands in it twice")
     return result
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"it contains {text}, which is not JSON")
+    raise ValueError(f"it holds {text}, which is no JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"it contains {text[:40]}, which is not a finite number")
+        raise ValueError(f"it holds {text[:40]}, which is no finite number")
     return value
 
 
@@ -246,7 +246,7 @@ def _stored(path: Path, name: str, entry: Any, numbers: int, size: int) -> Store
     if end - begin != needed:
         raise FormatError(f"{where}: {dtype} {shape} takes {needed} bytes, data_offsets {offsets} are {end - begin}")
     if numbers + end > size:
-        raise FormatError(f"{where} ends at byte {numbers + end}, the file has {size}: it is cut off, or another file")
+        raise FormatError(f"{where} ends at byte {numbers + end}, the file has {size}: it is cut off, or another")
     if needed > LARGEST_TENSOR:
         raise FormatError(f"{where} has {needed} bytes; at most {LARGEST_TENSOR} are read into memory at once")
     return Stored(path.name, torch_name, tuple(shape), numbers + begin, numbers + end)
@@ -260,13 +260,13 @@ def _check_covered(path: Path, tensors: dict[str, Stored], numbers: int, size: i
     at, before = numbers, "the header"
     for name, stored in tensors.items():
         if stored.begin != at:
-            what = "overlaps" if stored.begin < at else "leaves bytes of no tensor after"
+            what = "overlaps" if stored.begin < at else "leaves bytes that are nobody's behind"
             raise FormatError(
                 f"{path}: tensor {shortened(name)} {what} {before}: it starts at {stored.begin}, not {at}"
             )
         at, before = stored.end, f"tensor {shortened(name)}"
     if at != size:
-        raise FormatError(f"{path} has {size - at} bytes of no tensor after {before}")
+        raise FormatError(f"{path} has {size - at} bytes behind {before} that are nobody's")
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 
 from megatron_moe.hf.safetensors_file import CODES, LENGTH, Stored, bytes_of
 
-_HASHED_IN_A_THREAD = 1 << 20
+_BESIDE = 1 << 20
 """Bytes from which a tensor is hashed in a thread of its own while it is written."""
 _MOST_WRITTEN = 1 << 30
-"""Bytes per system call, which writes no more than 2 GiB."""
+"""Bytes per call of the system, which takes no more than 2 GiB."""
 
 
 class StreamedFile:
@@ -42,7 +42,7 @@ class StreamedFile:
         header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
         self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
         self.digests: dict[str, str] = {}
-        self._hashing: ThreadPoolExecutor | None = None
+        self._beside: ThreadPoolExecutor | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.truncate(self._descriptor, self.bytes)
@@ -60,18 +60,15 @@ class StreamedFile:
         """
         view = memoryview(data).cast("B")
         stored = self.layout.get(name)
-        if stored is None:
-            raise ValueError(f"{self.path}: {name} is not in the file")
-        if name in self.digests:
-            raise ValueError(f"{self.path}: {name} is written already")
-        if len(view) != stored.end - stored.begin:
-            raise ValueError(f"{self.path}: {name} is {len(view)} bytes, not those of {stored}")
-        if len(view) < _HASHED_IN_A_THREAD:
+        if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
+            known = "not in the file" if stored is None else "written already" if name in self.digests else None
+            raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
+        if len(view) < _BESIDE:
             self._put(view, stored.begin)
             digest = hashlib.sha256(view).hexdigest()
         else:
-            self._hashing = self._hashing or ThreadPoolExecutor(1, thread_name_prefix="sha256")
-            hashed = self._hashing.submit(lambda: hashlib.sha256(view).hexdigest())
+            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+            hashed = self._beside.submit(lambda: hashlib.sha256(view).hexdigest())
             try:
                 self._put(view, stored.begin)
             finally:
@@ -102,8 +99,8 @@ class StreamedFile:
             view, offset = view[count:], offset + count
 
     def _release(self) -> None:
-        if self._hashing is not None:
-            self._hashing.shutdown()
+        if self._beside is not None:
+            self._beside.shutdown()
         os.close(self._descriptor)
 
     def _give_up(self) -> None:

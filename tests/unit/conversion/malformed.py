@@ -192,7 +192,7 @@ case("a tensor in another file than the index says", INDEX, GATE, FIRST)(
 case("an index that names a number as file", INDEX, GATE, "7")(lambda folder: change_index(folder, {GATE: 7}))
 case("an index without a map", INDEX, "weight_map")(lambda folder: write_json(folder / INDEX, {"metadata": {}}))
 case("an index that is a list", INDEX, "list")(lambda folder: write_json(folder / INDEX, []))
-case("an index with a key twice", INDEX, "'a' is in it twice")(
+case("an index with a key twice", INDEX, "'a' stands in it twice")(
     lambda folder: (folder / INDEX).write_text(f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}')
 )
 case("an index of many gigabytes", INDEX, str(HUGE))(lambda folder: os.truncate(folder / INDEX, HUGE))
@@ -219,10 +219,10 @@ case("a truncated file", SECOND, "cut off")(
 )
 case("a file cut within its header", SECOND, "header")(lambda folder: os.truncate(folder / SECOND, 100))
 case("a file of no bytes", SECOND, "0 bytes")(lambda folder: os.truncate(folder / SECOND, 0))
-case("bytes behind the tensors", SECOND, "of no tensor")(
+case("bytes behind the tensors", SECOND, "nobody")(
     lambda folder: os.truncate(folder / SECOND, (folder / SECOND).stat().st_size + 8)
 )
-case("a sparse file of terabytes", SECOND, "of no tensor")(lambda folder: os.truncate(folder / SECOND, HUGE))
+case("a sparse file of terabytes", SECOND, "nobody")(lambda folder: os.truncate(folder / SECOND, HUGE))
 case("a header of 2^63 bytes", SECOND, str(2**63))(lambda folder: replace_header(folder, b"{}", 2**63))
 case("a header longer than the file", SECOND, "header")(lambda folder: replace_header(folder, b"{}", 3))
 case("a header of no bytes", SECOND, "header")(lambda folder: replace_header(folder, b"{}", 0))
@@ -287,7 +287,7 @@ def _shift(folder: Path, by: int) -> None:
 
 
 case("overlapping offsets", SECOND, "overlaps")(lambda folder: _shift(folder, -2))
-case("a hole between tensors", SECOND, "of no tensor")(lambda folder: _shift(folder, 2))
+case("a hole between tensors", SECOND, "nobody")(lambda folder: _shift(folder, 2))
 
 
 # ---- config.json
@@ -300,7 +300,7 @@ case("config.json with NaN", "config.json", "NaN")(
 case("config.json with a number beyond fp64", "config.json", "1e999")(
     lambda folder: (folder / "config.json").write_text('{"rms_norm_eps": 1e999}')
 )
-case("config.json with a key twice", "config.json", "'n_group' is in it twice")(
+case("config.json with a key twice", "config.json", "'n_group' stands in it twice")(
     lambda folder: (folder / "config.json").write_text('{"n_group": 1, "n_group": 2}')
 )
 case("config.json nested deeply", "config.json", "nested too deeply")(

@@ -82,7 +82,7 @@ def test_what_is_written_tensor_by_tensor_is_read_by_the_library(tmp_path, backw
 
 def test_large_tensors_are_hashed_beside_the_reads_and_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
-    monkeypatch.setattr(streamed_file, "_HASHED_IN_A_THREAD", 1000)
+    monkeypatch.setattr(streamed_file, "_BESIDE", 1000)
     monkeypatch.setattr(streamed_file, "_MOST_WRITTEN", 777)
     tensors = {"a": torch.randn(100, 33), "b": torch.randn(77).bfloat16()}
     reader = TensorReader(folder_of(tmp_path, tensors))
