@@ -159,7 +159,7 @@ def first_layers_dense(keys: Keys) -> int | str:
     layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     dense = keys.integer("first_k_dense_replace", low=0)
     if dense >= layers:
-        raise keys.refusal("first_k_dense_replace", f"leaves no MoE layer among the {layers} layers")
+        raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers as a MoE layer")
     return layer_freq([0] * dense + [1] * (layers - dense))
 
 
@@ -178,5 +178,5 @@ def sparse_step(keys: Keys) -> int | str:
     listed = keys.integers("mlp_only_layers", 0, layers - 1)
     pattern = [int(layer not in listed and (layer + 1) % step == 0) for layer in range(layers)]
     if not any(pattern):
-        raise keys.refusal("decoder_sparse_step", f"leaves no MoE layer among the {layers} layers")
+        raise keys.refusal("decoder_sparse_step", f"leaves none of the {layers} layers as a MoE layer")
     return layer_freq(pattern)
