@@ -13,27 +13,29 @@ import signal
 import sys
 
 from megatron_moe.config import cli, rules
-from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
+from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
-from megatron_moe.training.signals import INTERRUPTED, die_with_launcher
-
-NOT_WELL, USER_ERROR = 1, 2
+from megatron_moe.training.signals import die_with_launcher
 
 
 def main(argv: list[str]) -> int:
     """Run one rank; every rank of a job calls this with the same arguments. Returns the exit status."""
     die_with_launcher()
+    return run_program("pretrain_moe.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
+
+
+def _main(argv: list[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         run = cli.parse(argv, architecture.filled_in)
         if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
             if rank == 0:
-                print(_asked_for(run, world_size), flush=True)
-            return 0
+                say(_asked_for(run, world_size))
+            return DONE
         rules.check(run, world_size)
         # Not before the flags are right: loading torch and the engine takes seconds.
         from megatron_moe.training.run import pretrain
@@ -44,22 +46,14 @@ def main(argv: list[str]) -> int:
             pretrain(run, audit=auditing)
         else:
             pretrain(run)
-    except ConfigError as error:
-        if rank == 0:
-            print(f"pretrain_moe.py: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    except RunFault as fault:
-        if rank == 0:
-            print(f"pretrain_moe.py: stopped: {fault}", file=sys.stderr, flush=True)
-        return NOT_WELL
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:
-            print("pretrain_moe.py: interrupted", file=sys.stderr, flush=True)
+            note("pretrain_moe.py: interrupted")
         # Leaving in good order would wait for ranks that are gone.
         sys.stdout.flush()
         os._exit(INTERRUPTED)
-    return 0
+    return DONE
 
 
 def _asked_for(run: Run, world_size: int) -> str:

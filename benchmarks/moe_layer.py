@@ -29,9 +29,9 @@ from benchmarks.engine_layer import engine_grouped, engine_sequential
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import schema
+from megatron_moe.io.files import replace_json
 from megatron_moe.parallel import groups
 from megatron_moe.platform import half_products
-from megatron_moe.report.files import write_json
 from megatron_moe.report.summary import versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_table(rows)
         wrong = [name for name in names if name in skipped and skipped[name].startswith("WRONG")]
         if args.json:
-            write_json(args.json, {**facts, "results": rows, "errors": errors, "skipped": skipped, "seconds": times})
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            replace_json(args.json, {**facts, "results": rows, "errors": errors, "skipped": skipped, "seconds": times})
             print(f"wrote {args.json}")
         return 1 if wrong else 0
     finally:

@@ -28,6 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+# The package beside this file, also where another checkout is the installed one.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_moe.io.files import replace_json
+
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 VOCAB_SIZE = 4096
@@ -63,9 +68,7 @@ class Stage:
         """Write the stamp, whole or not at all."""
         stamp = self.stamp(folder)
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        aside = stamp.with_suffix(".tmp")
-        aside.write_text(json.dumps({"command": list(self.command), "seconds": seconds}) + "\n", encoding="utf-8")
-        os.replace(aside, stamp)
+        replace_json(stamp, {"command": list(self.command), "seconds": seconds})
 
 
 def stages(folder: Path, extra: Sequence[str]) -> list[Stage]:

@@ -25,6 +25,7 @@ from megatron_moe.data.tokenizers import (
 )
 from megatron_moe.hf.opened import Opened, opened
 from megatron_moe.hf.source import ModelSource, locate
+from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe.model.generate import Sampling
 from megatron_moe.model.key_value_cache import continuation, numbers_per_token
 
@@ -126,29 +127,26 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Continue the prompts. Returns the exit code."""
+    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError))
+
+
+def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
-    try:
-        _check(flags)
-        prompts = [_read(path, text) for path, text in flags.prompts]
-        source = locate(Path(flags.load), flags.ckpt_step)
-        tokenizer = _tokenizer(source, flags)
-        begin = _begin(source, tokenizer, flags.add_bos)
-        ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
-        for note in source.notes:
-            _tell(note)
-        dtype = _DTYPES[flags.dtype]
-        working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
-        with opened(source, dtype=dtype, working_bytes=working) as found:
-            for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
-                sys.stdout.write("\n" if number else "")
-                _continue(found, tokenizer, prompt, prompt_ids, flags)
-    except (ConfigError, OSError) as error:
-        _tell(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        _tell("interrupted")
-        return 130
-    return 0
+    _check(flags)
+    prompts = [_read(path, text) for path, text in flags.prompts]
+    source = locate(Path(flags.load), flags.ckpt_step)
+    tokenizer = _tokenizer(source, flags)
+    begin = _begin(source, tokenizer, flags.add_bos)
+    ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
+    for text in source.notes:
+        note(f"generate.py: {text}")
+    dtype = _DTYPES[flags.dtype]
+    working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
+    with opened(source, dtype=dtype, working_bytes=working) as found:
+        for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
+            sys.stdout.write("\n" if number else "")
+            _continue(found, tokenizer, prompt, prompt_ids, flags)
+    return DONE
 
 
 def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
@@ -290,13 +288,9 @@ def _continue(
     # The first token costs the whole prompt.
     count, first = len(times) - 1, times[1] - times[0]
     speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
-    _tell(f"prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
+    note(f"generate.py: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
 
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _tell(text: str) -> None:
-    print(f"generate.py: {text}", file=sys.stderr, flush=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import TOKENIZER_TYPES
 from megatron_moe.data.train_tokenizer import MODEL_TYPES
+from megatron_moe.io.program import DONE, run_program
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag per field of `Options`."""
+    """One flag per field of `PreprocessOptions`."""
     p = argparse.ArgumentParser(
         prog="preprocess_data.py",
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
@@ -47,14 +46,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 2 for a wrong flag or input (one line on stderr), 130 after Ctrl-C."""
+    return run_program("preprocess_data.py", _main, argv, interrupted="interrupted; nothing was written")
+
+
+def _main(argv: list[str]) -> int:
     flags: dict[str, Any] = vars(parser().parse_args(argv))
     options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
-    try:
-        preprocess(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    preprocess(options)
+    return DONE

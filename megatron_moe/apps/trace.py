@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_moe.checkpoint.durable import replace_text
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.opened import opened
@@ -20,6 +16,8 @@ from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.hf.streamed_file import StreamedFile
 from megatron_moe.hf.tensors import layout_of, write_tensor
 from megatron_moe.hf.trace import Trace, trace, working_bytes
+from megatron_moe.io.files import replace_json, require_writable, written_aside
+from megatron_moe.io.program import DONE, note, run_program
 
 _INPUT = "input_ids"
 
@@ -54,31 +52,34 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Trace what the flags name. Returns the exit code."""
+    return run_program(
+        "trace_forward.py",
+        _main,
+        argv,
+        interrupted="interrupted; nothing was written",
+        errors=(ConfigError, OSError),
+    )
+
+
+def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
-    try:
-        for name in ("output", "grad_norms"):
-            _require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
-        source = locate(Path(flags.load), flags.ckpt_step, flags.family)
-        tokens = read_tokens(Path(flags.tokens), source)
-        for note in source.notes:
-            print(f"trace_forward.py: {note}", file=sys.stderr, flush=True)
-        gradients = flags.grad_norms is not None
-        if gradients:
-            _ = source.required_family
-        working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
-        with opened(source, gradients=gradients, working_bytes=working) as found:
-            result = trace(found, tokens, routing=flags.routing, gradients=gradients)
-        _write(result, Path(flags.output), flags.grad_norms)
-    except (ConfigError, OSError) as error:
-        print(f"trace_forward.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("trace_forward.py: interrupted; nothing was written", file=sys.stderr, flush=True)
-        return 130
+    for name in ("output", "grad_norms"):
+        require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
+    source = locate(Path(flags.load), flags.ckpt_step, flags.family)
+    tokens = read_tokens(Path(flags.tokens), source)
+    for text in source.notes:
+        note(f"trace_forward.py: {text}")
+    gradients = flags.grad_norms is not None
+    if gradients:
+        _ = source.required_family
+    working = working_bytes(source.run, tokens.shape[0], tokens.shape[1], gradients)
+    with opened(source, gradients=gradients, working_bytes=working) as found:
+        result = trace(found, tokens, routing=flags.routing, gradients=gradients)
+    _write(result, Path(flags.output), flags.grad_norms)
     print(
         f"{source.path}: loss {float(result.loss):.6f} on {tokens.shape[0]} x {tokens.shape[1]} tokens; {flags.output}"
     )
-    return 0
+    return DONE
 
 
 def read_tokens(path: Path, source: ModelSource) -> Tensor:
@@ -114,24 +115,10 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
     return tokens.long()
 
 
-def _require_writable(flag: str, name: str | None) -> None:
-    if name is None:
-        return
-    folder = Path(name).absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{flag} {name}: the folder does not exist; create it")
-    if not os.access(folder, os.W_OK | os.X_OK) or Path(name).is_dir():
-        raise ConfigError(f"{flag} {name}: cannot be written; name a file in a folder that you may write to")
-
-
 def _write(result: Trace, path: Path, norms: str | None) -> None:
-    temporary, tensors = path.with_name(f".{path.name}.{os.getpid()}.tmp"), result.tensors()
-    try:
-        with StreamedFile(temporary, layout_of(tensors.items())) as file:
-            for name, tensor in tensors.items():
-                write_tensor(file, name, tensor)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    tensors = result.tensors()
+    with written_aside(path) as aside, StreamedFile(aside, layout_of(tensors.items())) as file:
+        for name, tensor in tensors.items():
+            write_tensor(file, name, tensor)
     if norms is not None and result.grad_norms is not None:
-        replace_text(Path(norms), json.dumps(result.grad_norms, indent=1) + "\n")
+        replace_json(Path(norms), result.grad_norms)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.durable import SaveError, size
+from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.checkpoint.save import SaveBuffers, Saving, Target, begin
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import size_text
 
 
 class Saver:
@@ -144,7 +145,7 @@ class _Pending:
 
     def times(self) -> str:
         """How much was written and how long it took, for the log."""
-        whole = f"{size(self.saving.num_bytes, exact=False)} in {time.monotonic() - self._started:.1f} s"
+        whole = f"{size_text(self.saving.num_bytes)} in {time.monotonic() - self._started:.1f} s"
         return whole if self.blocked is None else f"{whole}, of which training waited {self.blocked:.2f} s"
 
     def _do(self, work: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_moe.checkpoint.manifest import NAME as MANIFEST
-from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.io.hashing import FileEntry
 
 NAME = ".metadata"
 LARGEST = 2 * 2**30
@@ -82,7 +82,7 @@ class StepIndex:
     values: dict[str, StoredBytes]
 
 
-def read(step: Path, files: Mapping[str, Entry]) -> StepIndex:
+def read(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
     """The index of a step, checked against the files of its manifest.
 
     Raises:
@@ -103,7 +103,7 @@ def read(step: Path, files: Mapping[str, Entry]) -> StepIndex:
         raise UntrustedError(f"{NAME} is damaged or harmful: {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def check_names(files: Mapping[str, Entry]) -> None:
+def check_names(files: Mapping[str, FileEntry]) -> None:
     """Refuse a step with files that no checkpoint has: some reader might take one for its own.
 
     Raises:
@@ -205,7 +205,7 @@ def _unknown(module: str, name: str) -> str:
     return f"{NAME} refers to {module}.{name}, which has no place in a checkpoint"
 
 
-def _checked(metadata: Any, files: Mapping[str, Entry]) -> StepIndex:
+def _checked(metadata: Any, files: Mapping[str, FileEntry]) -> StepIndex:
     _require(type(metadata).__name__ == "Metadata", "it holds no metadata")
     kinds, storage = metadata.state_dict_metadata, metadata.storage_data
     _require(isinstance(kinds, dict) and isinstance(storage, dict), "it lists no tensors")
@@ -268,7 +268,7 @@ def overlap(parts: list[TensorPart]) -> bool:
     return False
 
 
-def _place(key: str, info: Any, files: Mapping[str, Entry]) -> StoredBytes:
+def _place(key: str, info: Any, files: Mapping[str, FileEntry]) -> StoredBytes:
     _require(type(info).__name__ == "_StorageInfo", f"{key} lies nowhere")
     name, offset, length = info.relative_path, info.offset, info.length
     _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} lies in {str(name)[:80]!r}")

@@ -13,9 +13,9 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, manifest, optimizer
 from megatron_moe.checkpoint import state as random_state
+from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import UntrustedError
 from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, plan
-from megatron_moe.checkpoint.ranks import from_all
 from megatron_moe.checkpoint.state import (
     Trained,
     TrainingProgress,
@@ -27,6 +27,7 @@ from megatron_moe.checkpoint.state import (
 )
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts
 from megatron_moe.parallel.seeds import seed_everything
 
@@ -84,9 +85,9 @@ def _damage(step: Path, tell: Callable[[str], None]) -> tuple[str | None, str]:
             return "; ".join(defects[:3]), ""
         read, seconds = sum(count for count, _, _ in everyone), time.monotonic() - started
         if all(complete for _, _, complete in everyone):
-            return None, f"verified {step}: {len(files)} files, {_size(read)} in {seconds:.1f} s"
+            return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
         if rank == 0:
-            tell(f"verifying {step}: {_size(read)} of {_size(total)}, {_size(int(read / seconds))}/s")
+            tell(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
 
 
 def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
@@ -117,10 +118,6 @@ def _require_one_view(found: CheckpointPlan) -> None:
             f"--load: the ranks see different checkpoints: {ranks}; every rank has to see the same "
             "folder: put it on a file system that all machines share, or copy it to each"
         )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 # ----

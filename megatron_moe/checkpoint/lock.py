@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from megatron_moe.checkpoint.durable import sync_folder
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import sync, write_bytes
 
 NAME = ".writer.lock"
 HEARTBEAT_SECONDS = 15.0
@@ -166,10 +166,7 @@ def _written(path: Path, me: Holder) -> Iterator[Path]:
     """Our lock beside the real one, on the disk; gone at the end if it has not become the real one."""
     aside = path.with_name(f"{NAME}.{me.token}")
     try:
-        with open(aside, "w") as file:
-            file.write(json.dumps(asdict(me)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
         yield aside
     finally:
         aside.unlink(missing_ok=True)
@@ -182,7 +179,7 @@ def _link(path: Path, me: Holder) -> bool:
             os.link(aside, path)
         except FileExistsError:
             return False
-        sync_folder(path.parent)
+        sync(path.parent)
         return True
 
 
@@ -201,7 +198,7 @@ def _take_over(path: Path, holder: Holder | None, me: Holder) -> bool:
                 os.rename(aside, path)
         except FileNotFoundError:
             return False
-        sync_folder(path.parent)
+        sync(path.parent)
         if not alone:
             time.sleep(RIVALS_SECONDS)
         return _read(path) == me

@@ -17,7 +17,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict
+from typing import Any
+
+from megatron_moe.io.files import canonical_json, sync, write_bytes
+from megatron_moe.io.hashing import FileEntry, blocks_of_file
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -26,14 +29,6 @@ LARGEST = 256 * 2**20
 
 _STEP = re.compile(r"(?:\.iter_(\d{7,})\.saving|iter_(\d{7,}))", re.ASCII)
 _KEYS = {"format", "iteration", "files", "digest"}
-_BLOCK = 4 * 2**20
-
-
-class Entry(TypedDict):
-    """One file: its size in bytes and its SHA-256 in lower-case hexadecimal."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Manifest:
     """What a step consists of; names are relative to its folder, with `/` between the parts."""
 
     iteration: int
-    files: dict[str, Entry]
+    files: dict[str, FileEntry]
     digest: str
 
     @property
@@ -58,7 +53,7 @@ class EarlierFormatError(ManifestError):
     """The step was saved by an earlier version of this code."""
 
 
-def write(step: Path, iteration: int, files: dict[str, Entry]) -> None:
+def write(step: Path, iteration: int, files: dict[str, FileEntry]) -> None:
     """Write the manifest of a step that is not visible yet, and flush it and the folder to disk.
 
     Raises:
@@ -69,15 +64,8 @@ def write(step: Path, iteration: int, files: dict[str, Entry]) -> None:
             raise ValueError(f"{step / NAME}: {wrong}")
     content: dict[str, Any] = {"format": FORMAT, "iteration": iteration, "files": files}
     content["digest"] = _digest(content)
-    with open(step / NAME, "wb") as file:
-        file.write(canonical(content))
-        file.flush()
-        os.fsync(file.fileno())
-    descriptor = os.open(step, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_bytes(step / NAME, canonical_json(content))
+    sync(step)
 
 
 def read(step: Path) -> Manifest:
@@ -171,7 +159,7 @@ def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
     for name in names:
         hashed = hashlib.sha256()
         try:
-            for block in _blocks(step / name):
+            for block in blocks_of_file(step / name):
                 hashed.update(block)
                 yield len(block)
         except OSError as error:
@@ -182,27 +170,12 @@ def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
             return
 
 
-def sha256_of_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal, read in blocks; `advance` is told the bytes of each."""
-    hashed = hashlib.sha256()
-    for block in _blocks(path):
-        hashed.update(block)
-        if advance is not None:
-            advance(len(block))
-    return hashed.hexdigest()
-
-
-def canonical(content: dict[str, Any]) -> bytes:
-    """The one way to write a manifest's content down."""
-    return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
-
-
 def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical({key: value for key, value in content.items() if key != "digest"})).hexdigest()
+    return hashlib.sha256(canonical_json({key: value for key, value in content.items() if key != "digest"})).hexdigest()
 
 
 def _matches_digest(content: dict[str, Any], data: bytes) -> bool:
-    return canonical(content) == data and content.get("digest") == _digest(content)
+    return canonical_json(content) == data and content.get("digest") == _digest(content)
 
 
 def _is_format_1(content: dict[str, Any]) -> bool:
@@ -251,10 +224,3 @@ def _walk(folder: Path, before: str = "") -> Iterator[tuple[str, os.stat_result]
                 yield from _walk(folder / entry.name, f"{name}/")
             else:
                 yield name, entry.stat(follow_symlinks=False)
-
-
-def _blocks(path: Path) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield buffer[:count]

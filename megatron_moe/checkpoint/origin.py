@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import durable, manifest
-from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import write_bytes
+from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.texts import size_text
 
 FOLDER = "hf"
 """Of the small files, in a step; also the key of the rest in the step's state."""
@@ -35,7 +37,7 @@ class Origin:
         """Of the files."""
         return sum(len(content) for content in self.files.values())
 
-    def write(self, hidden: Path) -> dict[str, Entry]:
+    def write(self, hidden: Path) -> dict[str, FileEntry]:
         """Put the files into a step that is not visible yet, onto the disk; their entries in its manifest.
 
         Raises:
@@ -44,8 +46,7 @@ class Origin:
         if self.files:
             (hidden / FOLDER).mkdir()
         return {
-            f"{FOLDER}/{name}": durable.write_bytes(hidden / FOLDER / name, content)
-            for name, content in self.files.items()
+            f"{FOLDER}/{name}": write_bytes(hidden / FOLDER / name, content) for name, content in self.files.items()
         }
 
 
@@ -98,7 +99,7 @@ def read(sizes: Mapping[str, int], content: Callable[[str], bytes], where: Path)
     room = LARGEST
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
         if sizes[name] > room:
-            notes.append(f"{where / name} is not carried along: {durable.size(sizes[name], exact=False)} of files")
+            notes.append(f"{where / name} is not carried along: {size_text(sizes[name])} of files")
             continue
         kept[name] = content(name)
         room -= sizes[name]

@@ -12,14 +12,14 @@ import torch
 
 from megatron_moe.checkpoint import index
 from megatron_moe.checkpoint.index import StepIndex, StoredBytes, UntrustedError
-from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.io.hashing import FileEntry
 
 COMMON = "common.pt"
 LARGEST = 2 * 2**30
 """Bytes of a file of plain values that are read at most."""
 
 
-def check(step: Path, files: Mapping[str, Entry]) -> StepIndex:
+def check(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
     """Read whatever the engine reads without restriction: the index, the values it lists, the common file.
 
     Tensors are not read here: torch reads them under restriction itself.

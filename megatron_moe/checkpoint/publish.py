@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.checkpoint import durable, folder, manifest
-from megatron_moe.checkpoint.durable import sync_folder
-from megatron_moe.checkpoint.manifest import Entry, structure_defect
+from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.checkpoint.manifest import structure_defect
+from megatron_moe.io.files import free_bytes, replace_text, sync
+from megatron_moe.io.hashing import FileEntry
 
 # ---- Which steps stay and which go, and going: at every instant a complete step is there. No torch.
 
@@ -91,7 +92,7 @@ def remove_step(step: Path) -> None:
     hidden = step.with_name(f".{step.name}.deleting")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(step, hidden)
-    sync_folder(step.parent)
+    sync(step.parent)
     shutil.rmtree(hidden)
 
 
@@ -102,7 +103,7 @@ def claim_root(root: Path) -> None:
     """Make the folder and mark it as one of ours."""
     root.mkdir(parents=True, exist_ok=True)
     (root / folder.OWNER).touch()
-    durable.sync_folder(root)
+    sync(root)
 
 
 def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
@@ -120,7 +121,7 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
         if defect is None:
             raise FileExistsError(errno.EEXIST, "it is there already; checkpoints are never overwritten", str(step))
         os.rename(step, _free_name(step))
-    free = durable.free_bytes(root)
+    free = free_bytes(root)
     if free is not None and free < num_bytes:
         raise OSError(errno.ENOSPC, "there is not enough room", str(root))
     hidden.mkdir()  # not its parents: a folder that was moved away is not made anew
@@ -128,7 +129,7 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
     return hidden
 
 
-def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
+def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
     """Make a written step visible: the manifest, the disk, the rename, the pointer, in this order.
 
     Args:
@@ -140,7 +141,7 @@ def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
     hidden, step = folder.hidden_folder(root, iteration), folder.step_folder(root, iteration)
     for part in ("rng", "hf"):
         if (hidden / part).is_dir():
-            durable.sync_folder(hidden / part)
+            sync(hidden / part)
     manifest.write(hidden, iteration, files)
     defect = manifest.structure_defect(hidden)
     if defect is not None:
@@ -149,8 +150,8 @@ def publish(root: Path, iteration: int, files: dict[str, Entry]) -> Path:
     before = pointer.read_bytes() if pointer.exists() else None
     os.rename(hidden, step)
     try:
-        durable.sync_folder(root)
-        durable.replace_text(pointer, f"{iteration}\n")
+        sync(root)
+        replace_text(pointer, f"{iteration}\n", sole_writer=True)
     except OSError:
         os.rename(step, hidden)  # a step that is told as not saved is not there
         _put_back(pointer, before)

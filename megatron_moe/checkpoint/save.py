@@ -24,17 +24,17 @@ import torch
 from megatron_moe import platform
 from megatron_moe.checkpoint import folder, optimizer, publish, writer
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.durable import SaveError, new_file, refusal, write_json
+from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
 from megatron_moe.checkpoint.lock import WriterLock, acquire
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer import Buffers, Gathered
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
-from megatron_moe.checkpoint.ranks import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.state import Trained, TrainingProgress, layout, metadata, model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe.io.files import new_file, write_json
+from megatron_moe.io.hashing import FileEntry
 from megatron_moe.parallel.groups import rank_facts
 
 
@@ -136,7 +136,7 @@ class Saving:
     def _publish(self) -> None:
         assert self._all_written is not None, "every rank has written"
         hidden, root = self.hidden, self.target.root
-        files: dict[str, Entry] = writer.finish(self.staged, hidden, self._all_written)
+        files: dict[str, FileEntry] = writer.finish(self.staged, hidden, self._all_written)
         for name, value in self.small_files.items():
             files[name] = write_json(hidden / name, value)
         files |= self.target.origin.write(hidden)

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.durable import HashingFile, write_bytes
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.optimizer import Buffers, Copy, Gathered
 from megatron_moe.checkpoint.pickles import COMMON, PER_PART, by_itself
+from megatron_moe.io.files import write_bytes
+from megatron_moe.io.hashing import FileEntry, HashingFile
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Written:
     """What a rank has written: where each tensor lies, and every file with its hash."""
 
     results: list[WriteResult] = field(default_factory=list)
-    files: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
 
 
 class Data:
@@ -176,7 +176,7 @@ def write(staged: Staged, folder: Path) -> Written:
     return Written(results, writer.fs.entries())
 
 
-def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, Entry]:
+def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, FileEntry]:
     """Rank 0 at the end: write what belongs to no rank. Returns every rank's files and these.
 
     Raises:
@@ -214,7 +214,7 @@ class _HashingFileSystem(FileSystem):
         super().rename(path, new_path)
         self._files[Path(new_path).name] = self._files.pop(Path(path).name)
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FileEntry]:
         return {name: file.entry() for name, file in self._files.items()}
 
     def first_error(self) -> OSError | None:

@@ -115,8 +115,8 @@ def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, A
     return schema.build(flat if filled_in is None else filled_in(flat))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit, because every rank parses and only one may speak."""
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print and exit: every rank parses, and only one may speak."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -133,9 +133,9 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
 
 
-def _build_parser() -> _Parser:
+def _build_parser() -> Parser:
     """One argument group per section; nothing has a default, so that what was not typed is not in the result."""
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain_moe.py",
         usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--config FILE] [flags]",
         description="Pre-train a mixture-of-experts transformer.",

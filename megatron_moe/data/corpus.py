@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import publish_files
 
 SPLITS = ("train", "valid", "test")
 SHARES = (0.90, 0.05, 0.05)
@@ -77,9 +78,9 @@ def write_corpus(
             "text_bytes": dict(zip(SPLITS, corpus.text_bytes)),
         }
         (aside / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (target / "corpus.json").unlink(missing_ok=True)
-        for name in (*(file.name for file in corpus.files), "corpus.json"):
-            os.replace(aside / name, target / name)
+        # corpus.json is the mark of a whole corpus: an older one goes first, the new one comes last.
+        names = [*(file.name for file in corpus.files), "corpus.json"]
+        publish_files([(aside / name, target / name) for name in names], [target / "corpus.json"])
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return corpus

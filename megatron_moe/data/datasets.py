@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -39,6 +40,7 @@ from megatron_moe.data.checks import cache_folder, hashing, require_sequence
 from megatron_moe.data.sidecar import read_sidecar
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.io.files import replace_json
 
 
 class EpochsOfSamples(MegatronDataset):
@@ -180,12 +182,7 @@ def _write_down(folder: str, kept: dict[str, str]) -> None:
     now = {name: kept.get(name) or hashing(os.path.join(folder, name)) for name in _arrays(folder)}
     if now == _listed(folder):
         return
-    aside = os.path.join(folder, f".{LISTED}.new")
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(now, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, os.path.join(folder, LISTED))
+    replace_json(Path(folder) / LISTED, now, sole_writer=True)
 
 
 def _listed(folder: str) -> dict[str, str]:

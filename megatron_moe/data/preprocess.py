@@ -36,9 +36,11 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import DataConfig
 from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import token_dtype
-from megatron_moe.data.sidecar import FORMAT, Sidecar, sha256_of_file, sidecar_path
+from megatron_moe.data.sidecar import FORMAT, Sidecar, sidecar_path
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
+from megatron_moe.io.files import publish_files
+from megatron_moe.io.hashing import sha256_of_file
 
 if TYPE_CHECKING:
     from megatron_moe.data.datasets import IndexedDatasetBuilder
@@ -108,7 +110,7 @@ class DatasetWriter:
             start += length
 
     def finish(self, tokenizer: Tokenizer, append_eod: bool) -> Sidecar:
-        """Write the index and the sidecar aside and bring all three to disk."""
+        """Write the index and the sidecar aside."""
         self.builder.finalize(f"{self.aside}.idx")
         sidecar = Sidecar(
             format=FORMAT,
@@ -133,17 +135,11 @@ class DatasetWriter:
                 "the disk full?"
             )
         Path(sidecar_path(self.aside)).write_text(sidecar.to_json(), encoding="utf-8")
-        for suffix in (".bin", ".idx", ".json"):
-            _sync(self.aside + suffix)
         return sidecar
 
-    def publish(self) -> None:
-        """Rename into place. An older dataset loses its index first, so that no mixture of the two ever opens."""
-        for suffix in (".idx", ".json"):
-            Path(self.prefix + suffix).unlink(missing_ok=True)
-        for suffix in (".bin", ".json", ".idx"):
-            os.replace(self.aside + suffix, self.prefix + suffix)
-        _sync(os.path.dirname(self.prefix) or ".")
+    def renames(self) -> list[tuple[Path, Path]]:
+        """Return each file with its place; the index is last, for a dataset without one does not open."""
+        return [(Path(self.aside + suffix), Path(self.prefix + suffix)) for suffix in (".bin", ".json", ".idx")]
 
 
 def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dict[str, Sidecar]:
@@ -173,8 +169,9 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         with closing(encode_units(options, units)) as encoded:
             _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
         sidecars = {writer.prefix: writer.finish(tokenizer, options.append_eod) for writer in writers}
-        for writer in writers:
-            writer.publish()
+        # An older dataset loses its index first, so that no mixture of the two ever opens.
+        older = [Path(writer.prefix + suffix) for writer in writers for suffix in (".idx", ".json")]
+        publish_files([rename for writer in writers for rename in writer.renames()], older)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if show_progress:
@@ -333,15 +330,6 @@ def _write(encoded: Iterator[EncodedUnit], writers: list[DatasetWriter], total_b
             rates = f"{writers[0].documents / seconds:,.0f} docs/s  {done / 1e6 / seconds:.2f} MB/s"
             progress.update(task, advance=unit.num_bytes, rates=rates)
     assert done == total_bytes, f"{done} of {total_bytes} bytes of input were encoded"
-
-
-def _sync(path: str) -> None:
-    """Bring a file or a folder's entries to disk before (or after) a rename relies on it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _print_summary(sidecars: dict[str, Sidecar], total_bytes: int, seconds: float) -> None:

@@ -7,16 +7,13 @@ they were written.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
 
 FORMAT = 1
-_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -74,14 +71,3 @@ def read_sidecar(prefix: str) -> Sidecar | None:
         if type(values[f.name]) is not kinds[str(f.type)]:
             raise ConfigError(f"{path}: {f.name} is {values[f.name]!r}, which is no {f.type}; {advice}")
     return Sidecar(**{f.name: values[f.name] for f in dataclasses.fields(Sidecar)})
-
-
-def sha256_of_file(path: str, advance: Callable[[int], None] | None = None) -> str:
-    """Hex SHA-256 of a file's content; `advance` is told the bytes read."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            if advance is not None:
-                advance(len(block))
-    return digest.hexdigest()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replacing
 
 MODEL_TYPES = ("bpe", "unigram")
 SAMPLE_BYTES = 4_000_000
@@ -76,8 +76,6 @@ def train_sentencepiece(
     Raises:
         ConfigError: there is no text, the sample cannot fill the vocabulary, or the file exists and `overwrite` is off.
     """
-    import sentencepiece
-
     target = Path(model_file)
     if target.exists() and not overwrite:
         raise ConfigError(f"--tokenizer-model {target} exists: use it without --train-tokenizer, or add --overwrite")
@@ -90,6 +88,13 @@ def train_sentencepiece(
     sample = sample_texts(texts, limit_bytes)
     if not sample:
         raise ConfigError("--train-tokenizer: the input contains no text to train on")
+    _publish(target, _trained_on(sample, vocab_size, model_type))
+
+
+def _trained_on(sample: list[str], vocab_size: int, model_type: str) -> bytes:
+    """Return the model file of a tokenizer that is trained on the sample."""
+    import sentencepiece
+
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -113,13 +118,14 @@ def train_sentencepiece(
         raise ConfigError(
             f"--tokenizer-vocab-size {vocab_size} does not fit the text: {_advice(str(error))}"
         ) from error
+    return content.getvalue()
+
+
+def _publish(target: Path, content: bytes) -> None:
+    """Write the file next to its place and rename it, so that it is never half written."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content.getvalue())
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(target, "wb") as file:
+        file.write(content)
 
 
 def _advice(message: str) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import dist, origin
+from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.origin import Origin
-from megatron_moe.checkpoint.ranks import from_all
 from megatron_moe.checkpoint.state import Trained, model_state
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError

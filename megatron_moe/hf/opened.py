@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.compare import architecture_keys
-from megatron_moe.checkpoint.durable import size
 from megatron_moe.config import derived, rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
 from megatron_moe.hf.source import ModelSource, fill
+from megatron_moe.io.texts import size_text
 from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.float16_module import Float16Module
@@ -162,7 +162,7 @@ def _require_memory(source: ModelSource, run: Run, gradients: bool, working_byte
         return
     what = f"{parameters:,} parameters in {derived.params_dtype_name(run)}{' with gradients' if gradients else ''}"
     raise ConfigError(
-        f"{source.path}: {what} take {size(weights, exact=False)}, {size(needed, exact=False)} with what is computed; "
-        f"{size(available, exact=False)} are free on this machine ({platform.device().type}): free some, use a larger "
+        f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
+        f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
         "machine, or fewer and shorter sequences where those are what takes it"
     )

@@ -6,15 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megatron_moe.hf.safetensors_file import CODES, LENGTH, Stored, bytes_of
+from megatron_moe.io.hashing import SideHasher
 
-_BESIDE = 1 << 20
-"""Bytes from which a tensor is hashed in a thread of its own while it is written."""
 _MOST_WRITTEN = 1 << 30
 """Bytes per call of the system, which takes no more than 2 GiB."""
 
@@ -42,7 +40,7 @@ class StreamedFile:
         header, self.layout = _header(path.name, layout, {"format": "pt"} if metadata is None else metadata)
         self.bytes = max((stored.end for stored in self.layout.values()), default=len(header))
         self.digests: dict[str, str] = {}
-        self._beside: ThreadPoolExecutor | None = None
+        self._hasher = SideHasher()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.truncate(self._descriptor, self.bytes)
@@ -63,18 +61,10 @@ class StreamedFile:
         if stored is None or name in self.digests or len(view) != stored.end - stored.begin:
             known = "not in the file" if stored is None else "written already" if name in self.digests else None
             raise ValueError(f"{self.path}: {name} is {known or f'{len(view)} bytes, not those of {stored}'}")
-        if len(view) < _BESIDE:
-            self._put(view, stored.begin)
-            digest = hashlib.sha256(view).hexdigest()
-        else:
-            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
-            hashed = self._beside.submit(lambda: hashlib.sha256(view).hexdigest())
-            try:
-                self._put(view, stored.begin)
-            finally:
-                digest = hashed.result()  # the caller may change the bytes when this returns
-        self.digests[name] = digest
-        return digest
+        digest = hashlib.sha256()
+        self._hasher.write(view, digest, lambda piece: self._put(piece, stored.begin))
+        self.digests[name] = digest.hexdigest()
+        return self.digests[name]
 
     def close(self) -> None:
         """Bring the file to disk; on an error, remove it.
@@ -99,8 +89,7 @@ class StreamedFile:
             view, offset = view[count:], offset + count
 
     def _release(self) -> None:
-        if self._beside is not None:
-            self._beside.shutdown()
+        self._hasher.close()
         os.close(self._descriptor)
 
     def _give_up(self) -> None:

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.report.files import write_json
+from megatron_moe.io.files import replace_json
 from megatron_moe.report.records import StepRecord
 from megatron_moe.report.sink import Sink
 
@@ -62,4 +62,5 @@ class SummarySink(Sink):
     def close(self, summary: dict[str, Any] | None) -> None:
         if summary is not None:
             assert self.artifact is not None
-            write_json(self.artifact, {**self._totals.as_dict(), "versions": versions(), **summary})
+            self.artifact.parent.mkdir(parents=True, exist_ok=True)
+            replace_json(self.artifact, {**self._totals.as_dict(), "versions": versions(), **summary})

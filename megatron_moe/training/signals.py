@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+from megatron_moe.io.program import INTERRUPTED
 
 _PR_SET_PDEATHSIG = 1
 

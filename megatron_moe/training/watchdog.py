@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_moe.checkpoint.durable import SaveError
+from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.training import hang_report
 from megatron_moe.training.hang_report import (

@@ -24,7 +24,8 @@ def measure_all(jobs: list[Job], limit: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_moe.apps.doctor.measure import join, measure
+    from megatron_moe.apps.doctor.measure import measure
+    from megatron_moe.io.local_ranks import join_group
 
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -34,7 +35,7 @@ def measure_all(jobs: list[Job], limit: float) -> None:
         mine = [job for job in jobs if job.ranks == size][team::teams]
         for job in mine:
             try:
-                join(os.path.join(job.folder, "store"), seat, size, limit)
+                join_group(os.path.join(job.folder, "store"), seat, size, limit)
                 record = measure(job.request)
             except Exception:
                 record = {"error": traceback.format_exc()}

@@ -54,6 +54,7 @@ def test_a_rank_whose_step_fails_writes_what_it_saw_and_fails(gloo, tmp_path):
 
 
 def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
+    from megatron_moe.apps.audit.step import auditing
     from megatron_moe.config import cli, rules
     from megatron_moe.training.run import pretrain
 
@@ -61,7 +62,7 @@ def steps(folder: Path, **flags: Any) -> list[dict[str, Any]]:
     metrics = folder / f"{len(flags)}.jsonl"
     run = replace(cli.parse([*words.split(), "--metrics-file", str(metrics)]), **{"train_iters": 3, **flags})
     rules.check(run, 1)
-    pretrain(run)
+    pretrain(run, audit=auditing)
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 

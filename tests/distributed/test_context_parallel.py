@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.parallel.sequence import in_order
@@ -123,7 +124,7 @@ def dtypes_sent() -> dict[str, set[str]]:
 
     def noting(name: str) -> object:
         def collective(output: torch.Tensor, *args: object, **options: object) -> object:
-            seen[name].add(table.SHORT[str(output.dtype).removeprefix("torch.")])
+            seen[name].add(SHORT[str(output.dtype).removeprefix("torch.")])
             return stock[name](output, *args, **options)
 
         return collective
@@ -299,10 +300,11 @@ TINY = {
 
 def trained(flags: dict[str, object]) -> dict[str, object]:
     """A whole run; its summary, and what it printed."""
+    from megatron_moe.apps.audit.step import auditing
     from megatron_moe.training.run import pretrain
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return {**pretrain(build({**TINY, **flags})), "printed": printed.getvalue()}
+        return {**pretrain(build({**TINY, **flags}), audit=auditing), "printed": printed.getvalue()}
 
 
 def told(path):

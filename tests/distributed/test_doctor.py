@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.doctor import cli, launch
+from megatron_moe.apps.doctor import cli
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_visit import model
-from megatron_moe.apps.doctor.launch import RankFailure, Ranks
-from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
 from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, small
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.io import local_ranks
+from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.forked_doctor import ForkedRanks
 from tests.helpers.ranks import RankParent
 
@@ -53,7 +54,7 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
 def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(
     rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
+    monkeypatch.setattr(cli, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
     code = cli.main(["--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json")])
     assert code == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
@@ -95,14 +96,14 @@ def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(
     start = "    run, chunks = request.run, []\n"
     assert file.read_text().count(start) == 1
     file.write_text(file.read_text().replace(start, f'{start}    if os.environ["RANK"] == "1":\n        {what}\n'))
-    monkeypatch.setattr(launch, "PACKAGE_ROOT", tmp_path)
+    monkeypatch.setattr(local_ranks, "PACKAGE_ROOT", tmp_path)
     asked = Request(small(replace(Run(), **PRESETS["tiny"])), PADDED_VOCABULARY, steps=1)
-    with Ranks(2, seconds=6.0) as ranks:
-        ranks._start()
-        pids = [process.process.pid for process in ranks._processes]
+    with MeasuringRanks(2, seconds=6.0) as measuring:
+        measuring.ranks._start()
+        pids = [process.process.pid for process in measuring.ranks._processes]
         with pytest.raises(RankFailure) as failure:
-            ranks.measure(asked, 2)
-        folder = ranks._folder
+            measuring.measure(asked, 2)
+        folder = measuring.ranks.folder
     assert told in str(failure.value)
     assert "measure.py" in str(failure.value)  # where the hanging one stands, or what its peer was at
     for pid in pids:

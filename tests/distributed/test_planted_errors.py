@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_moe.apps.doctor import cli, launch
+from megatron_moe.apps.doctor import cli
+from megatron_moe.io import local_ranks
 from tests.helpers.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import RankParent
 
@@ -212,13 +213,13 @@ def test_a_planted_error_is_found_and_named(
     name: str, rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     folder = planted(PLANTS[name], tmp_path)
-    monkeypatch.setattr(cli, "Ranks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
+    monkeypatch.setattr(cli, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
     check(PLANTS[name], tmp_path / "report.json", capsys)
 
 
 def test_the_doctors_own_ranks_find_a_planted_error_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     plant = PLANTS["the router's weight is not summed over TP"]
-    monkeypatch.setattr(launch, "PACKAGE_ROOT", planted(plant, tmp_path))
+    monkeypatch.setattr(local_ranks, "PACKAGE_ROOT", planted(plant, tmp_path))
     check(plant, tmp_path / "report.json", capsys)
 
 

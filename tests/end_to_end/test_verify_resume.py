@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megatron_moe.apps.verify_resume import cli
+from megatron_moe.io.program import USER_ERROR
 from tests.helpers import reshard_cases as cases
 
 
@@ -35,8 +36,8 @@ def test_recorded_steps_are_replayed_to_the_bit_and_a_wrong_bit_is_found(gloo, t
     monkeypatch.setattr(cli, "records_of", lambda *given: [replays[0][0], off])
     assert cli.main([str(save)]) == cli.DIFFERENT
     assert "WRONG: loss" in capsys.readouterr().out
-    assert cli.main([str(tmp_path / "none")]) == cli.USER_ERROR
-    assert cli.main([str(save), "--steps", "0"]) == cli.USER_ERROR
+    assert cli.main([str(tmp_path / "none")]) == USER_ERROR
+    assert cli.main([str(save), "--steps", "0"]) == USER_ERROR
     # a flag that the run would refuse is refused before anything starts
-    assert cli.main([str(save), "--moe-router-topk", "99"]) == cli.USER_ERROR
-    assert cli.main([str(save), "--no-such-flag"]) == cli.USER_ERROR
+    assert cli.main([str(save), "--moe-router-topk", "99"]) == USER_ERROR
+    assert cli.main([str(save), "--no-such-flag"]) == USER_ERROR

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_moe.checkpoint import folder, manifest
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
 
 RANKS = 2
 
@@ -97,8 +98,8 @@ def make_step(root: Path, iteration: int, seed: int = 0, tensors: dict[str, torc
 def seal(step: Path, iteration: int) -> None:
     """Write the manifest of what lies in a folder: damage done before is not seen by it."""
     (step / manifest.NAME).unlink(missing_ok=True)
-    files: dict[str, manifest.Entry] = {
-        path.relative_to(step).as_posix(): {"bytes": path.stat().st_size, "sha256": manifest.sha256_of_file(path)}
+    files: dict[str, FileEntry] = {
+        path.relative_to(step).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
         for path in sorted(step.rglob("*"))
         if path.is_file() and not path.is_symlink()
     }

@@ -258,7 +258,7 @@ def _child(spec: dict[str, Any], ready: int, go: int) -> None:
     import traceback
 
     from megatron_moe.checkpoint.async_save import Saver
-    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.config.presets import PRESETS
     from megatron_moe.config.schema import build
     from megatron_moe.training.run import pretrain

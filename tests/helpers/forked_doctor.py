@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.doctor.launch import RankFailure
 from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed, GlooPool
 from tests.helpers.ranks import RankParent
 
@@ -39,7 +39,7 @@ def measured(request: Request, folder: str | None) -> dict[str, Any]:
 
 
 class ForkedRanks:
-    """Stands in for the doctor's `Ranks`: the same calls, answered by forked ranks.
+    """Stands in for the doctor's `MeasuringRanks`: the same calls, answered by forked ranks.
 
     Args:
         parent: the process that forks them.

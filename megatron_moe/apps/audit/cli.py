@@ -18,10 +18,11 @@ from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.tokenizers import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replace_text, require_writable
+from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
 
-CLEAN, FOUND, USER_ERROR = 0, 1, 2
+CLEAN, FOUND = 0, 1
 _HF_TOKENS = (2, 32)
 
 
@@ -52,26 +53,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Audit what the flags name, write the reports and say the verdict. Returns the exit code."""
+    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written")
+
+
+def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
-    try:
-        for name in ("json", "html", "text"):
-            _writable(name, getattr(flags, name))
-        if flags.module is not None or flags.hf is not None:
-            audit = _foreign(flags, rest)
-        else:
-            run = derived.with_made_up_data(cli.parse(rest, filled_in))
-            rules.check(run, 1)
-            tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-            refuse_large(
-                run, derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run), flags.max_gib
-            )
-            audit = audit_run(run, _tell)
-    except ConfigError as error:
-        print(f"audit_precision.py: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("audit_precision.py: interrupted; nothing was written", file=sys.stderr, flush=True)
-        return 130
+    for name in ("json", "html", "text"):
+        require_writable(f"--{name}", getattr(flags, name))
+    if flags.module is not None or flags.hf is not None:
+        audit = _foreign(flags, rest)
+    else:
+        run = derived.with_made_up_data(cli.parse(rest, filled_in))
+        rules.check(run, 1)
+        tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+        refuse_large(run, derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run), flags.max_gib)
+        audit = audit_run(run, say)
     _write(audit.as_dict(), flags)
     return FOUND if audit.failed else CLEAN
 
@@ -101,7 +97,7 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
         "flags": {"module": flags.module, "hf": flags.hf},
         "versions": versions(),
     }
-    _tell(f"tracing one forward and backward pass of {type(module).__name__}")
+    say(f"tracing one forward and backward pass of {type(module).__name__}")
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     return audit_module(module, args, kwargs, about=about)
 
@@ -116,7 +112,7 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
         raise ConfigError(f"--module {text}: {path} is not a Python file")
     code = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = code
-    _tell(f"building {text}")
+    say(f"building {text}")
     try:
         spec.loader.exec_module(code)
         made = getattr(code, factory)()
@@ -138,9 +134,7 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dic
     except ImportError:
         raise ConfigError(f"--hf {folder}: needs the package transformers; install it, or use --module") from None
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    _tell(
-        f"building {folder} in {str(dtype).removeprefix('torch.')} {'with its' if weights else 'with random'} weights"
-    )
+    say(f"building {folder} in {str(dtype).removeprefix('torch.')} {'with its' if weights else 'with random'} weights")
     try:
         if weights:
             model = AutoModelForCausalLM.from_pretrained(
@@ -161,19 +155,8 @@ def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
     for name, make in made.items():
         path = getattr(flags, name)
         if path is not None:
-            with replacing(Path(path)) as file:
-                file.write(make(report))
+            replace_text(Path(path), make(report))
     print(text_report(report) if flags.text is None else report["verdict"])
     for path in (flags.json, flags.html, flags.text):
         if path is not None:
             print(f"wrote {path}")
-
-
-def _writable(name: str, path: str | None) -> None:
-    """Said before a model is built, not when the report is due."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ConfigError(f"--{name} {path}: name a file in a folder that exists")
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)

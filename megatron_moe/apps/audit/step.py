@@ -24,10 +24,10 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.io.files import replace_text
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
-from megatron_moe.report.files import replacing
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import batch_schedule
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
@@ -159,8 +159,8 @@ def write(report: dict[str, Any], prefix: str) -> list[Path]:
     paths = []
     for suffix, text in texts.items():
         paths.append(Path(prefix + suffix))
-        with replacing(paths[-1]) as file:
-            file.write(text)
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        replace_text(paths[-1], text)
     return paths
 
 

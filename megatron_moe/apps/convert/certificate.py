@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe import __version__
-from megatron_moe.checkpoint import durable, index
-from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.checkpoint import index
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.files import replace_text
 
 NAME = "conversion_certificate.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -152,9 +152,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def write(path: Path, content: dict[str, Any]) -> Entry:
-    """Write a certificate onto the disk; a line per tensor."""
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a certificate, whole or not at all; a line per tensor."""
     tensors = content["tensors"]
     head = json.dumps({**content, "tensors": []}, indent=1, allow_nan=False)
     rows = ",\n".join(f"  {json.dumps(row, separators=(', ', ': '), allow_nan=False)}" for row in tensors)
-    return durable.write_bytes(path, (head.replace('"tensors": []', f'"tensors": [\n{rows}\n ]') + "\n").encode())
+    replace_text(path, head.replace('"tensors": []', f'"tensors": [\n{rows}\n ]') + "\n")

@@ -8,16 +8,17 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.convert.workspace import tell
-from megatron_moe.checkpoint import durable, folder
+from megatron_moe.checkpoint import folder
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import FAMILIES
+from megatron_moe.io.files import free_bytes, require_writable
+from megatron_moe.io.program import note, run_program
+from megatron_moe.io.texts import size_text
 
-DONE, NOT_VERIFIED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+DONE, NOT_VERIFIED = 0, 1
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -60,24 +61,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Convert. Returns the exit status."""
+    return run_program(
+        "convert_checkpoint.py",
+        _main,
+        argv,
+        interrupted="interrupted; the same command goes on from here",
+        errors=(ConfigError, OSError),
+    )
+
+
+def _main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
-    try:
-        return _run(words)
-    except (ConfigError, OSError) as error:
-        print(f"convert_checkpoint.py: error: {_words(error)}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("convert_checkpoint.py: interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
-
-
-def _run(words: argparse.Namespace) -> int:
     _check_flags(words)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
@@ -95,7 +89,7 @@ def _run(words: argparse.Namespace) -> int:
     if words.verify:
         _require_verifiable(words)
     for line in (*conversion.notes, *conversion.warnings):
-        tell(line)
+        note(line)
     if words.dry_run:
         print("\n".join(plan_lines(conversion, save)))
         return DONE
@@ -108,11 +102,11 @@ def _run(words: argparse.Namespace) -> int:
             return _publish(words, workspace, content) if passed else _refuse(words, workspace, content)
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            free = durable.free_bytes(workspace.hidden)
+            free = free_bytes(workspace.hidden)
             workspace.discard()
             if not full or free is None:
                 raise
-            needed, left = durable.size(conversion.num_bytes), durable.size(free)
+            needed, left = size_text(conversion.num_bytes, exact=True), size_text(free, exact=True)
             raise ConfigError(
                 f"--save {save}: the disk is full: {needed} are needed in all, {left} were left"
             ) from error
@@ -136,8 +130,7 @@ def _check_flags(words: argparse.Namespace) -> None:
         raise ConfigError(f"--ckpt-step {words.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
     if words.verify and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
-    if words.certificate is not None and not Path(words.certificate).absolute().parent.is_dir():
-        raise ConfigError(f"--certificate {words.certificate}: the folder does not exist; create it")
+    require_writable("--certificate", words.certificate)
     words.max_shard_bytes = _size(words.max_shard_size)
 
 
@@ -191,7 +184,7 @@ def _refuse(words: argparse.Namespace, workspace: Any, content: dict[str, Any]) 
     beside = Path(words.certificate or target.with_name(f"{target.name}.{certificate.NAME}"))
     certificate.write(beside, content)
     workspace.discard()
-    print(f"convert_checkpoint.py: verification failed, {target} is not written; see {beside}", file=sys.stderr)
+    note(f"convert_checkpoint.py: verification failed, {target} is not written; see {beside}")
     return NOT_VERIFIED
 
 
@@ -206,13 +199,13 @@ def _require_verifiable(words: argparse.Namespace) -> None:
 def _parity(words: argparse.Namespace, output: Path) -> Any:
     from megatron_moe.apps.convert.parity import compare
 
-    tell("verifying: logits, loss and choices of experts, both sides in fp32")
+    note("verifying: logits, loss and choices of experts, both sides in fp32")
     if words.origin == "hf":
         result = compare(Path(words.load), output, layers=words.verify_layers)
     else:
         result = compare(output, Path(words.load), layers=words.verify_layers, ckpt_step=words.ckpt_step)
     for line in result.lines():
-        tell(line)
+        note(line)
     return result
 
 

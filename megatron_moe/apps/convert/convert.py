@@ -24,12 +24,14 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_moe.apps.convert import certificate
-from megatron_moe.apps.convert.workspace import ConversionProgress, Workspace, tell
-from megatron_moe.checkpoint import durable, manifest
-from megatron_moe.checkpoint.manifest import Entry
+from megatron_moe.apps.convert.workspace import ConversionProgress, Workspace
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.io.files import free_bytes
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
+from megatron_moe.io.program import note
+from megatron_moe.io.texts import size_text
 
 Advance = Callable[[int], object]
 Record = dict[str, Any]
@@ -86,7 +88,7 @@ class Conversion(ABC):
         """Write one file. The record has `rows` and `entry`, and what `finish` needs."""
 
     @abstractmethod
-    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         """Write the small files. Returns all files of the output with their hashes, those of the units too."""
 
     @abstractmethod
@@ -109,7 +111,7 @@ class Conversion(ABC):
     def facts(self, records: list[Record]) -> dict[str, Any]:
         """What the certificate says beside rows, files and notes."""
 
-    def wanted_inputs(self) -> dict[str, Entry] | None:
+    def wanted_inputs(self) -> dict[str, FileEntry] | None:
         """What the input files have to be, where the source has a manifest."""
         return None
 
@@ -148,7 +150,7 @@ def convert(
     done = [unit for unit in conversion.units if unit.name in workspace.done]
     left = [unit for unit in conversion.units if unit.name not in workspace.done]
     if workspace.resumed:
-        tell(f"continuing: {len(done)} of {len(conversion.units)} files are complete")
+        note(f"continuing: {len(done)} of {len(conversion.units)} files are complete")
     _require_room(workspace.target, sum(unit.num_bytes for unit in left))
     with _hashes(conversion, workspace) as hashes:
         progress = ConversionProgress("converted", conversion.num_bytes, sum(unit.num_bytes for unit in done))
@@ -190,32 +192,29 @@ def plan_lines(conversion: Conversion, target: Path) -> list[str]:
     """What would be done."""
     blocks = sum(len(unit.content) for unit in conversion.units)
     read = sum(path.stat().st_size for path in conversion.inputs.values())
-    free = durable.free_bytes(target.parent)
+    free = free_bytes(target.parent)
     lines = [
         f"{conversion.direction}: {conversion.source} -> {target}",
         f"  {conversion.summary}",
-        f"  reads {durable.size(read)} in {len(conversion.inputs)} files",
-        f"  writes {durable.size(conversion.num_bytes)} at most, {blocks} blocks in {len(conversion.units)} files and "
-        f"small ones; {'an unknown number of bytes' if free is None else durable.size(free)} free",
+        f"  reads {size_text(read, exact=True)} in {len(conversion.inputs)} files",
+        f"  writes {size_text(conversion.num_bytes, exact=True)} at most, {blocks} blocks in {len(conversion.units)} "
+        f"files and small ones; {'an unknown number of bytes' if free is None else size_text(free, exact=True)} free",
     ]
-    lines += [
-        f"    {unit.name}: {len(unit.content)} blocks, {durable.size(unit.num_bytes, exact=False)}"
-        for unit in conversion.units
-    ]
+    lines += [f"    {unit.name}: {len(unit.content)} blocks, {size_text(unit.num_bytes)}" for unit in conversion.units]
     return lines
 
 
 def _require_room(target: Path, needed: int) -> None:
-    free = durable.free_bytes(target.parent)
+    free = free_bytes(target.parent)
     if free is not None and free < needed + _SLACK:
         raise ConfigError(
-            f"--save {target}: not enough room: {durable.size(needed + _SLACK)} are needed, {durable.size(free)} are "
-            "free; remove something, or name a folder on another disk"
+            f"--save {target}: not enough room: {size_text(needed + _SLACK, exact=True)} are needed, "
+            f"{size_text(free, exact=True)} are free; remove something, or name a folder on another disk"
         )
 
 
 @contextmanager
-def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[], dict[str, Entry]]]:
+def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[], dict[str, FileEntry]]]:
     """The hashes of the input's files, computed beside the rest; the function waits for them.
 
     Raises:
@@ -231,13 +230,13 @@ def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[
         if stopped:
             raise InterruptedError
 
-    def hashed() -> dict[str, Entry]:
+    def hashed() -> dict[str, FileEntry]:
         files = {}
         for file, path in sorted(conversion.inputs.items()):
-            files[file] = Entry(bytes=path.stat().st_size, sha256=manifest.sha256_of_file(path, advance))
+            files[file] = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path, advance))
         return files
 
-    def result() -> dict[str, Entry]:
+    def result() -> dict[str, FileEntry]:
         try:
             files = future.result()
         except OSError as error:
@@ -252,7 +251,7 @@ def _hashes(conversion: Conversion, workspace: Workspace) -> Iterator[Callable[[
         return files
 
     with ThreadPoolExecutor(1, thread_name_prefix="inputs") as pool:
-        future: Future[dict[str, Entry]] = pool.submit(hashed)
+        future: Future[dict[str, FileEntry]] = pool.submit(hashed)
         try:
             yield result
         finally:

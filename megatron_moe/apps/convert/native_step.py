@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_moe.checkpoint import folder, index, manifest, pickles
-from megatron_moe.checkpoint.durable import HashingFile, new_file, write_bytes
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.pickles import by_itself
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.files import new_file, write_bytes
+from megatron_moe.io.hashing import FileEntry, HashingFile, sha256_of_file
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 
@@ -85,7 +85,9 @@ def place_of(key: str) -> tuple[bool, int, int]:
     return optimizer, 0, 0
 
 
-def write_index(step: Path, tensors: dict[str, tuple[str, Shape]], parts: Iterable[StoredPart], values: Any) -> Entry:
+def write_index(
+    step: Path, tensors: dict[str, tuple[str, Shape]], parts: Iterable[StoredPart], values: Any
+) -> FileEntry:
     """Write `.metadata`: the same bytes for the same content.
 
     Args:
@@ -114,7 +116,7 @@ def _info(part: StoredPart) -> _StorageInfo:
     return _StorageInfo(sys.intern(part.file), part.offset, part.length)
 
 
-def write_common(step: Path, plain: dict[str, Any]) -> dict[str, Entry]:
+def write_common(step: Path, plain: dict[str, Any]) -> dict[str, FileEntry]:
     """Write what belongs to no tensor: the engine's file of plain values, and the mark of its format."""
     content = io.BytesIO()
     torch.save(plain, content)
@@ -124,7 +126,7 @@ def write_common(step: Path, plain: dict[str, Any]) -> dict[str, Entry]:
     }
 
 
-def copy_file(source: Path, target: Path, known: Entry) -> Entry:
+def copy_file(source: Path, target: Path, known: FileEntry) -> FileEntry:
     """Copy a file of a step onto the disk, hashed.
 
     Raises:
@@ -138,7 +140,7 @@ def copy_file(source: Path, target: Path, known: Entry) -> Entry:
     return known
 
 
-def seal(root: Path, iteration: int, files: dict[str, Entry]) -> dict[str, Entry]:
+def seal(root: Path, iteration: int, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
     """Make a folder of checkpoints of the one step in it: manifest, owner's mark, pointer. Returns all of its files.
 
     Raises:
@@ -151,7 +153,7 @@ def seal(root: Path, iteration: int, files: dict[str, Entry]) -> dict[str, Entry
         raise OSError(f"{step}: {defect}")
     result = {f"{step.name}/{name}": entry for name, entry in files.items()}
     path = step / manifest.NAME
-    result[f"{step.name}/{path.name}"] = Entry(bytes=path.stat().st_size, sha256=manifest.sha256_of_file(path))
+    result[f"{step.name}/{path.name}"] = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
     result[folder.OWNER] = write_bytes(root / folder.OWNER, b"")
     result[folder.LATEST] = write_bytes(root / folder.LATEST, f"{iteration}\n".encode())
     return result

@@ -19,13 +19,13 @@ from megatron_moe import platform
 from megatron_moe.apps.convert import reference_model
 from megatron_moe.apps.convert.reference_model import ReferenceResult, run_reference
 from megatron_moe.apps.convert.ties import TIE, following
-from megatron_moe.checkpoint.durable import size
 from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.opened import Opened, one_process, opened
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.hf.trace import Routing, trace, working_bytes
+from megatron_moe.io.texts import size_text
 
 TOKENS = (2, 64)
 """Sequences, and tokens of each."""
@@ -328,6 +328,6 @@ def require_memory(
         else f"--verify-layers {fitting} compares as many as fit"
     )
     raise ConfigError(
-        f"--verify: {source.path} takes {size(wanted, exact=False)} in fp32, and {size(available, exact=False)} are "
+        f"--verify: {source.path} takes {size_text(wanted)} in fp32, and {size_text(available)} are "
         f"free: {remedy}; or leave the flag out"
     )

@@ -13,14 +13,14 @@ from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record
 from megatron_moe.apps.convert.native_step import DataFile, StoredPart
 from megatron_moe.checkpoint import folder, manifest, pickles
-from megatron_moe.checkpoint.durable import new_file, write_json
 from megatron_moe.checkpoint.index import LARGEST_VALUE, Tensor
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.files import new_file, write_json
+from megatron_moe.io.hashing import FileEntry
 
 _OPTIMIZER = "optimizer."
 _EXPERTS = (".experts.weight1", ".experts.weight2")
@@ -77,7 +77,7 @@ class Reshard(Conversion):
                 "none are cast; --dtype fp32 works"
             )
 
-    def wanted_inputs(self) -> dict[str, Entry] | None:
+    def wanted_inputs(self) -> dict[str, FileEntry] | None:
         return self.files
 
     def _dtype(self, key: str) -> torch.dtype:
@@ -142,7 +142,7 @@ class Reshard(Conversion):
         shapes = {key: tensor.shape for key, tensor in self.tensors.items()}
         certificate.require_coverage(rows, (), shapes, str(self.source))
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         step = folder.step_folder(output, self.iteration)
         files = {Path(record["name"]).name: record["entry"] for record in records}
         parts = [StoredPart(*part) for record in records for part in record["parts"]]

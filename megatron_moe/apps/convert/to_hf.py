@@ -15,8 +15,6 @@ from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
 from megatron_moe.apps.convert.native_step import copy_file
 from megatron_moe.checkpoint import folder, manifest, origin
-from megatron_moe.checkpoint.durable import write_bytes
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import replace
@@ -29,6 +27,8 @@ from megatron_moe.hf.source import ModelSource
 from megatron_moe.hf.streamed_file import StreamedFile
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
+from megatron_moe.io.files import write_bytes
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
 
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "lm_head.weight"
 _OPTIMIZER = "optimizer."
@@ -71,7 +71,7 @@ class ToHF(Conversion):
         self.units = self._planned()
         self.summary = model_words(self.run, self.family.name, self._dtype_words())
 
-    def wanted_inputs(self) -> dict[str, Entry] | None:
+    def wanted_inputs(self) -> dict[str, FileEntry] | None:
         return self.files
 
     def _with_stored_padding(self, source: ModelSource) -> Any:
@@ -221,7 +221,7 @@ class ToHF(Conversion):
                     rows.append(row)
                 advance(self._bytes(item) + 256)
         path = output / unit.name
-        whole = Entry(bytes=path.stat().st_size, sha256=manifest.sha256_of_file(path))
+        whole = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
         return {"entry": whole, "rows": rows, "copies": copies}
 
     def _read(self, piece: Piece) -> tuple[Row, list[Tensor]]:
@@ -249,8 +249,8 @@ class ToHF(Conversion):
         }
         certificate.require_coverage(rows, names, shapes, str(self.source))
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
-        files: dict[str, Entry] = {record["name"]: record["entry"] for record in records}
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
+        files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
             places = {
                 entry["name"]: record["name"]

@@ -12,8 +12,6 @@ from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
 from megatron_moe.apps.convert.native_step import DataFile, StoredPart
 from megatron_moe.checkpoint import folder, origin
-from megatron_moe.checkpoint.durable import new_file, write_bytes, write_json
-from megatron_moe.checkpoint.manifest import Entry
 from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config import derived
@@ -24,6 +22,8 @@ from megatron_moe.hf.folder import INDEX, HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.files import new_file, write_bytes, write_json
+from megatron_moe.io.hashing import FileEntry
 
 ITERATION = 0
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -156,7 +156,7 @@ class ToNative(Conversion):
                     "tensor for both"
                 )
 
-    def finish(self, output: Path, records: list[Record]) -> dict[str, Entry]:
+    def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
         step = folder.step_folder(output, ITERATION)
         files = {Path(record["name"]).name: record["entry"] for record in records}
         parts = [StoredPart(*part) for record in records for part in record["parts"]]

@@ -15,27 +15,22 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.checkpoint import durable
-from megatron_moe.checkpoint.durable import size
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import sync
+from megatron_moe.io.program import note
+from megatron_moe.io.texts import duration_text, size_text
 
 # ---- Lines of progress: bytes, rate, time left. No torch.
 
 
 _BETWEEN = 5.0
 """Seconds between lines."""
-
-
-def tell(line: str) -> None:
-    """One line for the person who waits."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class ConversionProgress:
@@ -66,19 +61,13 @@ class ConversionProgress:
         seconds = max(self._told - self._started, 1e-3)
         rate = (self._done - self._before) / seconds
         share = 100 * self._done // self._total if self._total else 100
-        left = f"{_duration((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
+        left = f"{duration_text((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
         parts = [
-            f"{self._what} {size(self._done, exact=False)} of {size(self._total, exact=False)} ({share}%)",
-            f"{size(int(rate), exact=False)}/s",
-            left or f"{_duration(seconds)}",
+            f"{self._what} {size_text(self._done)} of {size_text(self._total)} ({share}%)",
+            f"{size_text(int(rate))}/s",
+            left or f"{duration_text(seconds)}",
         ]
-        tell(", ".join(parts))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+        note(", ".join(parts))
 
 
 # ----
@@ -170,11 +159,11 @@ class Workspace:
     def publish(self) -> None:
         """Make the output visible, whole, and remove the hidden folder."""
         for path, _, _ in os.walk(self.output):
-            durable.sync_folder(Path(path))
+            sync(Path(path))
         if PUBLISHED not in self.done:
             self.record(PUBLISHED, {})
         os.rename(self.output, self.target)
-        durable.sync_folder(self.target.parent)
+        sync(self.target.parent)
         self.discard()
 
     def discard(self) -> None:

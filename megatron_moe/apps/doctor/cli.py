@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +12,8 @@ from pathlib import Path
 from megatron_moe.apps.doctor.assemble import AssembledModel, assemble
 from megatron_moe.apps.doctor.compare import compare, rounding_error, tolerances_of
 from megatron_moe.apps.doctor.default_visit import MODELS, default_choice, model
-from megatron_moe.apps.doctor.launch import RankFailure, Ranks
 from megatron_moe.apps.doctor.layouts import Choice, Layout, alone, choose
-from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
 from megatron_moe.apps.doctor.patterns import smells
 from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, line
 from megatron_moe.apps.doctor.shrink import PADDED_VOCABULARY, changes, small
@@ -24,10 +21,12 @@ from megatron_moe.config import cli, derived, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.hf.architecture import filled_in
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.local_ranks import RankFailure
+from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
 
-SAME, DIFFERENT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+SAME, DIFFERENT = 0, 1
 # In fp32 scores of two layouts differ by some 1e-7; a choice that is decided by less than this says nothing.
 CLEAR_MARGIN = 1e-5
 _SEEDS, _CANDIDATES = 6, 1024
@@ -66,39 +65,37 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Visit, report, say the verdict. Returns the exit code."""
+    return run_program(
+        "doctor.py", _main, argv, interrupted="interrupted; its processes are ended, nothing was written"
+    )
+
+
+def _main(argv: list[str]) -> int:
     words, rest = parser().parse_known_args(argv)
+    if words.steps < 1 or words.timeout <= 0:
+        raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
+    require_writable("--json", words.json)
+    if rest:
+        own = cli.parse(rest, filled_in)
+        _check_own(own)
+        copy = small(own)
+        choice = choose(own, copy, words.ranks, words.layouts)
+    else:
+        own, copy = model("demo")
+        choice = default_choice(words.ranks, words.layouts)
+    if words.list:
+        say("\n".join(layout.name for layout in choice.layouts))
+        return SAME
     try:
-        if words.steps < 1 or words.timeout <= 0:
-            raise ConfigError(f"--steps {words.steps} --timeout {words.timeout:g}: both have to be above 0")
-        if words.json is not None and not Path(words.json).resolve().parent.is_dir():
-            raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
-        if rest:
-            own = cli.parse(rest, filled_in)
-            _check_own(own)
-            copy = small(own)
-            choice = choose(own, copy, words.ranks, words.layouts)
-        else:
-            own, copy = model("demo")
-            choice = default_choice(words.ranks, words.layouts)
-        if words.list:
-            print("\n".join(layout.name for layout in choice.layouts))
-            return SAME
-        report = visit(own, copy, choice, words.steps, words.timeout, _tell)
-    except ConfigError as error:
-        print(f"doctor.py: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        report = visit(own, copy, choice, words.steps, words.timeout, say)
     except RankFailure as error:
-        _tell(f"the oracle, one process, could not be measured:\n{error}")
+        say(f"the oracle, one process, could not be measured:\n{error}")
         return DIFFERENT
-    except KeyboardInterrupt:
-        print("doctor.py: interrupted; its processes are ended, nothing was written", file=sys.stderr, flush=True)
-        return INTERRUPTED
     for text in details(report):
-        _tell(text)
+        say(text)
     if words.json is not None:
-        with replacing(Path(words.json)) as file:
-            file.write(json.dumps(report.as_dict(), indent=1))
-        _tell(f"wrote {words.json}")
+        replace_json(Path(words.json), report.as_dict())
+        say(f"wrote {words.json}")
     return DIFFERENT if report.failed else SAME
 
 
@@ -130,7 +127,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
         },
         refused=choice.refused,
     )
-    with Ranks(ranks, seconds) as pool:
+    with MeasuringRanks(ranks, seconds) as pool:
         oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
         for number, layout in enumerate(layouts, start=1):
             key = layout.copy, layout.masked, derived.params_dtype_name(layout.run)
@@ -146,7 +143,7 @@ def visit(own: Run, copy: Run, choice: Choice, steps: int, seconds: float, tell:
     return report
 
 
-def _oracle(pool: Ranks, layout: Layout, steps: int, tell: Tell) -> tuple[AssembledModel, Request]:
+def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, tell: Tell) -> tuple[AssembledModel, Request]:
     """One process's result, on the first samples whose every choice of experts is a clear one.
 
     Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
@@ -200,7 +197,7 @@ def _about_oracle(layout: Layout, oracle: AssembledModel, request: Request) -> d
     }
 
 
-def _examine(pool: Ranks, oracle: AssembledModel, request: Request, layout: Layout) -> LayoutFinding:
+def _examine(pool: MeasuringRanks, oracle: AssembledModel, request: Request, layout: Layout) -> LayoutFinding:
     began = time.monotonic()
     asked = dataclasses.replace(request, run=layout.run)
     try:
@@ -224,7 +221,3 @@ def _check_own(own: Run) -> None:
 def _changed(run: Run) -> dict[str, object]:
     defaults = flatten(Run())
     return {name: value for name, value in flatten(run).items() if value != defaults[name]}
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)

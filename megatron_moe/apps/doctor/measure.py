@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,14 +19,16 @@ from torch.utils.data import Dataset, default_collate
 from megatron_moe.apps.doctor.assemble import parameter_places, router_names
 from megatron_moe.apps.doctor.recorder import StepRecorder, of_masters
 from megatron_moe.config import derived
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
+from megatron_moe.io.local_ranks import LocalRanks
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-from megatron_moe.training.step import connect, forward_step, take_further_losses, train_step
+from megatron_moe.training.step import connect, forward_step, train_step
+from megatron_moe.training.step_sums import take_further_losses
 
 _AT_ONCE = 128
 
@@ -95,16 +96,39 @@ class MadeUpSamples(Dataset):
         }
 
 
-def join(store: str, rank: int, world_size: int, seconds: float) -> None:
-    """Make the default gloo group of `world_size` ranks that meet at the file `store`."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=seconds),
-    )
+class MeasuringRanks:
+    """As many processes of this machine as the largest layout needs, each with one thread. A context.
+
+    Args:
+        number: of processes.
+        seconds: a layout that takes longer has hung.
+    """
+
+    def __init__(self, number: int, seconds: float = 120.0) -> None:
+        self.ranks = LocalRanks(measure_into, number, seconds=seconds, threads=1)
+
+    def __enter__(self) -> MeasuringRanks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.ranks.__exit__()
+
+    def measure(self, request: Request, ranks: int) -> list[dict[str, Any]]:
+        """Return every rank's record of one layout.
+
+        Raises:
+            RankFailure: some rank raised, died or hung; the next request gets new processes.
+        """
+        options = {name: value for name, value in vars(request).items() if name != "run"}
+        argument = {"flags": flatten(request.run), "options": options, "folder": str(self.ranks.folder)}
+        return [torch.load(path, weights_only=True) for path in self.ranks.call(argument, ranks)]
+
+
+def measure_into(argument: dict[str, Any]) -> str:
+    """Measure a request that was taken apart into plain values; return the path of this rank's record."""
+    path = os.path.join(argument["folder"], f"record{os.environ['RANK']}.pt")
+    torch.save(measure(Request(build(argument["flags"]), **argument["options"])), path)
+    return path
 
 
 def measure(request: Request) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.apps.inspect import steps as steps
-from megatron_moe.checkpoint.durable import replace_text
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.program import note, run_program, say
+from megatron_moe.io.texts import size_text
 
-WELL, NOT_WELL, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+WELL, NOT_WELL = 0, 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,32 +57,29 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run one command. Returns the exit code."""
+    return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError))
+
+
+def _main(argv: list[str]) -> int:
     words = parser().parse_args(argv)
+    require_writable("--json", words.json)
     try:
-        if words.json is not None and not Path(words.json).absolute().parent.is_dir():
-            raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
         found = [steps.resolve(path) for path in words.folders]
         lines, result, well = _COMMANDS[words.command](words, found)
-        print("\n".join(lines), flush=True)
-        if words.json is not None:
-            content = {"command": words.command, "well": well, **result}
-            replace_text(Path(words.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
-        return WELL if well else NOT_WELL
     except steps.DamagedError as error:
-        print(f"inspect_checkpoint.py: {error}", file=sys.stderr)
+        note(f"inspect_checkpoint.py: {error}")
         return NOT_WELL
-    except (ConfigError, OSError) as error:
-        print(f"inspect_checkpoint.py: error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    say("\n".join(lines))
+    if words.json is not None:
+        replace_json(Path(words.json), {"command": words.command, "well": well, **result})
+    return WELL if well else NOT_WELL
 
 
 Outcome = tuple[list[str], dict[str, Any], bool]
 
 
 def _list(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
-    parts = [steps.listed(one, words.verify, _progress) for one in found]
+    parts = [steps.listed(one, words.verify, note) for one in found]
     lines = [line for part, _, _ in parts for line in part]
     return lines, {"folders": [facts for _, facts, _ in parts]}, all(well for _, _, well in parts)
 
@@ -149,10 +147,10 @@ def _diff(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
 def _verify(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     lines, rows = [], []
     for step in (step for one in found for step in one.steps):
-        defect = steps.damage(step, _progress)
+        defect = steps.damage(step, note)
         facts = steps.about(step)
         rows.append({"step": str(step), "defect": defect, "bytes": facts.get("bytes"), "files": facts.get("files")})
-        good = f"good: {facts.get('files')} files, {steps.size(facts.get('bytes', 0))}"
+        good = f"good: {facts.get('files')} files, {size_text(facts.get('bytes', 0))}"
         lines.append(f"{step}: {good if defect is None else f'DAMAGED: {defect}'}")
     lines += [f"{one.root}: no step yet" for one in found if not one.steps]
     well = all(row["defect"] is None for row in rows) and all(one.steps for one in found)
@@ -169,7 +167,7 @@ def _prune(words: argparse.Namespace, found: list[steps.Folder]) -> Outcome:
     lines = []
     if not words.verify:
         lines.append("NOT VERIFIED (--no-verify): a step that stays may be damaged")
-    plan = steps.planned(found[0], words.keep_last, words.keep_every, words.verify, _progress)
+    plan = steps.planned(found[0], words.keep_last, words.keep_every, words.verify, note)
     lines += [f"stays, damaged: step {number}: {reason}" for number, reason in sorted(plan.damaged.items())]
     lines.append(f"{'would stay' if words.dry_run else 'stay'}: {_numbers(plan.stay)}")
     if plan.go and not words.dry_run:
@@ -192,9 +190,9 @@ def _readable(found: steps.Folder, verify: bool) -> Path:
     """
     step = found.newest
     if not verify:
-        print(f"NOT VERIFIED (--no-verify): {step} may be damaged", file=sys.stderr)
+        note(f"NOT VERIFIED (--no-verify): {step} may be damaged")
         return step
-    defect = steps.damage(step, _progress)
+    defect = steps.damage(step, note)
     if defect is not None:
         raise steps.DamagedError(f"{step}: {defect}; --no-verify reads it all the same")
     return step
@@ -206,10 +204,6 @@ def _regex(pattern: str | None) -> str | None:
     except re.error as error:
         raise ConfigError(f"--match {pattern}: is no regular expression: {error}") from None
     return pattern
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _short(value: float | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_moe.checkpoint import folder, index, manifest, publish
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.texts import size_text
 
 Tell = Callable[[str], None]
 _STEP_NAME = re.compile(r"iter_\d{7,}", re.ASCII)
@@ -127,7 +128,7 @@ def _line(facts: dict[str, Any]) -> str:
     if "consumed_samples" in facts:
         parts.append(f"{facts['consumed_samples']:,} samples")
     if "bytes" in facts:
-        parts.append(size(facts["bytes"]))
+        parts.append(size_text(facts["bytes"]))
         parts.append(facts["saved"])
     if "layout" in facts:
         axes = [f"{axis}{facts['layout'][name]}" for axis, name in _AXES.items() if facts["layout"].get(name, 1) != 1]
@@ -212,7 +213,8 @@ class _Progress:
             speed = self._done / (now - self._started)
             left = (self._total - self._done) / max(speed, 1.0)
             self._tell(
-                f"{self._step}: {size(self._done)} of {size(self._total)}, {size(int(speed))}/s, {left:.0f} s left"
+                f"{self._step}: {size_text(self._done)} of {size_text(self._total)}, {size_text(int(speed))}/s, "
+                f"{left:.0f} s left"
             )
 
 
@@ -272,11 +274,3 @@ def _numbers(found: Folder) -> list[int]:
 
 def _step(found: Folder, number: int) -> Path:
     return folder.step_folder(found.root, number)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= least:
-            return f"{num_bytes / least:.1f} {unit}"
-    return f"{num_bytes} bytes"

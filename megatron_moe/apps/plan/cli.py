@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_moe import platform
 from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked
@@ -21,20 +19,15 @@ from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
-from megatron_moe.report.files import replacing
+from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.program import DONE, run_program, say
 
-PLANNED, USER_ERROR = 0, 2
 _logger = logging.getLogger(__name__)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def parser() -> argparse.ArgumentParser:
     """The job and the machine; all other flags are those of pretrain_moe.py."""
-    p = _Parser(
+    p = cli.Parser(
         prog="plan.py",
         usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
         description="Lay a run out on paper: parameters, memory, traffic and speed of every rank, without any of them.",
@@ -76,29 +69,25 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan. Returns the exit status."""
-    try:
-        flags, rest = parser().parse_known_args(argv)
-        if flags.json is not None and not Path(flags.json).absolute().parent.is_dir():
-            raise ConfigError(f"--json {flags.json}: name a file in a folder that exists")
-        if flags.mfu > 1:
-            raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
-        run = cli.parse(rest, filled_in)
-        vocabulary(run)
-        _check(run, flags.world_size)
-        with warnings.catch_warnings(), _progress():
-            # The engine's advice is for those who wrote its configuration.
-            warnings.filterwarnings("ignore", module=r"megatron\.core")
-            plan = _plan(run, flags)
-    except ConfigError as error:
-        print(f"plan.py: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+    return run_program("plan.py", _main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    flags, rest = parser().parse_known_args(argv)
+    require_writable("--json", flags.json)
+    if flags.mfu > 1:
+        raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
+    run = cli.parse(rest, filled_in)
+    vocabulary(run)
+    _check(run, flags.world_size)
+    with warnings.catch_warnings(), _progress():
+        # The engine's advice is for those who wrote its configuration.
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        plan = _plan(run, flags)
     if flags.json is not None:
-        with replacing(Path(flags.json)) as file:
-            json.dump(plan, file, indent=2)
-            file.write("\n")
-    if flags.json is not None:
-        print(f"wrote {flags.json}")
-    return PLANNED
+        replace_json(Path(flags.json), plan)
+        say(f"wrote {flags.json}")
+    return DONE
 
 
 def _check(run: Run, world_size: int) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.verify_resume.ranks import ReplayFailure, records_of
 from megatron_moe.apps.verify_resume.replay import (
     ReplayedStep,
     ResumeReplay,
@@ -21,11 +19,13 @@ from megatron_moe.apps.verify_resume.replay import (
 from megatron_moe.checkpoint import folder
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, flatten
-from megatron_moe.report.files import write_json
+from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.local_ranks import LocalRanks, RankFailure
+from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
 
-EQUAL, DIFFERENT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+EQUAL, DIFFERENT = 0, 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,46 +54,45 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Replay, compare, tell. Returns the exit code; under torchrun every rank calls this."""
+    return run_program("verify_resume.py", _main, argv, rank=_rank())
+
+
+def _main(argv: list[str]) -> int:
     words, rest = parser().parse_known_args(argv)
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = _rank() == 0
+    replay = _planned(words, rest)
+    rules.check(replay.run, replay.ranks)
+    if speaks:
+        say(
+            f"{replay.root}: step {replay.begin}, {replay.steps} steps behind it on {replay.ranks} ranks, compared "
+            f"with their records"
+        )
     try:
-        replay = _planned(words, rest)
-        rules.check(replay.run, replay.ranks)
-        if speaks:
-            _tell(
-                f"{replay.root}: step {replay.begin}, {replay.steps} steps behind it on {replay.ranks} ranks, held "
-                f"against their records"
-            )
         records = _records(replay, words.timeout)
-    except ConfigError as error:
-        if speaks:
-            print(f"verify_resume.py: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    except ReplayFailure as error:
-        _tell(f"the replay failed: {error}")
+    except RankFailure as error:
+        say(f"the replay failed: {error}")
         return DIFFERENT
-    except KeyboardInterrupt:
-        if speaks:
-            print("verify_resume.py: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
     if not speaks:
         return EQUAL
     differences = _differences(replay)
     findings = compare(replay, records, differences)
     for text in told(replay, findings, differences):
-        _tell(text)
+        say(text)
     if words.json is not None:
-        write_json(Path(words.json), as_dict(replay, findings, differences))
-        _tell(f"wrote {words.json}")
+        replace_json(Path(words.json), as_dict(replay, findings, differences))
+        say(f"wrote {words.json}")
     return DIFFERENT if any(finding.wrong for finding in findings) else EQUAL
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _planned(words: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name in ("steps", "ranks"):
         if (number := getattr(words, name)) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: has to be above 0")
-    if words.json is not None and not Path(words.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {words.json}: the folder does not exist; create it")
+    require_writable("--json", words.json)
     metrics = None if words.metrics_file is None else Path(words.metrics_file)
     if metrics is not None and not metrics.is_file():
         raise ConfigError(f"--metrics-file {metrics}: is no file")
@@ -127,9 +126,30 @@ def _given(rest: list[str]) -> dict[str, Any]:
 def _records(replay: ResumeReplay, seconds: float) -> list[dict[str, Any]]:
     if "WORLD_SIZE" not in os.environ:
         return records_of(replay.run, replay.ranks, seconds)
-    from megatron_moe.training.run import recorded
+    return recorded_here(flatten(replay.run))
 
-    return recorded(replay.run)
+
+def records_of(run: Run, ranks: int, seconds: float) -> list[dict[str, Any]]:
+    """Train `run` on `ranks` processes of this machine, without a GPU; return the exact record of every step.
+
+    Raises:
+        ConfigError: the run was refused, as pretrain_moe.py would have refused it.
+        RankFailure: a rank failed otherwise, or the run took longer than `seconds`; all ranks are ended.
+    """
+    with LocalRanks(recorded_here, ranks, seconds=seconds) as processes:
+        try:
+            return processes.call(flatten(run))[0]
+        except RankFailure as failure:
+            if failure.refusal is not None:
+                raise ConfigError(failure.refusal) from failure
+            raise
+
+
+def recorded_here(flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train as the flags say, as one rank of a process group; return rank 0's records, nothing on the others."""
+    from megatron_moe.training.run import recorded  # loading torch and the engine takes seconds
+
+    return recorded(build(flags))
 
 
 def _differences(replay: ResumeReplay) -> list[str]:
@@ -193,7 +213,3 @@ def as_dict(replay: ResumeReplay, findings: list[ReplayedStep], differences: lis
         "agrees": not any(finding.wrong for finding in findings),
         "steps": [dataclasses.asdict(finding) for finding in findings],
     }
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_moe.checkpoint import manifest
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
 from tests.helpers.checkpoint_steps import saved, seal
 
 DATA = "__0_0.distcp"
@@ -150,7 +151,7 @@ def plant(name: str, step: Path, sentinel: Path) -> None:
     content = manifest.read(step)
     for path in step.rglob("*"):
         if path.is_symlink():
-            entry: manifest.Entry = {"bytes": path.stat().st_size, "sha256": manifest.sha256_of_file(path)}
+            entry: FileEntry = {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
             manifest.write(step, content.iteration, {**content.files, path.name: entry})
 
 

@@ -18,7 +18,7 @@ from megatron_moe.apps.inspect import tensors as inspect_tensors
 from megatron_moe.apps.inspect.cli import main
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
-from megatron_moe.checkpoint.durable import new_file
+from megatron_moe.io.files import new_file
 from tests.helpers.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[3]

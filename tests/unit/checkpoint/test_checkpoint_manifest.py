@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.checkpoint import manifest
+from megatron_moe.io import hashing
+from megatron_moe.io.files import canonical_json
+from megatron_moe.io.hashing import FileEntry, sha256_of_file
 
 FILES = {"__0_0.distcp": b"weights" * 9, ".metadata": b"index", "rng/rank_00000.safetensors": b"states", "empty": b""}
 
 
-def entry(content: bytes) -> manifest.Entry:
+def entry(content: bytes) -> FileEntry:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -33,7 +36,7 @@ def rewrite(step: Path, **changes: object) -> None:
     """A manifest with other content, its digest made to fit: a mistake of a writer, not damage."""
     content = json.loads((step / manifest.NAME).read_bytes()) | changes
     content["digest"] = manifest._digest(content)
-    (step / manifest.NAME).write_bytes(manifest.canonical(content))
+    (step / manifest.NAME).write_bytes(canonical_json(content))
 
 
 def test_what_was_written_is_read_and_sound(step):
@@ -154,11 +157,11 @@ def test_an_oversize_manifest_is_not_read_to_its_end(step, monkeypatch):
 
 
 def test_progress_counts_every_byte_and_the_hash_is_the_usual_one(step, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_BLOCK", 10)
+    monkeypatch.setattr(hashing, "_BLOCK", 10)
     seen: list[int] = []
     assert manifest.content_defect(step, ["__0_0.distcp"], seen.append) is None
     assert seen == [10] * 6 + [3]
-    assert manifest.sha256_of_file(step / "__0_0.distcp", seen.append) == entry(FILES["__0_0.distcp"])["sha256"]
+    assert sha256_of_file(step / "__0_0.distcp", seen.append) == entry(FILES["__0_0.distcp"])["sha256"]
     assert sum(seen) == 126
 
 

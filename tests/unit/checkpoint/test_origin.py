@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe.checkpoint import durable, folder, manifest, origin, publish
+from megatron_moe.checkpoint import folder, manifest, origin, publish
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import write_json
 
 STATE = {"family": "mixtral", "copies": ["lm_head.weight"], "dropped": []}
 FILES = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat template.jinja": b"{{ x }}"}
@@ -15,7 +16,7 @@ FILES = {"config.json": b"{}", "tokenizer.model": bytes(range(256)), "chat templ
 def published(root, about: Origin):
     root.mkdir(parents=True, exist_ok=True)
     hidden = publish.open_hidden(root, 3)
-    files = {name: durable.write_json(hidden / name, {}) for name in (folder.CONFIG, folder.STATE)}
+    files = {name: write_json(hidden / name, {}) for name in (folder.CONFIG, folder.STATE)}
     return publish.publish(root, 3, {**files, **about.write(hidden)})
 
 

@@ -112,10 +112,10 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     of it."""
     import torch.distributed
 
-    from megatron_moe.checkpoint import durable, publish, writer
-    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.checkpoint import publish, writer
+    from megatron_moe.checkpoint.errors import SaveError
 
-    write, replace_text, copy_rest = writer.write, durable.replace_text, writer.Staged.copy_rest
+    write, replace_text, copy_rest = writer.write, publish.replace_text, writer.Staged.copy_rest
     mark = folder.hidden_folder(Path(flags["save"]), number)
 
     def full(staged: writer.Staged, hidden: Path) -> writer.Written:
@@ -123,10 +123,10 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
             raise OSError(errno.ENOSPC, "No space left on device", str(hidden / "__0_0.distcp"))
         return write(staged, hidden)
 
-    def broken(path: Path, text: str) -> None:
+    def broken(path: Path, text: str, **options: bool) -> None:
         if text == f"{number}\n":
             raise OSError(errno.EIO, "Input/output error", str(path))
-        replace_text(path, text)
+        replace_text(path, text, **options)
 
     def uncopied(staged: writer.Staged) -> None:
         copies.append(len(staged.rest))
@@ -140,13 +140,13 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
     elif where == "copy":
         writer.Staged.copy_rest = uncopied  # type: ignore[method-assign]
     else:
-        publish.durable.replace_text = broken
+        publish.replace_text = broken
     try:
         return trained(flags)
     except SaveError as error:
         return {"error": str(error)}
     finally:
-        writer.write, publish.durable.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
+        writer.write, publish.replace_text, writer.Staged.copy_rest = write, replace_text, copy_rest  # type: ignore[method-assign]
 
 
 @pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
@@ -191,14 +191,14 @@ def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
 
     from megatron_moe.training import loop
 
-    told = loop._advance
+    told = loop._count_and_report
 
-    def signalled(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == iteration and torch.distributed.get_rank() == 0:
+    def signalled(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == iteration and torch.distributed.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(loop, "_advance", signalled):
+    with mock.patch.object(loop, "_count_and_report", signalled):
         return trained(flags, slow_rank=1, delay=1.0)
 
 
@@ -259,19 +259,19 @@ def test_two_jobs_cannot_write_one_folder_and_all_ranks_of_the_second_are_told(g
 
 def overtaken(flags: dict[str, Any]) -> str:
     """What a job is told that lost its folder to another one, which writes the same step at the moment."""
-    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.training import loop
 
-    told, root = loop._advance, Path(flags["save"])
+    told, root = loop._count_and_report, Path(flags["save"])
 
-    def losing(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == 3:
+    def losing(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == 3:
             lock = root / ".writer.lock"
             lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
             folder.hidden_folder(root, 4).mkdir()
 
-    with mock.patch.object(loop, "_advance", losing), pytest.raises(SaveError) as error:
+    with mock.patch.object(loop, "_count_and_report", losing), pytest.raises(SaveError) as error:
         trained(flags)
     return str(error.value)
 
@@ -284,17 +284,17 @@ def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo,
 
 def moved(flags: dict[str, Any]) -> str:
     """What a job is told whose folder is moved while it trains."""
-    from megatron_moe.checkpoint.durable import SaveError
+    from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.training import loop
 
-    told, root = loop._advance, Path(flags["save"])
+    told, root = loop._count_and_report, Path(flags["save"])
 
-    def moving(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == 3:
+    def moving(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == 3:
             root.rename(root.with_name("elsewhere"))
 
-    with mock.patch.object(loop, "_advance", moving), pytest.raises(SaveError) as error:
+    with mock.patch.object(loop, "_count_and_report", moving), pytest.raises(SaveError) as error:
         trained(flags)
     return str(error.value)
 

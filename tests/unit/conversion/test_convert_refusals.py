@@ -17,15 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.apps.convert import certificate, parity
+from megatron_moe.apps.convert import certificate, convert, parity
 from megatron_moe.apps.convert.cli import main
 from megatron_moe.apps.convert.native_step import DataFile, copy_file
 from megatron_moe.apps.convert.workspace import Workspace, hidden_folder
-from megatron_moe.checkpoint import durable, manifest
+from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf import transforms
 from megatron_moe.hf.tensors import TensorReader
+from megatron_moe.io.files import write_bytes
 from tests.helpers import tiny_models
 from tests.unit.conversion import small_folders
 
@@ -116,7 +117,7 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, hf):
 
 
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, capsys, hf, monkeypatch):
-    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(convert, "free_bytes", lambda folder: 1000)
     message = refused(capsys, words(hf, tmp_path / "native"))
     assert "not enough room" in message and "1.0 kB (1000 bytes) are free" in message and "are needed" in message
 
@@ -395,7 +396,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, capsys, hf, 
 
 def test_a_small_file_that_is_not_what_the_manifest_knows_is_not_copied(tmp_path):
     source = tmp_path / "tokenizer.json"
-    known = durable.write_bytes(source, b"{}")
+    known = write_bytes(source, b"{}")
     assert copy_file(source, tmp_path / "copy", known) == known and (tmp_path / "copy").read_bytes() == b"{}"
     source.write_bytes(b"[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: changed while it was read"):

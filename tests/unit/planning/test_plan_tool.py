@@ -99,4 +99,4 @@ def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(mon
     assert "largest rank, GiB" not in out
     assert "stage 1 of 4" in err
     assert "largest rank, GiB" in capsys.readouterr().out
-    assert logging.getLogger("megatron_moe.planning").handlers == []
+    assert logging.getLogger("megatron_moe.apps.plan").handlers == []

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_moe.training.signals import INTERRUPTED, SAVING, StopSignals, signal_name
+from megatron_moe.io.program import INTERRUPTED
+from megatron_moe.training.signals import SAVING, StopSignals, signal_name
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,7 +13,8 @@ from megatron_moe.apps.verify_resume.replay import compare, plan_replay, version
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
-from megatron_moe.report.files import write_json
+from megatron_moe.io.files import replace_json
+from megatron_moe.io.hashing import sha256_of_file
 
 RUN = replace(Run(), mock_data=True, vocab_size=99, train_iters=9, micro_batch_size=2, save="x", metrics_file="m.jsonl")
 
@@ -40,10 +41,10 @@ def save(root: Path, iteration: int, run: Run = RUN, ranks: int = 4, records: li
     step.mkdir(parents=True)
     kept = [record(number) for number in range(1, iteration + 1)] if records is None else records
     state = {"iteration": iteration, "layout": {"world_size": ranks}, "device": "cpu", "versions": {}, "records": kept}
-    write_json(step / folder.CONFIG, flatten(run))
-    write_json(step / folder.STATE, state)
+    replace_json(step / folder.CONFIG, flatten(run))
+    replace_json(step / folder.STATE, state)
     files = {
-        name: {"bytes": (step / name).stat().st_size, "sha256": manifest.sha256_of_file(step / name)}
+        name: {"bytes": (step / name).stat().st_size, "sha256": sha256_of_file(step / name)}
         for name in (folder.CONFIG, folder.STATE)
     }
     manifest.write(step, iteration, files)

@@ -1,16 +1,39 @@
-"""Errors that all ranks see at once: a rank that leaves alone lets the others wait for it."""
+"""Errors of saving and loading that all ranks see at once: a rank that leaves alone lets the others wait for it."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from megatron_moe.checkpoint.durable import SaveError
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.io.files import free_bytes
+from megatron_moe.io.texts import size_text
 
 T = TypeVar("T")
+
+
+class SaveError(RunFault):
+    """A step could not be saved. What was there before is as it was; the same on every rank."""
+
+
+def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
+    """Return what to tell about an error while saving: what, where, and for a full disk how much is needed and free."""
+    where = f" ({error.filename})" if error.filename else ""
+    text = f"{error.strerror or error}{where}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text += f"; {_room(root, needed_bytes)}"
+    return text
+
+
+def _room(root: Path, needed_bytes: int) -> str:
+    free, there = free_bytes(root), "the file system does not say how much is free"
+    if free is not None:
+        there = f"{size_text(free, exact=True)} are free"
+    return f"the step takes {size_text(needed_bytes, exact=True)}, {there} at {root}"
 
 
 def on_rank_zero(work: Callable[[], T]) -> T | None:

@@ -1,0 +1,66 @@
+"""The shell around a program: one line on stderr for what went wrong, and the exit status that says which kind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from megatron_moe.config.errors import ConfigError, RunFault
+
+DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
+
+
+def run_program(
+    name: str,
+    main: Callable[[list[str]], int],
+    argv: list[str],
+    *,
+    interrupted: str = "interrupted",
+    errors: tuple[type[Exception], ...] = (ConfigError,),
+    rank: int = 0,
+) -> int:
+    """Call `main` and return its exit status, or the one of the error that it raised.
+
+    Args:
+        name: of the program, before each line.
+        interrupted: what is printed after Ctrl-C.
+        errors: mistakes of the user's; OSError is one for programs that fail over files alone.
+        rank: the caller's rank; rank 0 prints, for all ranks find the same error.
+
+    Returns:
+        USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
+    """
+
+    def report(text: str) -> None:
+        if rank == 0:
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+    try:
+        return main(argv)
+    except errors as error:
+        report(f"error: {error_text(error)}")
+        return USER_ERROR
+    except RunFault as fault:
+        report(f"stopped: {fault}")
+        return FAILED
+    except KeyboardInterrupt:
+        report(interrupted)
+        return INTERRUPTED
+
+
+def error_text(error: Exception) -> str:
+    """Return an error's message; for one of the system's the file and what was wrong with it, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def say(text: str) -> None:
+    """Print one line of a program's result at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Print one line for the person who waits, apart from the result."""
+    print(text, file=sys.stderr, flush=True)

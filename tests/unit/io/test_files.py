@@ -1,0 +1,112 @@
+"""A file that is replaced is the old one or the new one, whatever happens when; several appear in order."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.io import files
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is asked of the system for the names on the disk, in order."""
+    seen: list[tuple[str, str]] = []
+    fsync, replace, unlink = os.fsync, os.replace, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        seen.append(("rename", str(target)))
+        replace(source, target)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        seen.append(("unlink", str(path)))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(Path, "unlink", removed)
+    return seen
+
+
+@pytest.mark.parametrize("sole_writer", [False, True])
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, calls, sole_writer):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    files.replace_text(path, "new", sole_writer=sole_writer)
+    aside = tmp_path / (".summary.json.new" if sole_writer else f".summary.json.{os.getpid()}.new")
+    assert calls == [("fsync", str(aside)), ("rename", str(path)), ("fsync", str(tmp_path))]
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["summary.json"]
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_a_refusal_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"old")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    if failing != "write":
+        monkeypatch.setattr(os, failing, refuse)
+    with pytest.raises(OSError, match="no space"), files.replacing(path, "wb") as file:
+        file.write(b"half of the new one")
+        if failing == "write":
+            refuse()
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x.bin"]
+
+
+def test_what_a_killed_sole_writer_left_is_overwritten(tmp_path):
+    (tmp_path / ".x.new").write_text("left behind, and longer than the new one")
+    files.replace_text(tmp_path / "x", "new", sole_writer=True)
+    assert (tmp_path / "x").read_text() == "new" and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_reader_of_the_old_file_never_sees_half_of_the_new_one(tmp_path):
+    path = tmp_path / "summary.json"
+    files.replace_json(path, {"valid_loss": 1.0})
+    with open(path) as reader:
+        files.replace_json(path, {"valid_loss": 2.0})
+        assert json.load(reader) == {"valid_loss": 1.0}
+    assert json.loads(path.read_text()) == {"valid_loss": 2.0}
+
+
+def test_json_has_no_word_for_numbers_that_are_not_finite(tmp_path):
+    files.replace_json(
+        tmp_path / "x", {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, 3: None}
+    )
+    assert json.loads((tmp_path / "x").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": None}, "3": None}
+
+
+def test_files_that_belong_together_are_on_the_disk_before_the_first_appears_and_appear_in_order(tmp_path, calls):
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    for name in ("bin", "json", "idx"):
+        (aside / name).write_text("new")
+    (tmp_path / "idx").write_text("old")
+    pairs = [(aside / name, tmp_path / name) for name in ("bin", "json", "idx")]
+    files.publish_files(pairs, [tmp_path / "idx"])
+    assert calls == [
+        *(("fsync", str(source)) for source, _ in pairs),
+        ("unlink", str(tmp_path / "idx")),
+        *(("rename", str(place)) for _, place in pairs),
+        ("fsync", str(tmp_path)),
+    ]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == dict.fromkeys(
+        ("bin", "json", "idx"), "new"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_flag(tmp_path):
+    files.require_writable("--json", None)
+    files.require_writable("--json", str(tmp_path / "report.json"))
+    for name in (tmp_path / "none" / "report.json", tmp_path):
+        with pytest.raises(ConfigError, match=f"^--json {name}: "):
+            files.require_writable("--json", str(name))
