@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,7 +35,7 @@ class Field:
     repeated: bool
     optional: bool
     default: Any
-    choices: tuple | None
+    choices: Collection | None
     help: str
     unit: str
     spelling: str | None
