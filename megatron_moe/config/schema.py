@@ -141,9 +141,7 @@ class MoEConfig:
         choices=("max", "top2", "megatron"),
     )
     moe_router_topk_scaling_factor: float | None = _flag(None, "multiply the K weights by this")
-    moe_router_enable_expert_bias: bool = _flag(
-        False, "balance by a bias that chooses and never weighs (sigmoid scores)"
-    )
+    moe_router_enable_expert_bias: bool = _flag(False, "balance by a bias on the scores that chooses and never weighs")
     moe_router_bias_update_rate: float = _flag(1e-3, "step of the expert bias, per optimizer step", may_differ=True)
     moe_router_dtype: str = _flag(
         "fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"), may_differ=True

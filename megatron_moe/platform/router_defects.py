@@ -210,9 +210,9 @@ ROUTER_DEFECTS = (
         "an expert bias cannot be used with softmax scores",
         "issues #1693, #1971",
         lambda run, _: expert_bias(run, _) and run.moe.moe_router_score_function == "softmax",
-        "refused",
-        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
-        (("megatron_moe/config/rules/moe.py", "def expert_bias_needs_sigmoid"),),
+        "overridden",
+        "the bias is added to the scores of either function, for the choice alone",
+        (("megatron_moe/moe/routing.py", "if options.enable_expert_bias"),),
     ),
     Defect(
         "E21",

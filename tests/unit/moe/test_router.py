@@ -114,7 +114,7 @@ def test_fp64_routing_is_fp64() -> None:
 
 def test_a_count_that_could_be_rounded_is_refused() -> None:
     r = router()
-    r.counted_tokens = EXACT_FP32_INTEGER - 5
+    r.step.num_tokens = EXACT_FP32_INTEGER - 5
     with pytest.raises(OverflowError, match="--global-batch-size"):
         r.route(tokens())
 
@@ -140,7 +140,7 @@ def test_a_snapshot_undoes_a_step_and_drops_its_counts() -> None:
     r.expert_bias += 0.001
     snapshot.restore()
     assert torch.equal(r.expert_bias, before)
-    assert r.local_tokens_per_expert.sum().item() == 0 and r.counted_tokens == 0
+    assert r.local_tokens_per_expert.sum().item() == 0 and r.step.num_tokens == 0
 
 
 def test_the_engines_protocol_gives_the_same_decision_in_dense_form() -> None:

@@ -1,0 +1,120 @@
+"""A setting is declared once and read where it is used: no second table carries it from the flag to its reader."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megatron_moe
+from megatron_moe.config.schema import MoEConfig, sections
+
+PACKAGE = Path(megatron_moe.__file__).parent
+# What declares a setting, checks it or sets it, and does not act on it.
+DECLARES = ("config/schema.py", "config/fields.py", "config/cli.py", "config/presets", "config/rules/")
+
+# Fields that nothing reads by name, each with the reason.
+NOT_READ: dict[str, str] = {}
+
+# ---- How many files of the library name a field of MoEConfig.
+
+SWITCH, SIZE = 3, 6
+"""Files for what the MoE layer alone reads (the schema, moe/options.py, a rule), and for a size that others need too."""
+
+SIZES = {
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_load_balancing_type",
+    "moe_router_enable_expert_bias",
+    "moe_expert_capacity_factor",
+}
+
+# Files that are left out of the count, each with the reason.
+LEFT_OUT = {
+    "apps/": "programs that use the library",
+    "config/presets.py": "data: values of flags",
+    "config/presets_published.py": "data: values of flags",
+    "hf/": "readers and writers of Hugging Face's config.json name what they translate",
+    "platform/defect.py": "which defects of the engine a run meets, a table over flags",
+    "platform/router_defects.py": "which defects of the engine a run meets, a table over flags",
+}
+
+# Fields that more files name, each with the number and the reason.
+MORE: dict[str, tuple[int, str]] = {}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def library() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), path
+
+
+def named(path: Path) -> set[str]:
+    """Attributes, keywords, declarations and string literals of a file; of `num_experts`, which the MoE room's own
+    classes have too, the reads of a run's section alone."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute):
+            if node.attr != "num_experts" or ast.unparse(node.value).split(".")[-1] == "moe":
+                found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg not in (None, "num_experts"):
+            found.add(str(node.arg))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def files_that_name(field: str) -> list[str]:
+    return [name for name, path in library() if not name.startswith(tuple(LEFT_OUT)) and field in named(path)]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MoEConfig)])
+def test_few_files_name_a_moe_setting(field: str) -> None:
+    most, _ = MORE.get(field, (SIZE if field in SIZES else SWITCH, ""))
+    files = files_that_name(field)
+    assert {"config/schema.py"} < set(files) and len(files) <= most, files
+    assert field not in MORE or len(files) == most, "the exception is no longer needed"
+
+
+def test_every_exception_has_a_reason_and_is_needed() -> None:
+    names = [name for name, _ in library()]
+    assert all(reason for reason in (*LEFT_OUT.values(), *NOT_READ.values(), *(reason for _, reason in MORE.values())))
+    assert all(any(name.startswith(prefix) for name in names) for prefix in LEFT_OUT)
+    assert all(number > (SIZE if field in SIZES else SWITCH) for field, (number, _) in MORE.items())
+
+
+def test_every_setting_is_read_by_the_code_that_it_is_for() -> None:
+    """A flag that is declared, checked and read by nobody would change nothing."""
+    read = {
+        node.attr
+        for name, path in library()
+        if not name.startswith(DECLARES)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) != "run"
+    }
+    fields = {field.name for section in sections().values() for field in dataclasses.fields(section)}
+    assert fields - read == set(NOT_READ)
+
+
+def test_only_the_options_read_the_engines_configuration_where_none_are_given() -> None:
+    calls = {
+        name: sum(
+            isinstance(node, ast.Attribute) and node.attr == "from_engine_config" for node in ast.walk(tree(path))
+        )
+        for name, path in library()
+    }
+    assert {name: number for name, number in calls.items() if number} == {"moe/layer.py": 1, "moe/router.py": 1}
