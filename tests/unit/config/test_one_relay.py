@@ -18,12 +18,17 @@ PACKAGE = Path(megatron_moe.__file__).parent
 DECLARES = ("config/schema.py", "config/fields.py", "config/cli.py", "config/presets", "config/rules/")
 
 # Fields that nothing reads by name, each with the reason.
-NOT_READ: dict[str, str] = {}
+NOT_READ = {
+    "list_advisories": "the entry script acts on it before a run is built",
+    "print_precision": "the entry script acts on it before a run is built",
+    "use_checkpoint_args": "the command line is read again with the checkpoint's settings",
+    "valid_data_path": "read by its name, with those of the other splits (data/sources.py)",
+}
 
 # ---- How many files of the library name a field of MoEConfig.
 
 SWITCH, SIZE = 3, 6
-"""Files for what the MoE layer alone reads (the schema, moe/options.py, a rule), and for a size that others need too."""
+"""Files for what the MoE layer alone reads (the schema, moe/options.py, the rules), and for what others need too."""
 
 SIZES = {
     "num_experts",
@@ -48,7 +53,17 @@ LEFT_OUT = {
 }
 
 # Fields that more files name, each with the number and the reason.
-MORE: dict[str, tuple[int, str]] = {}
+MORE = {
+    "num_experts": (7, "None says that a model is dense, which the printed tables and notices ask too"),
+    "moe_router_pre_softmax": (4, "the default of the normalisation follows from it (config/derived.py)"),
+    "moe_router_norm_topk_prob": (4, "its default follows from other settings (config/derived.py)"),
+    "moe_router_dtype": (4, "the table of dtypes shows it; the engine is given one, or it warns"),
+    "moe_expert_backend": (4, "config/registry.py names it in its messages"),
+    "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
+    "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
+    "moe_input_jitter_eps": (5, "it draws random numbers: a run says so, also where a resume draws others"),
+    "moe_router_force_load_balancing": (4, "the start of a run warns of it"),
+}
 
 
 @cache
@@ -79,7 +94,13 @@ def named(path: Path) -> set[str]:
 
 
 def files_that_name(field: str) -> list[str]:
-    return [name for name, path in library() if not name.startswith(tuple(LEFT_OUT)) and field in named(path)]
+    """The rules count as one: in which of their files a setting's limits stand is a matter of their topics."""
+    files = {
+        "config/rules/" if name.startswith("config/rules/") else name
+        for name, path in library()
+        if not name.startswith(tuple(LEFT_OUT)) and field in named(path)
+    }
+    return sorted(files)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MoEConfig)])
@@ -118,3 +139,15 @@ def test_only_the_options_read_the_engines_configuration_where_none_are_given() 
         for name, path in library()
     }
     assert {name: number for name, number in calls.items() if number} == {"moe/layer.py": 1, "moe/router.py": 1}
+
+
+def test_a_score_function_is_named_where_it_is_declared_and_where_it_is_computed() -> None:
+    """Another one takes a name in config/registry.py and a function in moe/routing.py, its test and its docs."""
+    files = [
+        name
+        for name, path in library()
+        if not name.startswith(tuple(LEFT_OUT))
+        and any(isinstance(node, ast.Constant) and node.value == "sigmoid" for node in ast.walk(tree(path)))
+    ]
+    # Sinkhorn's weights, which are Megatron-LM's, are options of their own.
+    assert files == ["config/registry.py", "moe/options.py", "moe/routing.py"]
