@@ -16,7 +16,7 @@ _TRAINING_STATE = ("bf16", "fp16")
 def architecture_keys() -> list[str]:
     """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
     compared = [field for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
-    return [field.name for field in compared if not field.metadata["may_differ"]]
+    return [field.name for field in compared if not field.metadata["free"]]
 
 
 def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: bool = False) -> None:

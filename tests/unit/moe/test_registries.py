@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import megatron_moe.moe.layer  # noqa: F401  it registers the package's own
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
