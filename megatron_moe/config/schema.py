@@ -20,7 +20,7 @@ def _flag(default: Any, help: str, *, free: bool = False, reported: bool = True,
     """Declare a field with its default and what others need to know of it; lists are tuples.
 
     Args:
-        free: see `_free`. reported: see `_mute`.
+        free: see `_free`. reported: whether a resumed run says that it differs from the checkpoint's.
         shown: choices; spelling, the flag's name where Megatron-LM's differs from the field's; unit.
     """
     absent = {"choices": None, "spelling": None, "unit": ""}
@@ -31,7 +31,6 @@ def _flag(default: Any, help: str, *, free: bool = False, reported: bool = True,
 _free = partial(_flag, free=True)
 """Runs that share a checkpoint may differ in it: it changes neither a weight's shape nor its meaning."""
 _mute = partial(_flag, reported=False)
-"""A resumed run does not say that it differs from the checkpoint's."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class MoEConfig:
     moe_token_dispatcher_type: str = _free("alltoall", "how tokens reach their experts", choices=DISPATCHERS)
     moe_expert_backend: str = _free(
         "grouped_mm",
-        "the experts' kernel: torch's grouped_mm, Transformer Engine's, a plain loop",
+        "kernel of the experts: torch's grouped_mm, Transformer Engine's, or a plain loop",
         choices=EXPERT_BACKENDS,
     )
     moe_shared_expert_intermediate_size: int | None = _flag(None, "width of the shared expert; none: no shared expert")
