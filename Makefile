@@ -47,7 +47,7 @@ check: $(STAMP) ## style, format, types, architecture, the page of what is verif
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q tests/unit/test_architecture.py
+	$(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_sizes_and_names.py
 	$(RUN) -m tests.helpers.verification --check
 
 bench: $(STAMP) ## compare our MoE layer with the engine's and transformers' on this machine

@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading the sources: import order, doors to the engine, devices, sizes, flags."""
+"""The rules of the package that its sources show: import order, doors to the engine, devices, files, flags."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 from megatron_moe.config import cli
 from megatron_moe.config.fields import all_fields
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megatron_moe"
+from tests.helpers.sources import PACKAGE, ROOT, imported, name_of, sources, tree
 
 # A room may import from the rooms before it.
 ROOMS = (
@@ -146,39 +141,7 @@ WRITING_BY_HAND = {
     "report/jsonl.py": "lines are appended",
 }
 
-LONGEST_FILE = 450
-SHORT_FILE = 60
-LONGEST_DOOR = 80
 LONGEST_TOOL = 30
-LONGEST_FUNCTION = 60
-
-
-def sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def name_of(path: Path) -> str:
-    """A file as the tables write it: relative to the package, or to the repository where it is outside."""
-    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
-
-
-def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Absolute name and line of everything a file imports, also in functions, for typing only, or by import_module."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            argument = node.args[0]
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                yield argument.value, node.lineno
 
 
 def is_module(name: str) -> bool:
@@ -369,36 +332,6 @@ def test_torch_loads_weights_only():
     assert [name_of(path) for path in paths if "torch.load" in {name for name, _ in imported(path)}] == []
 
 
-# ---- names and files
-
-
-def test_a_public_class_name_has_one_meaning():
-    where: dict[str, list[str]] = {}
-    for path in sources("megatron_moe"):
-        for node in tree(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where.setdefault(node.name, []).append(name_of(path))
-    assert {name: files for name, files in where.items() if len(files) > 1} == {}
-
-
-def test_a_short_file_with_one_reader_belongs_to_its_reader():
-    readers: dict[str, set[str]] = {name_of(path): set() for path in sources("megatron_moe")}
-    for path in [*sources("megatron_moe", "tools"), ROOT / "pretrain_moe.py"]:
-        for name, _ in imported(path):
-            for module in (name, name.rpartition(".")[0]):
-                file = module.removeprefix("megatron_moe.").replace(".", "/") + ".py"
-                if file in readers and file != name_of(path):
-                    readers[file].add(name_of(path))
-    waiting_rooms = {
-        name_of(path): sorted(readers[name_of(path)])
-        for path in sources("megatron_moe")
-        if path.name != "__init__.py"
-        and len(path.read_text().splitlines()) < SHORT_FILE
-        and len(readers[name_of(path)]) == 1
-    }
-    assert waiting_rooms == {}
-
-
 # ---- packages
 
 
@@ -424,32 +357,6 @@ def test_files_are_replaced_and_synced_in_one_place():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
     }
     assert by_hand - {"io/files.py", "io/hashing.py"} == set(WRITING_BY_HAND)
-
-
-# ---- sizes
-
-
-@pytest.mark.parametrize("folder", ["megatron_moe", "tools", "tests", "benchmarks"])
-def test_no_file_is_too_long_to_read(folder):
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(folder)}
-    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
-
-
-def test_no_function_is_too_long_to_read():
-    lengths = {
-        f"{name_of(path)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in [*sources("megatron_moe", "tools", "benchmarks"), ROOT / "pretrain_moe.py"]
-        for node in ast.walk(tree(path))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    assert len(lengths) > 1000
-    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
-
-
-def test_the_entry_script_is_a_door():
-    path = ROOT / "pretrain_moe.py"
-    assert len(path.read_text().splitlines()) < LONGEST_DOOR
-    assert [name for name, _ in imported(path) if name.split(".")[0] in ("torch", "megatron", "numpy")] == []
 
 
 # ---- flags and start-up

@@ -48,8 +48,7 @@ LEFT_OUT = {
     "config/presets.py": "data: values of flags",
     "config/presets_published.py": "data: values of flags",
     "hf/": "readers and writers of Hugging Face's config.json name what they translate",
-    "platform/defect.py": "which defects of the engine a run meets, a table over flags",
-    "platform/router_defects.py": "which defects of the engine a run meets, a table over flags",
+    "platform/defects.py": "which defects of the engine a run meets: it reads the flags that their table names",
 }
 
 # Fields that more files name, each with the number and the reason.
@@ -57,7 +56,7 @@ MORE = {
     "num_experts": (7, "None says that a model is dense, which the printed tables and notices ask too"),
     "moe_router_pre_softmax": (4, "the default of the normalisation follows from it (config/derived.py)"),
     "moe_router_norm_topk_prob": (4, "its default follows from other settings (config/derived.py)"),
-    "moe_router_dtype": (4, "the table of dtypes shows it; the engine is given one, or it warns"),
+    "moe_router_dtype": (5, "the table of dtypes and its title show it; the engine is given one, or it warns"),
     "moe_expert_backend": (4, "config/registry.py names it in its messages"),
     "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
     "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
