@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _work(args: argparse.Namespace) -> int:
-    """Train one dtype and print a JSON line: seconds of each step, bytes by kind, where the time goes."""
+def _built(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None], int]:
+    """Build one dtype's model; return it, its optimizer, a step of it, and the memory's peak before it was built."""
     import torch
 
     import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
@@ -107,7 +107,7 @@ def _work(args: argparse.Namespace) -> int:
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.seeds import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
+    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
     from megatron_moe.training.step import connect, train_step
 
     torch.set_num_threads(args.threads)
@@ -129,6 +129,18 @@ def _work(args: argparse.Namespace) -> int:
             seq_length=512, pg_collection=pg_collection,
         )  # fmt: skip
         assert result.committed
+
+    return model, optimizer, step, before
+
+
+def _work(args: argparse.Namespace) -> int:
+    """Train one dtype and print a JSON line: seconds of each step, bytes by kind, where the time goes."""
+    import torch
+
+    model, optimizer, step, before = _built(args)
+    from megatron_moe import platform
+    from megatron_moe.parallel import groups
+    from megatron_moe.training.optimizer import parts
 
     weights = list(model[0].parameters())
     own = {weight.untyped_storage().data_ptr() for weight in weights}

@@ -60,7 +60,7 @@ class Staged:
         """Copy what was left for later: before anything of it changes, in any thread."""
         if not self.rest:
             return
-        with platform.beside_the_training():
+        with platform.side_stream():
             for target, source in self.rest:
                 target.copy_(source, non_blocking=source.is_cuda)
         self.rest = []

@@ -1,11 +1,12 @@
-"""One micro-batch: which samples, read by whom, and how they reach every rank that needs them.
+"""Micro-batches: which samples they take, which rank reads them, and how they reach every rank that needs them.
 
-Which: every micro-batch takes, over all data-parallel ranks, the next B x DP samples of the dataset, and data-parallel
-rank r the r-th B of them. A global batch is therefore always the next consecutive samples, whatever DP, the micro-batch
-size or a growing global batch size are, and a resumed run needs one number to continue.
+Every micro-batch takes, over all data-parallel ranks, the next B x DP samples of the dataset, and data-parallel rank r
+the r-th B of them. A global batch therefore consists of the next consecutive samples, whatever DP, the micro-batch size
+or a growing global batch size are, and a resumed run needs one number to continue.
 
-By whom: TP rank 0 reads and sends to its tensor-parallel group. Pipeline stages in between need no tokens and get a
-micro-batch of Nones.
+TP rank 0 reads (`Reader`) and sends to its tensor-parallel group (`Receiver`). Pipeline stages between the first and
+the last need no tokens and get a micro-batch of Nones. `BatchIterator` ties the parts together and hashes what was
+read.
 """
 
 from __future__ import annotations
@@ -26,11 +27,90 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel.sequence import context_parallel_slice
 
-# ---- Where a token of a sample lies on disk: file, document, token. For error messages: it reads the sample again.
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+Batch = dict[str, "Tensor | None"]
+
+
+def micro_batch_indices(
+    consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int
+) -> Iterator[list[int]]:
+    """Yield the sample numbers of each micro-batch of one data-parallel rank.
+
+    The iterator ends where the remaining samples are too few for a micro-batch on every rank.
+    """
+    step = micro_batch_size * dp_size
+    for first in range(consumed_samples, num_samples - step + 1, step):
+        begin = first + dp_rank * micro_batch_size
+        yield list(range(begin, begin + micro_batch_size))
+
+
+class Reader:
+    """A reader of micro-batches, each packed as one int64 tensor [4, B, S] in the order of `KEYS`.
+
+    With `num_workers` > 0, forked processes read ahead.
+    """
+
+    def __init__(
+        self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
+    ) -> None:
+        """Start the loader. `first`: the position in a round of the first sample that this rank takes."""
+        self._dataset = dataset
+        self._first = first
+        self._vocab_size = vocab_size
+        self._num_samples = len(dataset)  # type: ignore[arg-type]
+        self._loader = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=indices,  # type: ignore[arg-type]
+                collate_fn=_pack,
+                num_workers=num_workers,
+                multiprocessing_context="fork" if num_workers else None,
+                worker_init_fn=_leave_interrupts_to_the_parent if num_workers else None,
+                pin_memory=platform.has_cuda(),
+                # A generator of its own: the loader draws a seed, which must not come from the one that dropout uses.
+                generator=torch.Generator(),
+            )
+        )
+
+    def read(self, consumed_samples: int) -> Tensor:
+        """Return the next micro-batch.
+
+        Raises:
+            IndexError: the dataset has no further full round of micro-batches.
+            ValueError: a token id is outside the vocabulary: its file changed after it was checked, or was too large to
+                be read at the start (`--data-verify-gb`). The message names file, document and offset.
+        """
+        packed = next(self._loader, None)
+        if packed is None:
+            raise IndexError(f"samples after number {consumed_samples} were asked of a dataset of {self._num_samples}")
+        lowest, highest = (int(value) for value in packed[:2].aminmax())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise ValueError(self._bad_token(packed, consumed_samples))
+        return packed
+
+    def _bad_token(self, packed: Tensor, consumed_samples: int) -> str:
+        bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
+        is_label, row, column = bad
+        sample = consumed_samples + self._first + row
+        return (
+            f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} ids: "
+            f"{location_of_token(self._dataset, sample, column + is_label)}; the file changed after it was "
+            "written, or after the start of the run"
+        )
+
+
+def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
+    """Return the samples as int64 [4, B, S]."""
+    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
+
+
+def _leave_interrupts_to_the_parent(_: int) -> None:
+    """Ignore Ctrl-C, which reaches every process of the terminal, in a worker of the loader."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class SamplePart(NamedTuple):
-    """What one sample took from one sequence of an indexed dataset."""
+    """The tokens that a sample took from one sequence of an indexed dataset."""
 
     data: Any
     sequence: int
@@ -38,48 +118,52 @@ class SamplePart(NamedTuple):
     tokens: int
 
 
-def place_of_token(dataset: Any, sample: int, position: int) -> str:
-    """In words, file, byte offset, document and token of the document of one of the S + 1 tokens of a sample.
+def location_of_token(dataset: Any, sample: int, position: int) -> str:
+    """Return where one of the S + 1 tokens of a sample is stored, for an error message; reads the sample again.
 
     Args:
-        dataset: of `build_datasets`.
+        dataset: one of `build_datasets`.
         position: 0 to S; the label at position i is token i + 1.
+
+    Returns:
+        The file, the byte offset in it, the document and the token of the document.
     """
     for part in _parts(dataset, sample):
         if position < part.tokens:
-            return _words(part, part.offset + position)
+            return _location_text(part, part.offset + position)
         position -= part.tokens
-    return "of no data file"
+    return "in no data file"
 
 
 def _parts(dataset: Any, sample: int) -> list[SamplePart]:
-    """The sequences that a sample is cut from, in order, as the engine asks for them while it is read."""
+    """Return the parts of a sample in order, as the engine asks for them while it reads the sample."""
     parts: list[SamplePart] = []
     with ExitStack() as stack:
         for member in getattr(dataset, "datasets", [dataset]):
             if hasattr(member, "dataset"):
-                stack.enter_context(_listening(member.dataset, parts))
+                stack.enter_context(_recording(member.dataset, parts))
         dataset[sample]
     return parts
 
 
 @contextmanager
-def _listening(data: Any, parts: list[SamplePart]) -> Iterator[None]:
+def _recording(data: Any, parts: list[SamplePart]) -> Iterator[None]:
+    """Append what is read from an indexed dataset within the block to `parts`."""
     get = data.get
 
-    def listened(idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
+    def recorded(idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
         tokens = get(idx, offset, length)
         parts.append(SamplePart(data, int(idx), offset, len(tokens)))
         return tokens
 
-    data.get = listened
+    data.get = recorded
     try:
         yield
     finally:
         del data.get
 
 
-def _words(part: SamplePart, token: int) -> str:
+def _location_text(part: SamplePart, token: int) -> str:
     if not hasattr(part.data, "index"):  # made-up tokens
         return f"made-up sequence {part.sequence}, token {token}"
     index, marks = part.data.index, part.data.document_indices
@@ -89,28 +173,51 @@ def _words(part: SamplePart, token: int) -> str:
     return f"{part.data.path_prefix}.bin, byte offset {at} (document {document}, token {inside})"
 
 
-# ---- What a step read, as 64 bits: equal for the same samples in the same places, whatever the layout.
-#
-# Each sample's hash covers its number in the run's order and all that the model sees of it; those of a step are added,
-# so that every rank can count its own. Sums are kept as two halves of 32 bits: sums of those are exact in fp64.
+class Receiver:
+    """A callable that turns what the reader packed (None on a rank that does not read) into this rank's micro-batch."""
 
+    def __init__(self, run: Run, pg_collection: ProcessGroupCollection | None) -> None:
+        self._shape = (len(KEYS), run.training.micro_batch_size, run.model.seq_length)
+        self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
+        self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
+        self._device = platform.device()
+
+    def __call__(self, packed: Tensor | None) -> Batch:
+        if packed is None:
+            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
+        else:
+            packed = packed.to(self._device, non_blocking=True)
+        if self._tp is not None:
+            # One message for all keys: the loss mask is 0 or 1, exact as an integer.
+            torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
+        if self._cp is not None:
+            packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
+        batch: Batch = dict(zip(KEYS, packed.unbind()))
+        batch["loss_mask"] = packed[KEYS.index("loss_mask")].float()
+        return batch
+
+
+# The hash of the samples that a step read, as 64 bits: it is the same for the same samples at the same positions,
+# whatever the layout. Each sample's hash covers its number in the run's order and all that the model sees of it; those
+# of a step are added, so that every rank can add its own. Sums are stored as two halves of 32 bits, whose sums are
+# exact in fp64.
 
 NOTHING = (0.0, 0.0)
 
 
 def sample_words(number: int, sample: Tensor) -> tuple[float, float]:
-    """The two halves of one sample's hash. sample: int64, all that is read of it, on the CPU."""
+    """Return the two halves of one sample's hash. sample: int64, all that is read of it, on the CPU."""
     return words_of(number, sample.contiguous().numpy().tobytes())
 
 
 def words_of(number: int, content: bytes) -> tuple[float, float]:
-    """The two halves, as whole numbers below 2^32, of the 64-bit BLAKE2b hash of a number and what belongs to it."""
+    """Return the two halves, as integers below 2^32, of the 64-bit BLAKE2b hash of a number and its content."""
     digest = hashlib.blake2b(number.to_bytes(8, "little", signed=True) + content, digest_size=8).digest()
     return float(int.from_bytes(digest[:4], "little")), float(int.from_bytes(digest[4:], "little"))
 
 
 def added(words: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """The sum of some hashes; exact for fewer than two million of them."""
+    """Return the sum of some hashes; it is exact for fewer than two million of them."""
     low, high = NOTHING
     for first, second in words:
         low, high = low + first, high + second
@@ -118,35 +225,19 @@ def added(words: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def hex_of(low: float, high: float) -> str | None:
-    """Sums of halves as 16 hex digits; None where nothing was added."""
+    """Return sums of halves as 16 hex digits; None where nothing was added."""
     return None if (low, high) == NOTHING else f"{int(high) % (1 << 32):08x}{int(low) % (1 << 32):08x}"
 
 
-# ----
-
-
-KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-Batch = dict[str, "Tensor | None"]
-
-
-def micro_batch_indices(
-    consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int
-) -> Iterator[list[int]]:
-    """Sample numbers of each micro-batch of one data-parallel rank; ends where a full round of all ranks no "
-    "longer fits."""
-    step = micro_batch_size * dp_size
-    for first in range(consumed_samples, num_samples - step + 1, step):
-        begin = first + dp_rank * micro_batch_size
-        yield list(range(begin, begin + micro_batch_size))
-
-
 class BatchIterator:
-    """Endless micro-batches of one rank and model chunk: dicts of `tokens`, `labels`, `position_ids` int64 [B, S] and
-    `loss_mask` float32 [B, S] on the run's device, or of Nones where the rank needs no tokens.
+    """An endless iterator over the micro-batches of one rank and model chunk.
+
+    A micro-batch is a dict of `tokens`, `labels`, `position_ids` int64 [B, S] and `loss_mask` float32 [B, S] on the
+    run's device, or of Nones where the rank needs no tokens.
 
     Attributes:
         consumed_samples: samples that all data-parallel ranks together have taken, from the dataset's beginning.
-        observer: is shown every micro-batch before it is used.
+        observer: a function that is called with every micro-batch before it is used.
     """
 
     def __init__(
@@ -157,8 +248,12 @@ class BatchIterator:
         samples_per_round: int,
         hashed_from: int | None = None,
     ) -> None:
-        """hashed_from: the place in a round of this rank's first sample, where it is the one rank that counts what it
-        reads; None on the others, which hold copies."""
+        """Initialise the iterator.
+
+        Args:
+            hashed_from: the position in a round of this rank's first sample, on the rank that hashes what it reads;
+                None on the others, which have copies.
+        """
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
@@ -176,7 +271,7 @@ class BatchIterator:
             packed = None if self._reader is None else self._reader.read(self.consumed_samples)
             if packed is not None and self._hashed_from is not None:
                 first = self.consumed_samples + self._hashed_from
-                words = (sample_words(first + place, packed[:, place]) for place in range(packed.shape[1]))
+                words = (sample_words(first + row, packed[:, row]) for row in range(packed.shape[1]))
                 self._words = added((self._words, *words))
             batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
@@ -185,89 +280,9 @@ class BatchIterator:
         return batch
 
     def take_sample_words(self) -> tuple[float, float]:
-        """The hash of the samples that were read since it was last taken (`sample_hash.py`): this rank's share of the
-        sum over all ranks."""
+        """Return this rank's share of the hash of the samples that were read since the last call."""
         words, self._words = self._words, NOTHING
         return words
-
-
-class Reader:
-    """Micro-batches from a dataset, packed as one int64 tensor [4, B, S] in the order of `KEYS`.
-
-    With `num_workers` > 0, forked processes read ahead.
-    """
-
-    def __init__(
-        self, dataset: Dataset, indices: Iterator[list[int]], vocab_size: int, num_workers: int, first: int = 0
-    ) -> None:
-        """`first`: how many of a round's samples other ranks take before this one."""
-        self._dataset = dataset
-        self._first = first
-        self._vocab_size = vocab_size
-        self._num_samples = len(dataset)  # type: ignore[arg-type]
-        self._loader = iter(
-            DataLoader(
-                dataset,
-                batch_sampler=indices,  # type: ignore[arg-type]
-                collate_fn=_pack,
-                num_workers=num_workers,
-                multiprocessing_context="fork" if num_workers else None,
-                worker_init_fn=_leave_interrupts_to_the_parent if num_workers else None,
-                pin_memory=platform.has_cuda(),
-                # Its own generator: the loader draws a seed, and must not draw it from the one that dropout uses.
-                generator=torch.Generator(),
-            )
-        )
-
-    def read(self, consumed_samples: int) -> Tensor:
-        """The next micro-batch.
-
-        Raises:
-            IndexError: the dataset has no further full round of micro-batches.
-            ValueError: a token id outside the vocabulary, with its file, document and offset: the file changed after it
-                was checked, or was too large to be read at the start (`--data-verify-gb`).
-        """
-        packed = next(self._loader, None)
-        if packed is None:
-            raise IndexError(f"samples after number {consumed_samples} were asked of a dataset of {self._num_samples}")
-        lowest, highest = (int(value) for value in packed[:2].aminmax())
-        if lowest < 0 or highest >= self._vocab_size:
-            raise ValueError(self._bad_token(packed, consumed_samples))
-        return packed
-
-    def _bad_token(self, packed: Tensor, consumed_samples: int) -> str:
-        bad = ((packed[:2] < 0) | (packed[:2] >= self._vocab_size)).nonzero()[0].tolist()
-        is_label, row, column = bad
-        sample = consumed_samples + self._first + row
-        return (
-            f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} ids: "
-            f"{place_of_token(self._dataset, sample, column + is_label)}; the file is not what it was when it was "
-            "written, or changed after the start of the run"
-        )
-
-
-class Receiver:
-    """Turns what the reader packed, or nothing on a rank that does not read, into this rank's micro-batch."""
-
-    def __init__(self, run: Run, pg_collection: ProcessGroupCollection | None) -> None:
-        self._shape = (len(KEYS), run.training.micro_batch_size, run.model.seq_length)
-        self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
-        self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
-        self._device = platform.device()
-
-    def __call__(self, packed: Tensor | None) -> Batch:
-        if packed is None:
-            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
-        else:
-            packed = packed.to(self._device, non_blocking=True)
-        if self._tp is not None:
-            # One message for all four: the loss mask is 0 or 1, exact as an integer.
-            torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
-        if self._cp is not None:
-            packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
-        batch: Batch = dict(zip(KEYS, packed.unbind()))
-        batch["loss_mask"] = packed[KEYS.index("loss_mask")].float()
-        return batch
 
 
 def batch_iterator(
@@ -279,15 +294,15 @@ def batch_iterator(
     chunk: int = 0,
     num_chunks: int = 1,
 ) -> BatchIterator:
-    """Micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
+    """Return the micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
 
     For an evaluation make a new one with consumed_samples 0: it begins at the first sample.
 
     Args:
-        dataset: of `build_datasets`; None where this rank reads none.
-        pg_collection: None: one process does everything.
-        chunk: number of the virtual pipeline stage on this rank. Only the first chunk of the first stage and the last
-            chunk of the last stage need tokens.
+        dataset: one of `build_datasets`; None where this rank reads none.
+        pg_collection: the process groups; with None, one process does everything.
+        chunk: number of the virtual pipeline stage on this rank. The first chunk of the first stage and the last chunk
+            of the last stage need tokens, the others do not.
     """
     dp_rank, dp_size, wanted, reads, counts = 0, 1, True, True, chunk == 0
     if pg_collection is not None:
@@ -317,7 +332,7 @@ def batch_iterators(
     pg_collection: ProcessGroupCollection | None = None,
     num_chunks: int = 1,
 ) -> list[BatchIterator]:
-    """One `batch_iterator` per model chunk of this rank, all at the same position."""
+    """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
     return [
         batch_iterator(
             dataset,
@@ -332,14 +347,6 @@ def batch_iterators(
 
 
 def _vocabulary(dataset: Dataset, run: Run) -> int:
+    """Return the bound that ids must be below: `--vocab-size`, or else the tokenizer's size."""
     given = run.model.vocab_size
     return given if given is not None else dataset.config.tokenizer.vocab_size  # type: ignore[attr-defined]
-
-
-def _pack(samples: list[dict[str, Tensor]]) -> Tensor:
-    """int64 [4, B, S]."""
-    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in KEYS])
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

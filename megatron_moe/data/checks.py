@@ -1,4 +1,4 @@
-"""Bad data is found here, before anything is allocated: one `ConfigError`, naming the file and the offset. No torch."""
+"""Checks a run's data before anything is allocated; errors name the file and the offset. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _GB = 10**9
 
 
 def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> list[str]:
-    """Check the data flags and every file they name; change nothing.
+    """Check the data flags and every file that they name, without changing anything.
 
-    Always: flags, index structure, sizes, the sidecar against files, tokenizer and vocabulary, and a full sequence in
-    every split that the run needs. Deep too: SHA-256 of every `.idx`, of the `.bin` files where all together are at
-    most `--data-verify-gb`, and a scan of all ids of data without a sidecar.
+    Every process checks the flags, the index structure, sizes, the sidecar against files, tokenizer and vocabulary, and
+    that every split that the run needs has a full sequence. With `deep`, also the SHA-256 of every `.idx`, that of the
+    `.bin` files where all together are at most `--data-verify-gb`, and all ids of data without a sidecar.
 
     Args:
-        deep: default: only in the process whose environment says RANK 0 (or nothing), so that the ranks of a run do not
-            all read the same files.
+        deep: whether files are read; default: in the process of rank 0 (RANK in the environment, or none), so that the
+            ranks of a run do not all read the same files.
 
     Returns:
         What was verified, one line per dataset, for the log.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigError: something is wrong; the message names the first problem.
     """
     deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
     sources = read_sources(run.data)
@@ -67,21 +67,21 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
 
 
 def within_verify_limit(run: Run, prefixes: list[str]) -> bool:
-    """Whether all `.bin` files together are small enough to be read at the start (`--data-verify-gb`)."""
+    """Return whether all `.bin` files together are small enough to be read at the start (`--data-verify-gb`)."""
     return sum(os.path.getsize(f"{prefix}.bin") for prefix in prefixes) <= run.data.data_verify_gb * _GB
 
 
 def hashing(path: str) -> str:
-    """Hex SHA-256 of a file, with a bar where it takes long."""
+    """Return the hex SHA-256 of a file; show a progress bar for a large one."""
     with _progress(f"SHA-256 of {os.path.basename(path)}", os.path.getsize(path)) as advance:
         return sha256_of_file(path, advance)
 
 
 def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
-    """Ids must be below this: `--vocab-size` where it is given, else the tokenizer's size.
+    """Return the bound that ids must be below: `--vocab-size` where it is given, else the tokenizer's size.
 
     Raises:
-        ConfigError: `--vocab-size` is smaller than the tokenizer's.
+        ConfigError: `--vocab-size` is smaller than the tokenizer's size.
     """
     given = run.model.vocab_size
     if given is None:
@@ -89,8 +89,7 @@ def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
     if given < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type "
-            f"{tokenizer.name}; "
-            "leave it out to use the tokenizer's"
+            f"{tokenizer.name}; leave it out to use the tokenizer's"
         )
     return given
 
@@ -98,12 +97,12 @@ def vocabulary_limit(run: Run, tokenizer: Tokenizer) -> int:
 def require_sequence(
     sources: Sources, split: int, seq_length: int, indices: dict[str, TokenIndex] | None = None
 ) -> None:
-    """Every dataset of the split has at least one full sequence, seq_length + 1 tokens.
+    """Check that every dataset of the split has at least one full sequence, seq_length + 1 tokens.
 
-    With fewer, the engine would repeat the same few tokens to fill a sequence; with none it would never return.
+    With fewer, the engine would repeat the same few tokens to fill a sequence; with none it would not return.
 
     Raises:
-        ConfigError: naming the prefix, the split and the tokens there are.
+        ConfigError: there are fewer; the message names the prefix, the split and the number of tokens.
     """
     blend = sources.blend_of(split)
     if blend is None:
@@ -116,16 +115,15 @@ def require_sequence(
             share = f" under --split {sources.split}" if sources.split is not None else ""
             raise ConfigError(
                 f"{prefix}.bin: the {SPLITS[split]} split has {tokens} tokens in {max(end - begin, 0)} "
-                f"documents{share}; one "
-                f"sequence needs {seq_length + 1} (--seq-length {seq_length} and the next token)"
+                f"documents{share}; one sequence needs {seq_length + 1} (--seq-length {seq_length} and the next token)"
             )
 
 
 def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: int) -> None:
-    """The sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
+    """Check that the sidecar agrees with the files' sizes, with the tokenizer and with the vocabulary.
 
     Raises:
-        ConfigError: naming the sidecar and both values.
+        ConfigError: something differs; the message names the sidecar and both values.
     """
     path = sidecar_path(index.prefix)
     found = {
@@ -138,21 +136,19 @@ def check_sidecar(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, lim
     for name, value in found.items():
         if getattr(sidecar, name) != value:
             raise ConfigError(
-                f"{index.prefix}: the files have {name} {value}, but {path} says {getattr(sidecar, name)}: they "
-                "were not "
-                "written together; copy all three files again"
+                f"{index.prefix}: the files have {name} {value}, but {path} says {getattr(sidecar, name)}: they were "
+                "not written together; copy all three files again"
             )
     if sidecar.tokenizer_sha256 != tokenizer.sha256:
         raise ConfigError(
             f"{path}: the data was written with {sidecar.tokenizer_type} {sidecar.tokenizer_sha256[:12]} "
-            f"({sidecar.vocab_size} "
-            f"ids), the run has --tokenizer-type {tokenizer.name} {tokenizer.sha256[:12]} "
-            f"({tokenizer.vocab_size} ids); give "
-            "that tokenizer with --tokenizer-type and --tokenizer-model, or write the data again"
+            f"({sidecar.vocab_size} ids), the run has --tokenizer-type {tokenizer.name} {tokenizer.sha256[:12]} "
+            f"({tokenizer.vocab_size} ids); give that tokenizer with --tokenizer-type and --tokenizer-model, or write "
+            "the data again"
         )
     if sidecar.max_id >= limit or sidecar.min_id < 0:
         bad = sidecar.max_id if sidecar.max_id >= limit else sidecar.min_id
-        raise ConfigError(f"{path}: the data holds token id {bad}, outside the vocabulary of {limit} ids")
+        raise ConfigError(f"{path}: the data contains token id {bad}, outside the vocabulary of {limit} ids")
 
 
 def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bool) -> str:
@@ -169,15 +165,14 @@ def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bo
         if actual != expected:
             raise ConfigError(
                 f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "
-                "its content "
-                "changed after it was written; copy it again or run tools/preprocess_data.py again"
+                "its content changed after it was written; copy it again or run tools/preprocess_data.py again"
             )
     what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
     return f"{counts}; {what} verified"
 
 
 def _scan(index: TokenIndex, limit: int) -> str:
-    """Largest and smallest id of data without a sidecar, by reading it all."""
+    """Check all ids of data without a sidecar and return the line for the log."""
     path = f"{index.prefix}.bin"
     lowest, highest = 1 << 62, -1
     with _progress(f"token ids of {os.path.basename(path)}", os.path.getsize(path)) as advance:
@@ -188,21 +183,19 @@ def _scan(index: TokenIndex, limit: int) -> str:
                 document, inside = index.document_of(position)
                 raise ConfigError(
                     f"{path}: token id {int(tokens[position - first])} at byte offset "
-                    f"{position * index.dtype.itemsize} (document "
-                    f"{document}, token {inside}) is outside the vocabulary of {limit} ids; is this the right "
-                    "tokenizer?"
+                    f"{position * index.dtype.itemsize} (document {document}, token {inside}) is outside the "
+                    f"vocabulary of {limit} ids; is this the right tokenizer?"
                 )
             lowest, highest = min(lowest, low), max(highest, high)
             advance(tokens.nbytes)
     return (
         f"data {index.prefix}: {index.num_tokens} tokens, {index.num_documents} documents, ids {lowest} to "
-        f"{highest}; no sidecar: "
-        "structure and every id verified, the tokenizer not"
+        f"{highest}; no sidecar: structure and every id verified, the tokenizer not"
     )
 
 
 def cache_folder(run: Run, sources: Sources) -> str:
-    """Folder of the index caches: `--data-cache-path`, or `index_cache` beside the first dataset."""
+    """Return the folder of the index caches: `--data-cache-path`, or `index_cache` in the first dataset's folder."""
     if run.data.data_cache_path is not None:
         return run.data.data_cache_path
     return os.path.join(os.path.dirname(os.path.abspath(sources.prefixes()[0])), "index_cache")
@@ -224,7 +217,7 @@ def _check_cache_folder(run: Run, sources: Sources) -> None:
 
 @contextmanager
 def _progress(text: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told the bytes done; shows a bar only where the wait is worth one."""
+    """Yield a function that takes the number of bytes done; show a progress bar for a large file."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -34,7 +34,7 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was written: `files`, `documents` and `text_bytes` (UTF-8) per split, in the order of `SPLITS`."""
+    """A corpus on disk: its `files`, and `documents` and `text_bytes` (UTF-8) per split, in the order of `SPLITS`."""
 
     files: tuple[Path, ...]
     documents: tuple[int, ...]
@@ -50,16 +50,16 @@ def write_corpus(
 ) -> Corpus:
     """Write `train.jsonl`, `valid.jsonl`, `test.jsonl` and the counts, `corpus.json`.
 
-    A line is {"text": ..., "path": ...}. All four are written aside and renamed when they are complete; `corpus.json`
-    comes last and marks a whole corpus.
+    A line is {"text": ..., "path": ...}. All files are written to a temporary folder and renamed when they are
+    complete; `corpus.json` comes last and marks a complete corpus.
 
     Args:
-        folder: made where it does not exist.
+        folder: created if it does not exist.
         source: folder of .py files; default: the standard library of the running interpreter.
         shares: share of the files (not bytes) of train, valid, test; they sum to 1.
 
     Raises:
-        ConfigError: no readable source files, or a split without any.
+        ConfigError: there are no readable source files, or a split gets none.
     """
     target = Path(folder)
     library = Path(source) if source is not None else Path(sysconfig.get_path("stdlib"))
@@ -87,7 +87,7 @@ def write_corpus(
 
 
 def source_files(library: Path) -> list[Path]:
-    """The .py files under `library`, relative to it, sorted, without links and without the folders in `LEFT_OUT`."""
+    """Return the .py files under `library`, relative to it, sorted, without links and the folders in `LEFT_OUT`."""
     found = []
     for folder, subfolders, files in os.walk(library):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
@@ -99,9 +99,11 @@ def source_files(library: Path) -> list[Path]:
 
 
 def split_of(relative_path: str, shares: tuple[float, float, float] = SHARES) -> int:
-    """0, 1 or 2 for train, valid, test: where the hash of the path, as a fraction of 1, falls among the shares."""
+    """Return 0, 1 or 2 for train, valid or test: the share in which the path's hash, as a fraction of 1, falls."""
     fraction = int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big") / 2**64
-    return 0 if fraction < shares[0] else 1 if fraction < shares[0] + shares[1] else 2
+    if fraction < shares[0]:
+        return 0
+    return 1 if fraction < shares[0] + shares[1] else 2
 
 
 def _write_splits(
@@ -130,7 +132,7 @@ def _write_splits(
             text_bytes[split] += len(content)
     for name, count, share in zip(SPLITS, documents, shares):
         if count == 0 and share > 0:
-            raise ConfigError(f"{library} has too few source files: none fell to {name}")
+            raise ConfigError(f"{library} has too few source files: none is in the split {name}")
     return Corpus(tuple(target / f"{name}.jsonl" for name in SPLITS), tuple(documents), tuple(text_bytes))
 
 

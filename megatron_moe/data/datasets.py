@@ -1,14 +1,15 @@
-"""Samples: the engine's GPT datasets, built from the run's data flags. With `epochs.py` the door to
-`megatron.core.datasets`.
+"""Samples: the engine's GPT datasets, built from the run's data flags, with index caches that are verified.
 
 A sample is a dict of tensors [S]: `tokens` and `labels` int64 (labels are the tokens one further), `loss_mask` float32,
-`position_ids` int64. The order of samples is a function of the data and the seed: it knows nothing of ranks or
-micro-batches, and not how many samples a run takes (`epochs.py`).
+`position_ids` int64. The order of samples is a function of the data and the seed; it depends neither on ranks or
+micro-batches nor on the number of samples that a run takes (`EpochsOfSamples`).
 
-No sample holds padding. The engine pads in two cases that do not exist here: the last, partial sequence of the
-validation data, which it drops by default (`drop_last_partial_validation_sequence`), and an index of None, by which
-Megatron-LM's sampler fills up a last batch and ours never asks. So every position is a token that is routed, which
+Samples contain no padding. The engine pads in two cases that do not occur here: the last, partial sequence of the
+validation data, which it drops by default (`drop_last_partial_validation_sequence`), and an index of None, with which
+Megatron-LM's sampler fills a last batch and ours does not. So every position is a token that is routed, which
 `training/global_batch.py` relies on; tokens without a loss are another matter.
+
+Other files of this project reach `megatron.core.datasets` through this one.
 """
 
 from __future__ import annotations
@@ -41,20 +42,19 @@ from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
 
-# ---- An order of samples that does not know how long a run is: epoch after epoch, each shuffled by itself.
-#
-# The engine's GPTDataset is asked for a number of samples, repeats the documents as often as that needs, and shuffles
-# over all the repetitions at once. A run that is continued with another `--train-iters` would meet another order, and
-# see some samples twice and others never. Here the engine shuffles one epoch at a time: epoch 0 with the run's seed,
-# the others with seeds of their own. Sample i is therefore a function of data, seed and i alone, and in the first epoch
-# it is the engine's. Each epoch drops less than one sequence at its end.
-
 
 class EpochsOfSamples(MegatronDataset):
-    """At least `num_samples` samples of one prefix, or of one split of it; one whole epoch where that is None.
+    """A dataset of one prefix, or of one split of it, whose order does not depend on the length of the run.
 
-    A drop-in for GPTDataset in the engine's BlendedMegatronDatasetBuilder. The indices of every epoch are built, and
-    cached as the engine caches them, when the dataset is made; one epoch at a time is open.
+    The engine's GPTDataset is asked for a number of samples, repeats the documents as often as that needs, and shuffles
+    over all repetitions at once. A run that is continued with another `--train-iters` would get another order, with
+    some samples twice and others not at all. Here the engine shuffles each epoch separately: epoch 0 with the run's
+    seed, the others with seeds of their own. Sample i is therefore a function of data, seed and i alone, and in the
+    first epoch it is the engine's. Each epoch drops less than one sequence at its end.
+
+    The dataset has at least `num_samples` samples, or one whole epoch where that is None. It takes GPTDataset's place
+    in the engine's BlendedMegatronDatasetBuilder. The indices of every epoch are built, and cached as the engine caches
+    them, when the dataset is made; one epoch at a time is open.
     """
 
     epoch_class: type[GPTDataset] = GPTDataset
@@ -74,12 +74,12 @@ class EpochsOfSamples(MegatronDataset):
 
     @classmethod
     def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
-        """Documents of the data."""
+        """Return the number of documents of the data."""
         return cls.epoch_class.numel_low_level_dataset(low_level_dataset)
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: Any) -> Any:
-        """The data itself, opened."""
+        """Open the data."""
         return cls.epoch_class.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:
@@ -100,26 +100,27 @@ class EpochsOfSamples(MegatronDataset):
 
 
 class EpochsOfMadeUpSamples(EpochsOfSamples):
-    """The same of the engine's made-up tokens."""
+    """The same dataset of the engine's made-up tokens."""
 
     epoch_class = MockGPTDataset
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """The seed of one epoch's order, 0 to 2^32 - 1: the run's own for epoch 0, so that neighbouring seeds of runs do
-    not share their epochs the others are drawn from a hash."""
+    """Return the seed of one epoch's order, 0 to 2^32 - 1.
+
+    Epoch 0 has the run's seed. Those of the others are taken from a hash, so that runs with neighbouring seeds do not
+    share epochs.
+    """
     if epoch == 0:
         return seed
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
-# ---- The engine's index caches, which hold the order of samples between runs: used only as they were written.
-#
-# The engine takes any file of the right name: one that a kill cut short, one with a flipped bit, one of other data, and
-# it would run a pickle inside. So rank 0 keeps the SHA-256 of each in `verified.json` beside them, and removes what
-# does not agree before the engine looks. What is missing is built again, and is the same for the same data. No torch.
-
+# The engine's index caches store the order of samples between runs. The engine accepts any file of the right name: one
+# that a kill truncated, one with a flipped bit, one of other data, and it would run a pickle in it. So rank 0 writes
+# the SHA-256 of each to `verified.json` in the same folder, and removes what does not agree before the engine reads it.
+# What is missing is built again, and is the same for the same data.
 
 LISTED = "verified.json"
 _LOCK = ".lock"
@@ -127,10 +128,10 @@ _SAMPLED = 1 << 24  # bytes
 
 
 def name_of_cache(prefixes: list[str]) -> str:
-    """Folder name for the caches of these datasets, the same on every rank; another one when any is written again.
+    """Return the folder name of these datasets' caches, the same on every rank; it changes when any is written again.
 
-    The engine keys its caches by path, so that new data under an old path would meet the old order. The order follows
-    from the `.idx` files, so each is named by the hash that its sidecar knows, or else by size, time of the last change
+    The engine keys its caches by path, so that new data under an old path would get the old order. The order follows
+    from the `.idx` files, so each is identified by the hash in its sidecar, or else by size, time of the last change
     and the first and last 16 MiB.
     """
     digest = hashlib.sha256()
@@ -143,8 +144,13 @@ def name_of_cache(prefixes: list[str]) -> str:
 
 @contextmanager
 def verified_caches(folder: str | None) -> Iterator[None]:
-    """Around the engine's building, in the one process that writes: what is not as it was written is removed first,
-    and what is there afterwards is written down. Other jobs with the same data wait. None: no caches, nothing to do.
+    """Run the block, in which the engine builds its caches, with caches that are as they were written.
+
+    Before it, caches that have changed are removed; after it, those that are there are listed with their hashes. Other
+    runs with the same data wait. Call it in the process that writes.
+
+    Args:
+        folder: the caches'; with None there are no caches, and nothing is done.
     """
     if folder is None:
         yield
@@ -161,7 +167,7 @@ def verified_caches(folder: str | None) -> Iterator[None]:
 
 
 def _keep_verified(folder: str) -> dict[str, str]:
-    """Remove every array that is not listed or not as listed; returns the others with their hashes."""
+    """Remove every array that is not listed or not as listed; return the others with their hashes."""
     known, kept = _listed(folder), {}
     for name in _arrays(folder):
         path = os.path.join(folder, name)
@@ -180,7 +186,7 @@ def _write_down(folder: str, kept: dict[str, str]) -> None:
 
 
 def _listed(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty where the list is missing or unreadable: then all is built again."""
+    """Return file name -> SHA-256; empty where the list is missing or unreadable: then all caches are built again."""
     try:
         with open(os.path.join(folder, LISTED), encoding="utf-8") as file:
             known = json.load(file)
@@ -203,24 +209,21 @@ def _sampled(path: str) -> str:
     return f"{about.st_size} {about.st_mtime_ns} {hashlib.sha256(content).hexdigest()}"
 
 
-# ----
-
-
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
 
 
 def dataset_builder(bin_path: str, dtype: numpy.dtype) -> IndexedDatasetBuilder:
-    """The engine's writer of one `.bin`, and of its `.idx` on `finalize`."""
+    """Return the engine's writer of one `.bin`, and of its `.idx` on `finalize`."""
     return IndexedDatasetBuilder(bin_path, dtype=dtype.type)
 
 
 def open_dataset(prefix: str, *, mmap: bool = True) -> IndexedDataset:
-    """The engine's reader of `PREFIX.bin` and `PREFIX.idx`: one int array per document."""
+    """Return the engine's reader of `PREFIX.bin` and `PREFIX.idx`: one int array per document."""
     return IndexedDataset(prefix, mmap=mmap)
 
 
 def reads_data(pg_collection: ProcessGroupCollection | None) -> bool:
-    """Whether this rank reads samples from disk: TP rank 0 of the first and of the last pipeline stage."""
+    """Return whether this rank reads samples from disk: TP rank 0 of the first and of the last pipeline stage."""
     if pg_collection is None:
         return True
     stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
@@ -236,17 +239,17 @@ def build_datasets(
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The datasets of the train, valid and test split, each of at least as many samples as asked for.
+    """Build the datasets of the train, valid and test split, each of at least as many samples as asked for.
 
     A split of which 0 samples are asked for is None, and so is every split on a rank that reads no data (`reads_data`).
     Data is repeated where it has fewer samples. All ranks must call this together: rank 0 writes the index caches, the
-    others wait and map them. Torch's process group must be there where more than one prefix is blended.
+    others wait and map them. torch's process group must exist where more than one prefix is blended.
 
     Args:
         pg_collection: None: this process reads everything.
 
     Raises:
-        ConfigError: bad data flags, or a split without a full sequence.
+        ConfigError: the data flags are wrong, or a split has no full sequence.
     """
     samples = (train_samples, valid_samples, test_samples)
     sources = read_sources(run.data)
@@ -289,7 +292,7 @@ def _engine_config(run: Run, tokenizer: Tokenizer, sources: Sources, samples: tu
         create_attention_mask=False,
     )
     if config.split_matrix is not None:
-        # An unused split may hold no document at all, over which the engine's count of epochs never ends.
+        # An unused split may have no document at all, for which the engine would count epochs without end.
         config.split_matrix = [part if count > 0 else None for part, count in zip(config.split_matrix, samples)]
         for split, part in enumerate(config.split_matrix):
             if part is None and samples[split] > 0:
@@ -312,7 +315,7 @@ def _global_rank() -> int:
 
 @contextmanager
 def _quiet(logger_name: str | None) -> Iterator[None]:
-    """No warnings of one logger: the engine warns for each split of mock data that it keeps no cache of it."""
+    """Silence the warnings of one logger: the engine warns for each split of mock data that it is not cached."""
     if logger_name is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""Input files as documents: JSON lines, text files, folders of both, cut into units that a worker reads by itself.
+"""Reads documents from JSON lines, text files, and folders of both, in units that a worker reads independently.
 
-A unit of a `.jsonl` file is a byte range: the worker takes the lines that begin in it. Nobody counts lines until a line
-is wrong; then the newlines before it are counted, so that the error can name it.
+A unit of a `.jsonl` file is a byte range: the worker takes the lines that begin in it. Lines are not counted while they
+are read; for an error, the newlines before the line are counted, so that the message can name its number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _JSONL = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class InputUnit:
-    """Work for one call: the lines of one jsonl file that begin in [start, end), or whole text files."""
+    """A unit of work: the lines of one jsonl file that begin in bytes [start, end), or whole text files."""
 
     paths: tuple[str, ...]
     start: int
@@ -28,26 +28,29 @@ class InputUnit:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the unit in bytes."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
-class DocumentPlace:
-    """Where a document begins: a file and a byte offset in it."""
+class DocumentLocation:
+    """The beginning of a document: a file and a byte offset in it."""
 
     path: str
     offset: int
 
     def error(self, problem: str, extra_bytes: int = 0) -> ConfigError:
-        """The error that names the file and the line (from 1), `extra_bytes` behind the document's beginning."""
+        """Return the error that names the file and the line (from 1), `extra_bytes` after the document's beginning."""
         return ConfigError(f"{self.path}, line {_line_number(self.path, self.offset + extra_bytes)}: {problem}")
 
 
 def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
-    """Files in the order given; a folder stands for its files, sorted, subfolders too, without hidden names.
+    """Return the input files in the order given.
+
+    A folder is replaced by the files in it and in its subfolders, sorted, without hidden names.
 
     Raises:
-        ConfigError: a path that does not exist, a folder without files, an empty file.
+        ConfigError: a path does not exist, a folder has no files, or a file is empty.
     """
     found: list[str] = []
     for item in inputs:
@@ -70,7 +73,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[InputUnit]:
-    """Units of about `unit_bytes`, in the order of the files. Text files are gathered, jsonl files are cut."""
+    """Return units of about `unit_bytes` in the order of the files: jsonl files are split, text files are grouped."""
     units: list[InputUnit] = []
     texts: list[str] = []
     size = 0
@@ -96,31 +99,31 @@ def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[InputUnit
     return units
 
 
-def read_unit(unit: InputUnit, keys: tuple[str, ...]) -> Iterator[tuple[DocumentPlace, list[str]]]:
-    """(place, one text per key) for each document of the unit; a text file is one document with the key "text".
+def read_unit(unit: InputUnit, keys: tuple[str, ...]) -> Iterator[tuple[DocumentLocation, list[str]]]:
+    """Yield (location, one text per key) for each document of a unit; a text file is one document with the key "text".
 
     Raises:
-        ConfigError: naming file and line, for invalid UTF-8, a line that is no JSON object, a missing key, a value that
-            is no text, an empty text.
+        ConfigError: naming file and line, for invalid UTF-8, a line that is not a JSON object, a missing key, a value
+            that is not a string, or an empty text.
     """
     if unit.is_jsonl:
         for offset, line in _lines_beginning_in(unit):
-            place = DocumentPlace(unit.paths[0], offset)
-            yield place, _texts_of_line(line, keys, place)
+            location = DocumentLocation(unit.paths[0], offset)
+            yield location, _texts_of_line(line, keys, location)
         return
     for path in unit.paths:
-        place = DocumentPlace(path, 0)
+        location = DocumentLocation(path, 0)
         with open(path, "rb") as file:
-            text = _decode(file.read(), place)
+            text = _decode(file.read(), location)
         if keys != ("text",):
             raise ConfigError(
                 f"{path} is a text file, whose only key is text; --json-keys {' '.join(keys)} needs .jsonl files"
             )
-        yield place, [text]
+        yield location, [text]
 
 
 def _lines_beginning_in(unit: InputUnit) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line without its newline). A line across the start belongs to the unit before."""
+    """Yield (byte offset, line without its newline). A line across the unit's start belongs to the unit before."""
     with open(unit.paths[0], "rb") as file:
         offset = unit.start
         if offset > 0:
@@ -134,48 +137,48 @@ def _lines_beginning_in(unit: InputUnit) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _texts_of_line(line: bytes, keys: tuple[str, ...], place: DocumentPlace) -> list[str]:
-    text = _decode(line, place)
+def _texts_of_line(line: bytes, keys: tuple[str, ...], location: DocumentLocation) -> list[str]:
+    text = _decode(line, location)
     if not text.strip():
-        raise place.error("the line is empty")
+        raise location.error("the line is empty")
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise place.error(f"no valid JSON ({error})") from error
+        raise location.error(f"no valid JSON ({error})") from error
     if not isinstance(record, dict):
-        raise place.error(f"a JSON object is expected, this is a {type(record).__name__}")
+        raise location.error(f"a JSON object is expected, this is a {type(record).__name__}")
     values = []
     for key in keys:
         if key not in record:
-            raise place.error(
+            raise location.error(
                 f"key {key!r} is missing (it has: {', '.join(map(repr, record)) or 'no keys'}); see --json-keys"
             )
         value = record[key]
         if not isinstance(value, str):
-            raise place.error(f"the value of {key!r} is a {type(value).__name__}, not a text")
+            raise location.error(f"the value of {key!r} is a {type(value).__name__}, not a text")
         if not value:
-            raise place.error(f"the text of {key!r} is empty")
+            raise location.error(f"the text of {key!r} is empty")
         if not value.isascii():
-            _refuse_lone_surrogates(value, key, place)
+            _refuse_lone_surrogates(value, key, location)
         values.append(value)
     return values
 
 
-def _refuse_lone_surrogates(value: str, key: str, place: DocumentPlace) -> None:
+def _refuse_lone_surrogates(value: str, key: str, location: DocumentLocation) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise place.error(
-            f"the text of {key!r} holds a lone surrogate, which no UTF-8 text can ({error.reason})"
+        raise location.error(
+            f"the text of {key!r} contains a lone surrogate, which UTF-8 cannot encode ({error.reason})"
         ) from error
 
 
-def _decode(content: bytes, place: DocumentPlace) -> str:
+def _decode(content: bytes, location: DocumentLocation) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        problem = f"invalid UTF-8, byte 0x{content[error.start]:02x} at offset {place.offset + error.start}"
-        raise place.error(problem, extra_bytes=error.start) from error
+        problem = f"invalid UTF-8, byte 0x{content[error.start]:02x} at offset {location.offset + error.start}"
+        raise location.error(problem, extra_bytes=error.start) from error
 
 
 def _line_number(path: str, offset: int) -> int:

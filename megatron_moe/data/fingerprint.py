@@ -1,7 +1,9 @@
-"""Which data files a run reads: sizes, times and hashes, kept in its checkpoints and held against the files later.
+"""Checks that a resumed run reads the same samples: the same files, in the same order. Loads no torch.
 
-A run goes on at sample number n. Behind another file of the same name, sample n is another text, and nobody would see
-it: so a resume compares first, and a run that saves looks whether a file changed under it. No torch.
+A run resumes at sample number n. If a file of the same name has other content, sample n is another text, and with
+another seed, sequence length, blend or split some samples are trained on twice and others not at all; the losses show
+neither. So sizes, times and hashes of the data files are saved in checkpoints, a resume compares them and the settings
+that decide the order, and a run that saves checks that no file has changed since it began.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ Fingerprint = dict[str, dict[str, dict[str, Any]]]
 
 
 def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
-    """The files of the data flags as they are now; empty for `--mock-data`. Call it after `check_data`.
+    """Return the files of the data flags as they are now; empty for `--mock-data`. Call it after `check_data`.
 
-    sha256 is the sidecar's; without a sidecar this reads the file, `.bin` files up to `--data-verify-gb` in all, else
-    it is None. verified: the content has been read by this process, or by `check_data` before it, and has that hash.
+    sha256 is the sidecar's. Without a sidecar the file is read, unless the `.bin` files together are larger than
+    `--data-verify-gb`; then it is None. verified: the content has been read by this process, or by `check_data` before
+    it, and has that hash.
 
     Args:
         deep: whether files may be read; default: only in the process of rank 0.
@@ -50,9 +53,10 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
 
 
 def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str) -> list[str]:
-    """Every file that both know by the same prefix is the same. Other prefixes are another flag, told as such.
+    """Check that every file that both name by the same prefix is the same.
 
-    Content decides where it was read now; where it was not, the time of the last change does.
+    Files are compared by content where it was read now, otherwise by the time of the last change. Prefixes that differ
+    are for `require_same_order`, which compares the flags.
 
     Args:
         where: the checkpoint, for the message.
@@ -61,7 +65,7 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
         What `--accept-changed-data` accepted, for the log.
 
     Raises:
-        ConfigError: naming the file and both values.
+        ConfigError: a file differs; the message names it and both values.
     """
     accepted = []
     for prefix in sorted(now.keys() & saved.keys()):
@@ -69,18 +73,18 @@ def require_same_data(run: Run, now: Fingerprint, saved: Fingerprint, where: str
             difference = _difference(entry, saved[prefix][suffix])
             if difference is None:
                 continue
-            told = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
+            problem = f"{prefix}{suffix} is not the file that {where} was trained on: {difference}"
             if not run.data.accept_changed_data:
                 raise ConfigError(
-                    f"{told}; put that file back, name the new data otherwise, or go on with it by "
+                    f"{problem}; restore that file, give the new data another name, or continue with it by "
                     "--accept-changed-data"
                 )
-            accepted.append(f"WARNING: {told}; --accept-changed-data goes on with it")
+            accepted.append(f"WARNING: {problem}; --accept-changed-data goes on with it")
     return accepted
 
 
 def changed_since(fingerprint: Fingerprint) -> str | None:
-    """The first file that is gone or has another size or time than when the fingerprint was taken, in words."""
+    """Return what changed in the first file that is gone or has another size or time than in the fingerprint."""
     for prefix, files in fingerprint.items():
         for suffix, entry in files.items():
             path = prefix + suffix
@@ -105,26 +109,19 @@ def _difference(now: dict[str, Any], saved: dict[str, Any]) -> str | None:
         if now["verified"]:
             return None
     if now["mtime_ns"] != saved["mtime_ns"]:
-        return (
-            "it was written to since, and its content was not compared (--data-verify-gb is the limit of what is read)"
-        )
+        return "it was written to since, and its content was not compared (--data-verify-gb limits what is read)"
     return None
 
 
-# ---- What decides which sample is number n, held against the checkpoint that a run goes on from. No torch.
-#
-# A run goes on at sample number n. With another seed, sequence length, blend or split, the samples below n are not
-# those that were trained on: some come a second time and others never, and nothing in the losses says so.
-
-
+# Next to the sources, these settings decide which sample is number n.
 _SETTINGS = ("mock_data", "seed", "seq_length")
 
 
 def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str) -> list[str]:
-    """Every setting that decides the order of samples is the checkpoint's. How many ranks read them, in what
-    micro-batches, and how many the run takes in all decide nothing.
+    """Check that every setting that decides the order of samples is the checkpoint's.
 
-    A prefix may have moved: the same content, by size and SHA-256, at the same place of the blend is the same data.
+    The order does not depend on the number of ranks, the micro-batch size or the number of samples of the run. A prefix
+    may have moved: the same content, by size and SHA-256, at the same position in the blend is the same data.
 
     Args:
         now, saved: the data files of this run, and of the checkpoint.
@@ -135,7 +132,7 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
         What `--accept-changed-data` accepted, for the log.
 
     Raises:
-        ConfigError: with every setting that differs.
+        ConfigError: settings differ; the message lists them all.
     """
     known = flatten(run).keys()
     before = build({name: value for name, value in config.items() if name in known})
@@ -148,13 +145,13 @@ def require_same_order(run: Run, now: Fingerprint, config: dict[str, Any], saved
         lines += _other_sources(run, now, before, saved)
     if not lines:
         return []
-    told = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
+    problem = f"{where} was trained on another order of samples:\n  " + "\n  ".join(lines)
     if not run.data.accept_changed_data:
         raise ConfigError(
-            f"{told}\nsome samples would come twice and others never; use the checkpoint's values, or go on at the same"
-            " number of the new order by --accept-changed-data"
+            f"{problem}\nsome samples would be trained on twice and others not at all; use the checkpoint's values, or "
+            "continue at the same number of the new order by --accept-changed-data"
         )
-    return [f"WARNING: {told}\n--accept-changed-data goes on at the same number of the new order"]
+    return [f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
 
 
 def _other_sources(run: Run, now: Fingerprint, before: Run, saved: Fingerprint) -> list[str]:

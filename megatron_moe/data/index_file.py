@@ -1,10 +1,13 @@
-"""Read and verify an indexed dataset, `PREFIX.bin` and `PREFIX.idx`, with numpy alone.
+"""Reads and verifies an indexed dataset, `PREFIX.bin` and `PREFIX.idx`, and counts its tokens, with numpy alone.
 
-The engine opens a dataset whose `.bin` is cut short, or whose index points nowhere, and fails at the first bad
-document, hours later. `open_index` looks at every length, pointer and document first and names the file and the byte
+The engine opens a dataset whose `.bin` is truncated, or whose index points outside of it, and fails at the first bad
+document, hours later. `open_index` checks every length, pointer and document first and names the file and the byte
 offset of what is wrong. Layout of `.idx`, little endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64
 number of sequences n, uint64 number of document marks d, int32[n] lengths (tokens), int64[n] pointers (bytes into
 `.bin`), int64[d] document marks (sequence numbers, first 0, last n).
+
+`unigram_entropy` and `label_entropy` return the entropy of tokens under their own frequencies, which is the lowest loss
+that a model without context can reach.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ _CHUNK_TOKENS = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> numpy.dtype:
-    """uint16 where every id of the vocabulary fits below the format's bound, else int32."""
+    """Return uint16 where every id of the vocabulary is below the format's bound, else int32."""
     return numpy.dtype("uint16") if vocab_size < SMALL_VOCABULARY else numpy.dtype("int32")
 
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """A verified index.
+    """An index that has been verified.
 
     Attributes:
         prefix: path without `.bin` or `.idx`.
@@ -56,20 +59,22 @@ class TokenIndex:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in `.bin`."""
         return int(self.lengths.sum(dtype=numpy.int64))
 
     @property
     def num_documents(self) -> int:
+        """Number of documents."""
         return len(self.documents) - 1
 
     def chunks(self) -> Iterator[tuple[int, numpy.ndarray]]:
-        """(number of the first token, tokens) for consecutive parts of `.bin`, at most 2^24 tokens each."""
+        """Yield (number of the first token, tokens) for consecutive parts of `.bin`, at most 2^24 tokens each."""
         tokens: numpy.ndarray = numpy.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             yield start, tokens[start : start + _CHUNK_TOKENS]
 
     def document_of(self, token_number: int) -> tuple[int, int]:
-        """(document, offset in it) of the token that is `token_number`-th in `.bin`."""
+        """Return (document, offset in the document) of token number `token_number` of `.bin`."""
         ends = numpy.cumsum(self.lengths, dtype=numpy.int64)
         sequence = int(numpy.searchsorted(ends, token_number, side="right"))
         document = int(numpy.searchsorted(self.documents, sequence, side="right")) - 1
@@ -78,11 +83,11 @@ class TokenIndex:
 
 
 def open_index(prefix: str) -> TokenIndex:
-    """Open `PREFIX.idx` and check it, and the size of `PREFIX.bin`, completely.
+    """Open `PREFIX.idx` and check all of it, and the size of `PREFIX.bin`.
 
     Raises:
-        ConfigError: a file is missing, empty, cut short, too long, or inconsistent; names the file and, where there is
-            one, the byte offset.
+        ConfigError: a file is missing, empty, truncated, too long, or inconsistent; the message names the file and,
+            where there is one, the byte offset.
     """
     for suffix in (".idx", ".bin"):
         path = prefix + suffix
@@ -97,7 +102,7 @@ def open_index(prefix: str) -> TokenIndex:
     documents_at = pointers_at + 8 * count
     expected = documents_at + 8 * marks
     size = os.path.getsize(path)
-    # The engine may append one byte per sequence (modes of multimodal data), which nothing here reads.
+    # The engine may append one byte per sequence (modes of multimodal data), which are not read here.
     if size not in (expected, expected + count):
         raise ConfigError(
             f"{path}: {size} bytes, but its header ({count} sequences, {marks} document marks) makes {expected}; "
@@ -159,7 +164,7 @@ def _check_lengths(path: str, lengths: numpy.ndarray) -> None:
 def _check_pointers(
     path: str, pointers: numpy.ndarray, ends: numpy.ndarray, lengths: numpy.ndarray, itemsize: int, at: int
 ) -> None:
-    """Sequences lie in `.bin` one after another without gaps, as every writer of the format leaves them."""
+    """Check that sequences are stored in `.bin` one after another without gaps, as writers of the format do."""
     bad = pointers != (ends - lengths) * itemsize
     if bad.any():
         i = _first(bad)
@@ -199,16 +204,13 @@ def _check_bin_size(prefix: str, num_tokens: int, dtype: numpy.dtype) -> None:
         )
 
 
-# ---- Entropy of tokens under their own frequencies: what a model that ignores context can reach at best.
-#
-# H = -sum_v p_v ln p_v with p_v = count_v / total, in nats per token (Shannon 1948), comparable to a cross-entropy.
-
-
 def entropy_of_counts(counts: numpy.ndarray) -> float:
-    """Entropy in nats of int counts [V]; zero counts add nothing.
+    """Return the entropy of int counts [V] in nats per token; zero counts add nothing.
+
+    H = -sum_v p_v ln p_v with p_v = count_v / total (Shannon 1948), comparable to a cross-entropy.
 
     Raises:
-        ValueError: no counts above zero.
+        ValueError: no count is above zero.
     """
     total = int(counts.sum())
     if total <= 0:
@@ -218,11 +220,11 @@ def entropy_of_counts(counts: numpy.ndarray) -> float:
 
 
 def unigram_entropy(source: str | Any) -> float:
-    """Entropy in nats per token of all tokens of an indexed dataset.
+    """Return the entropy in nats per token of all tokens of an indexed dataset.
 
     Args:
-        source: a prefix (path without .bin/.idx), or the engine's IndexedDataset, or anything that yields 1-D integer
-            arrays, one per document.
+        source: a prefix (path without .bin/.idx), the engine's IndexedDataset, or any sequence of 1-D integer arrays,
+            one per document.
     """
     if isinstance(source, str):
         return entropy_of_counts(_count(tokens for _, tokens in open_index(source).chunks()))
@@ -230,9 +232,9 @@ def unigram_entropy(source: str | Any) -> float:
 
 
 def label_entropy(dataset: Any, num_samples: int) -> float:
-    """Entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
+    """Return the entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
 
-    These are the very tokens that an evaluation over those samples predicts.
+    These are the tokens that an evaluation over those samples predicts.
 
     Args:
         dataset: samples with `labels` int64 [S] and `loss_mask` float [S].
@@ -242,7 +244,7 @@ def label_entropy(dataset: Any, num_samples: int) -> float:
 
 
 def _count(arrays: Iterable[numpy.ndarray]) -> numpy.ndarray:
-    """Occurrences of each id, int64 [largest id + 1]."""
+    """Return the number of occurrences of each id, int64 [largest id + 1]."""
     counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
     for array in arrays:
         new = numpy.bincount(array)

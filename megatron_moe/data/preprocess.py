@@ -1,9 +1,10 @@
-"""Text to indexed datasets: `PREFIX_KEY_document.bin`, `.idx` and the sidecar `.json`, in parallel.
+"""Writes text as indexed datasets, `PREFIX_KEY_document.bin`, `.idx` and the sidecar `.json`, in parallel.
 
-The story of a run: find the inputs; refuse existing outputs; train a tokenizer where that is asked for; cut the inputs
-into units; workers turn a unit into token bytes and document lengths; this process writes them, in the order of the
-inputs, through the engine's builder into a folder aside; when all is written, three renames publish each dataset. The
-`.idx` is renamed last: without it a dataset does not open, so a half-published one is never taken for whole.
+The steps: find the inputs; refuse existing outputs; train a tokenizer where that is asked for; divide the inputs into
+units; workers turn a unit into token bytes and document lengths; this process writes them, in the order of the inputs,
+through the engine's builder into a temporary folder; when all is written, each dataset is published by renaming its
+files. The `.idx` is renamed last: a dataset without it does not open, so a half-published one is not taken for
+complete.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import DataConfig
-from megatron_moe.data.documents import DocumentPlace, InputUnit, find_inputs, read_unit, work_units
+from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import token_dtype
 from megatron_moe.data.sidecar import FORMAT, Sidecar, sidecar_path
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to preprocess; one field per flag of tools/preprocess_data.py. `workers` None: one per available core."""
+    """The options of tools/preprocess_data.py, one field per flag. With `workers` None there is one per core."""
 
     input: tuple[str, ...]
     output_prefix: str
@@ -65,8 +66,9 @@ class PreprocessOptions:
 
 @dataclass(frozen=True)
 class EncodedUnit:
-    """One unit after a worker: for each key the token bytes and the document lengths (int32), and the bytes "
-    "of input."""
+    """A unit as a worker returns it: for each key the token bytes and the document lengths (int32), and the bytes of
+    input.
+    """
 
     tokens: list[bytes]
     lengths: list[numpy.ndarray]
@@ -75,7 +77,7 @@ class EncodedUnit:
 
 @dataclass
 class DatasetWriter:
-    """One dataset while it is written aside: the engine's builder, and the facts of the sidecar."""
+    """A dataset that is being written to temporary files: the engine's builder, and what the sidecar will say."""
 
     prefix: str
     aside: str
@@ -88,12 +90,13 @@ class DatasetWriter:
 
     @cached_property
     def builder(self) -> IndexedDatasetBuilder:
-        """Made for the first unit: importing the engine takes seconds, and by then the workers are busy."""
+        """The engine's builder, made for the first unit: importing the engine takes seconds while the workers run."""
         from megatron_moe.data.datasets import dataset_builder
 
         return dataset_builder(f"{self.aside}.bin", self.dtype)
 
     def add(self, content: bytes, lengths: numpy.ndarray) -> None:
+        """Append documents: their token bytes, and their lengths in tokens."""
         ids = numpy.frombuffer(content, dtype=self.dtype)
         if len(ids) == 0:
             return
@@ -140,12 +143,12 @@ class DatasetWriter:
 
 
 def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dict[str, Sidecar]:
-    """Write the datasets of `options`; returns prefix (`PREFIX_KEY_document`) -> sidecar, one per key.
+    """Write the datasets of `options` and return prefix (`PREFIX_KEY_document`) -> sidecar, one per key.
 
-    Nothing is left behind on an error, and existing files stay as they were.
+    On an error, temporary files are removed and existing files stay as they were.
 
     Raises:
-        ConfigError: wrong options, wrong input (naming file and line), outputs that exist without `overwrite`.
+        ConfigError: options or input are wrong (naming file and line), or outputs exist and `overwrite` is off.
     """
     prefixes = [f"{options.output_prefix}_{key}_document" for key in options.json_keys]
     _check_options(options, prefixes)
@@ -217,7 +220,7 @@ def _train_tokenizer(options: PreprocessOptions, files: list[str]) -> None:
 
 
 class Encoder:
-    """Turns units into token bytes; each worker holds one."""
+    """A tokenizer with the options that turn a unit into token bytes; each worker has one."""
 
     def __init__(self, options: PreprocessOptions) -> None:
         self.keys = options.json_keys
@@ -226,11 +229,12 @@ class Encoder:
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def encode(self, unit: InputUnit) -> EncodedUnit:
+        """Return the token bytes and document lengths of a unit."""
         ids: list[list[int]] = [[] for _ in self.keys]
         lengths: list[list[int]] = [[] for _ in self.keys]
-        for place, texts in read_unit(unit, self.keys):
+        for location, texts in read_unit(unit, self.keys):
             for number, text in enumerate(texts):
-                new = self._ids(text, place)
+                new = self._ids(text, location)
                 ids[number].extend(new)
                 lengths[number].append(len(new))
         return EncodedUnit(
@@ -239,13 +243,13 @@ class Encoder:
             unit.num_bytes,
         )
 
-    def _ids(self, text: str, place: DocumentPlace) -> list[int]:
+    def _ids(self, text: str, location: DocumentLocation) -> list[int]:
         try:
             ids = self.tokenizer.tokenize(text)
         except ConfigError as error:
-            raise place.error(str(error)) from error
+            raise location.error(str(error)) from error
         if not ids:
-            raise place.error("the text gives no tokens")
+            raise location.error("the text gives no tokens")
         return [*ids, self.tokenizer.eod] if self.append_eod else ids
 
 
@@ -253,7 +257,7 @@ _encoder: Encoder | None = None
 
 
 def _start_worker(options: PreprocessOptions) -> None:
-    """Ctrl-C reaches every process of the terminal: the parent answers it and ends the workers."""
+    """Build this worker's encoder. Ctrl-C reaches every process of the terminal; the parent ends the workers."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _encoder = Encoder(options)
@@ -265,7 +269,10 @@ def _encode_in_worker(unit: InputUnit) -> EncodedUnit:
 
 
 def encode_units(options: PreprocessOptions, units: list[InputUnit]) -> Generator[EncodedUnit, None, None]:
-    """The units encoded, in their order, by `workers` processes that start at once (by this one, where 1 is enough)."""
+    """Return a generator of the encoded units in order.
+
+    `workers` processes encode them and start immediately; with one worker, this process does it.
+    """
     available = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
     workers = min(available, len(units))
     if workers == 1:
@@ -298,7 +305,7 @@ def _in_order(
     except BrokenProcessPool as error:
         raise RuntimeError("a worker process died (out of memory?); try fewer --workers") from error
     finally:
-        if window:  # an error or Ctrl-C: nobody waits for what the workers are at
+        if window:  # an error or Ctrl-C: what the workers are doing is not needed any more
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
         executor.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""The sidecar `PREFIX.json` beside `PREFIX.bin` and `PREFIX.idx`: what was written, with which tokenizer.
+"""The sidecar `PREFIX.json` of `PREFIX.bin` and `PREFIX.idx`: what was written, with which tokenizer.
 
-It makes three silent mistakes loud at the start of a run: data of another tokenizer, ids beyond the vocabulary, and
-files that changed after they were written.
+With it, the start of a run detects data of another tokenizer, ids beyond the vocabulary, and files that changed after
+they were written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Facts of one indexed dataset. Sizes in bytes, hashes in hex, ids inclusive."""
+    """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive."""
 
     format: int
     tokens: int
@@ -37,19 +37,20 @@ class Sidecar:
     idx_sha256: str
 
     def to_json(self) -> str:
+        """Return the content of the file."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
 def sidecar_path(prefix: str) -> str:
-    """`PREFIX.json`."""
+    """Return the path of a dataset's sidecar, `PREFIX.json`."""
     return f"{prefix}.json"
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """The sidecar of a dataset, or None where there is none.
+    """Return the sidecar of a dataset, or None where there is none.
 
     Raises:
-        ConfigError: the file is there but is not a sidecar that this version reads.
+        ConfigError: the file exists but is not a sidecar that this version reads.
     """
     path = sidecar_path(prefix)
     if not os.path.exists(path):

@@ -1,7 +1,7 @@
-"""Where a run's tokens come from: the data flags, parsed and checked, without opening a file.
+"""Parses and checks the data flags, which say where a run's tokens come from, without opening a file.
 
 `--data-path` names one or more prefixes, with or without weights, that `--split` divides into train, valid and test;
-`--train-data-path`, `--valid-data-path` and `--test-data-path` name prefixes for each by itself.
+`--train-data-path`, `--valid-data-path` and `--test-data-path` name prefixes for one split each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes and, where given, a weight above zero for each."""
+    """A blend of datasets: their prefixes and, where given, a weight above zero for each."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -29,7 +29,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class Sources:
-    """Either `mock`, or one `blend` divided by `split`, or a blend or None per split in `per_split`."""
+    """The data of a run: `mock`, or one `blend` divided by `split`, or a blend (or None) per split in `per_split`."""
 
     mock: bool = False
     blend: Blend | None = None
@@ -37,16 +37,16 @@ class Sources:
     per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
 
     def blend_of(self, split: int) -> Blend | None:
-        """The blend that split number `split` (0 train, 1 valid, 2 test) draws from."""
+        """Return the blend that split number `split` (0 train, 1 valid, 2 test) draws from."""
         return self.blend if self.per_split is None else self.per_split[split]
 
     def prefixes(self) -> list[str]:
-        """Every prefix once, in the order of the flags."""
+        """Return every prefix once, in the order of the flags."""
         blends = [self.blend_of(i) for i in range(len(SPLITS))]
         return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
     def sequence_range(self, split: int, num_sequences: int) -> tuple[int, int]:
-        """The sequences [begin, end) of a dataset that belong to a split, as the engine divides them."""
+        """Return the range [begin, end) of a dataset's sequences that the engine assigns to a split."""
         if self.split is None:
             return 0, num_sequences
         ends = [0.0]
@@ -56,10 +56,10 @@ class Sources:
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """The sources of the data flags.
+    """Return the sources that the data flags name.
 
     Raises:
-        ConfigError: flags that exclude each other, no data at all, malformed weights or split.
+        ConfigError: flags exclude each other, there is no data, or weights or the split are malformed.
     """
     flags = ("train_data_path", "valid_data_path", "test_data_path")
     given = [_flag(name) for name in ("data_path", *flags) if getattr(data, name)]
@@ -87,10 +87,10 @@ def read_sources(data: DataConfig) -> Sources:
 
 
 def parse_split(split: str) -> list[float]:
-    """Three shares that sum to 1, from one to three plain decimal numbers separated by commas.
+    """Return three shares that sum to 1, from one to three decimal numbers separated by commas.
 
     Raises:
-        ConfigError: anything else, or numbers that sum to zero.
+        ConfigError: the text is something else, or the numbers sum to zero.
     """
     parts = [part.strip() for part in split.split(",")]
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts):
@@ -113,10 +113,10 @@ def _number(word: str) -> float | None:
 
 
 def _parse_blend(flag: str, words: tuple[str, ...]) -> Blend:
-    """`PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+    """Parse `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
-    Megatron-LM reads an odd number of words as prefixes alone, weights included; here a first word that is a number
-    means weights, and then they must be complete. A prefix whose name is a number can be written ./7.
+    Megatron-LM reads an odd number of words as prefixes, weights included; here a first word that is a number means
+    weights, and then every prefix needs one. A prefix whose name is a number can be written ./7.
     """
     words = tuple(word.strip() for word in words)
     shown = f"{flag} {' '.join(words)}"
@@ -139,6 +139,8 @@ def _parse_blend(flag: str, words: tuple[str, ...]) -> Blend:
                 f"{shown}: weight {word} of {prefix} must be a number above zero; to leave data out, drop its prefix"
             )
         if _number(prefix) is not None:
-            raise ConfigError(f"{shown}: {prefix} stands where a prefix should; WEIGHT PREFIX WEIGHT PREFIX ...")
+            raise ConfigError(
+                f"{shown}: {prefix} is a number where a prefix is expected; WEIGHT PREFIX WEIGHT PREFIX ..."
+            )
         weights.append(weight)
     return Blend(words[1::2], None if len(weights) == 1 else tuple(weights))

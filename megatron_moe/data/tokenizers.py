@@ -1,8 +1,8 @@
-"""Text to token ids and back: one small protocol over four kinds of tokenizer.
+"""Tokenizers: text to token ids and back, with one interface for SentencePiece, Hugging Face, bytes and plain ids.
 
-A tokenizer is named by `--tokenizer-type` and read from `--tokenizer-model`. `tokenize` never adds a special token: the
+A tokenizer is named by `--tokenizer-type` and read from `--tokenizer-model`. `tokenize` adds no special tokens: the
 end-of-document id `eod` is added by preprocessing where `--append-eod` asks for it. `sha256` identifies the content of
-the model, not the path, and travels in the sidecar of every dataset written with it.
+the model, not the path, and is stored in the sidecar of every dataset written with it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(ABC):
-    """What the rest of the project may ask of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
         name: the value of `--tokenizer-type`.
         vocab_size: number of ids; every id is in [0, vocab_size).
         eod: id that ends a document.
-        bos: id that begins a document, or None. Nothing here inserts it.
+        bos: id that begins a document, or None. Preprocessing does not insert it.
         sha256: hex SHA-256 of the model's content.
     """
 
@@ -40,27 +40,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens."""
+        """Return the ids of `text`, without special tokens."""
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of `ids`.
+        """Return the text of `ids`.
 
-        Special tokens give no text. An id outside the vocabulary (a model's padded vocabulary has some) and a byte
-        sequence that is not UTF-8 give U+FFFD: generated ids always have a text.
+        Special tokens are left out. An id outside the vocabulary (a model's padded vocabulary has some) and a byte
+        sequence that is not UTF-8 become U+FFFD, so that any generated ids can be decoded.
         """
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What the engine writes into the key of its index caches."""
+        """Type and hash of the tokenizer, which the engine writes into the key of its index caches."""
         return OrderedDict([("tokenizer_type", self.name), ("sha256", self.sha256)])
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model file. `eod` is the model's own end-of-sentence piece, `</s>`, and `bos` its `<s>`.
+    """A tokenizer of a SentencePiece model file; `eod` is its end-of-sentence piece, `</s>`, and `bos` its `<s>`.
 
-    SentencePiece writes a space as U+2581 inside pieces, so that a text's own U+2581 would come back as a space. Where
-    the model has byte pieces, that one character goes through them, and the round trip is exact for every text.
+    SentencePiece writes a space as U+2581 inside pieces, so that a U+2581 of the text would be decoded as a space.
+    Where the model has byte pieces, that character is encoded as bytes, and the round trip is exact for every text.
     """
 
     name = "SentencePieceTokenizer"
@@ -88,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._space_symbol_ids = self._byte_pieces(self._SPACE_SYMBOL)
 
     def _byte_pieces(self, text: str) -> list[int] | None:
-        """The ids of the byte pieces of `text`, or None where the model has none."""
+        """Return the ids of the byte pieces of `text`, or None where the model has none."""
         ids = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in text.encode()]
         return ids if all(self._model.is_byte(i) for i in ids) else None
 
@@ -107,11 +107,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` file of the tokenizers library, or a folder that holds one.
+    """A tokenizer of a `tokenizer.json` file of the tokenizers library, or of a folder that contains one.
 
-    `eod` is the end-of-sequence token that `tokenizer_config.json` or `special_tokens_map.json` beside the file names;
-    without either, the one token of the vocabulary whose name is among the usual ones. Truncation and padding that the
-    file may carry are switched off: they would cut documents.
+    `eod` is the end-of-sequence token that `tokenizer_config.json` or `special_tokens_map.json` in the same folder
+    names; without either, the one token of the vocabulary whose name is among the usual ones. Truncation and padding
+    that the file may set are switched off: they would cut documents.
     """
 
     name = "HuggingFaceTokenizer"
@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         path = Path(model)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise ConfigError(f"--tokenizer-model {model} holds no tokenizer.json; give the file or its folder")
+            raise ConfigError(f"--tokenizer-model {model} contains no tokenizer.json; give the file or its folder")
         content = file.read_bytes()
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 ends a document. Needs no file."""
+    """A tokenizer of UTF-8 bytes: ids 0 to 255 are the bytes, 256 ends a document. It needs no file."""
 
     name = "ByteTokenizer"
     vocab_size = 257
@@ -173,7 +173,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Ids written as decimal numbers between white space, for data that is tokenized already and for mock data.
+    """A tokenizer of ids written as decimal numbers between white space, for tokenized data and mock data.
 
     `vocab_size` counts the end-of-document id, which is the last one: texts may use 0 to vocab_size - 2.
     """
@@ -206,15 +206,15 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a run.
+    """Build the tokenizer of a run.
 
     Args:
         data: the run's data section: `tokenizer_type`, `tokenizer_model`, `mock_data`.
-        vocab_size: `--vocab-size`. Required by NullTokenizer, which mock data uses where no type is given; for the
-            others it is the model's size (see `checks.check_data`) and changes nothing here.
+        vocab_size: `--vocab-size`. NullTokenizer, which mock data uses where no type is given, requires it; the others
+            ignore it (`checks.check_data` compares it with theirs).
 
     Raises:
-        ConfigError: a missing flag, a missing or malformed file.
+        ConfigError: a flag is missing, or a file is missing or malformed.
     """
     kind = data.tokenizer_type
     if kind is None and data.mock_data:
@@ -248,7 +248,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
 
 
 def _decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
-    """Decode maximal runs of known ids together and put U+FFFD for each unknown id between them."""
+    """Decode maximal runs of known ids together, with U+FFFD for each unknown id between them."""
     pieces: list[str] = []
     run: list[int] = []
     for token in map(int, ids):
@@ -265,7 +265,10 @@ def _decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int
 
 
 def _special_token(folder: Path, role: str, usual: tuple[str, ...], vocabulary: dict[str, int]) -> int | None:
-    """Id of the special token `role` named by the files in `folder`, else of the only usual name in the vocabulary."""
+    """Return the id of the special token `role` that the files in `folder` name.
+
+    Where they name none, return that of the usual name in the vocabulary, if it has exactly one; otherwise None.
+    """
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if not file.is_file():
             continue

@@ -1,7 +1,7 @@
-"""A run's architecture, from the folder that its weights come from, as a preset would give it. No torch.
+"""Takes a run's architecture from the folder that its weights come from, as from a preset. Loads no torch.
 
-The command line is read before torch is loaded, and a folder's architecture is no matter of taste: what it says is
-filled in, and what contradicts it is an error, wherever that was written.
+The command line is read before torch is loaded. Settings of the folder's architecture are filled in, and a setting that
+contradicts them is an error, whether it is a flag or in a file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_moe.hf.config import Settings, settings
 from megatron_moe.hf.folder import HFFolder
 
 _ALSO_FILLED_IN = ("max_position_embeddings", "moe_router_dtype")
-"""Settings that may differ from the folder's, which stand where none was given."""
+"""Settings that may differ from the folder's; the folder's are used where none was given."""
 
-# What two ways to write the same thing come to.
+# The meaning of settings that can be written in several ways.
 _MEANING: dict[str, Callable[[Run], Any]] = {
     "ffn_hidden_size": derived.ffn_hidden_size,
     "moe_ffn_hidden_size": derived.moe_ffn_hidden_size,
@@ -34,15 +34,15 @@ _MEANING: dict[str, Callable[[Run], Any]] = {
 
 
 def filled_in(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the architecture of the folder that they name: for `cli.parse`.
+    """Return settings with the architecture of the folder that they name; `cli.parse` calls this.
 
-    A run that has saved a step since it was imported goes on from that step: the folder may be gone by then.
+    A run that has saved a step since it was imported takes it from that step: the folder may be gone by then.
 
     Args:
-        given: what stands in flags, `--config` and `--preset`, by field name.
+        given: the settings of flags, `--config` and `--preset`, by field name.
 
     Returns:
-        The same with the folder's architecture and vocabulary; `given` itself where it names no such folder.
+        The settings with the folder's architecture and vocabulary; `given` itself where it names no such folder.
 
     Raises:
         ConfigError: the folder cannot be read or used, or a setting contradicts it.
@@ -53,45 +53,45 @@ def filled_in(given: dict[str, Any]) -> dict[str, Any]:
         step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=given.get("verify_checkpoint", True))
         if step is not None:
             where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"
-            return _joined(given, _of_step(step), where)
+            return _merged(given, _settings_of_step(step), where)
         if imported is None:
             raise ConfigError(
-                f"--use-checkpoint-args: --load {root} holds no step yet to take the architecture from; give it with "
+                f"--use-checkpoint-args: --load {root} has no step yet to take the architecture from; give it with "
                 "--preset, --config or flags"
             )
     if imported is not None:
         where = f"--load-hf {imported}"
-        return _joined(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
+        return _merged(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
     return given
 
 
 def settings_of(folder: HFFolder, where: str) -> Settings:
-    """The architecture of a Hugging Face folder, and what is to be told about it.
+    """Return the architecture of a Hugging Face folder, with notes for the user.
 
-    Whether there are layers of multi-token prediction is for its tensors to say: transformers leaves them out of what
-    it saves, and their number in the configuration.
+    Its tensors decide whether there are layers of multi-token prediction: transformers does not save these, but leaves
+    their number in the configuration.
     """
     layers = folder.config.get("num_hidden_layers")
     extra = isinstance(layers, int) and any(name.startswith(f"model.layers.{layers}.") for name in folder.tensors)
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 
-def _of_step(step: Path) -> dict[str, Any]:
+def _settings_of_step(step: Path) -> dict[str, Any]:
     saved, fields = checkpoints.read_json(step / checkpoints.CONFIG), all_fields()
     names = [name for name in (*architecture_keys(), *_ALSO_FILLED_IN) if name in saved]
     return {name: from_file(fields[name], saved[name], f"{step / checkpoints.CONFIG}: {name}") for name in names}
 
 
-def _joined(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:
+def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:
     fields = all_fields()
     complete = {name: folders[name] for name in architecture_keys() if name in folders}
     theirs = build(complete)
     wrong = [name for name in complete if name in given and not _same(name, given[name], theirs, complete)]
     if wrong:
-        told = [f"{fields[name].flag} {_shown(given[name])} (there: {_shown(complete[name])})" for name in wrong[:3]]
+        shown = [f"{fields[name].flag} {_shown(given[name])} (there: {_shown(complete[name])})" for name in wrong[:3]]
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(
-            f"{', '.join(told)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
+            f"{', '.join(shown)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
             "architecture comes from there"
         )
     return {**folders, **given, **complete}

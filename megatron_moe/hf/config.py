@@ -1,7 +1,7 @@
-"""config.json <-> the settings of a run: read in both spellings, and written in both. No torch.
+"""Converts config.json to the settings of a run and back, in both spellings of transformers. Loads no torch.
 
 `settings` reads the architecture and refuses by key what is not computed here. `config_of` writes it for a model that
-was trained here from scratch; reading that back has to give the run again, or it is refused.
+was trained here from scratch, and refuses a model that would be read back with other settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
 _WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
 
 _WITHOUT_MEANING = {
-    # of training, of serving, of the tokenizer, or where a file came from
+    # keys of training, of serving, of the tokenizer, or of the file's origin
     *"architectures auto_map transformers_version _name_or_path model_type initializer_range use_cache".split(),
     *"bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id".split(),
     *"attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits router_jitter_noise".split(),
@@ -51,10 +51,10 @@ _WITHOUT_MEANING = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a config.json says.
+    """The settings that a config.json describes.
 
-    family: whose format it is. flat: fields of `Run`, all that make the architecture. notes: what was assumed, and keys
-    that are not known.
+    family: the family whose format it is. flat: the fields of `Run` that make the architecture. notes: what was
+    assumed, and keys that are not known.
     """
 
     family: Family
@@ -63,15 +63,15 @@ class Settings:
 
 
 def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str) -> Settings:
-    """The architecture that a config.json describes.
+    """Return the architecture that a config.json describes.
 
     Args:
-        has_prediction_layers: whether the folder holds the tensors of multi-token prediction.
+        has_prediction_layers: whether the folder contains the tensors of multi-token prediction.
         where: the folder, as messages name it, e.g. "--load-hf models/x".
 
     Raises:
-        ConfigError: a family that is not converted, a key that is missing, out of range, contradicts another one, or
-            asks for something that is not computed here.
+        ConfigError: the family is not converted, or a key is missing, out of range, contradicts another one, or
+            requires something that is not computed here.
     """
     family = family_of(config, where)
     keys = Keys(config, where)
@@ -105,14 +105,14 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
 
 
 def _defaults() -> dict[str, Any]:
-    """The schema's values of everything that a folder's configuration decides."""
+    """Return the schema's defaults of the fields that a folder's configuration decides."""
     fields = [f for section in (ModelConfig, MoEConfig) for f in dataclasses.fields(section)]
     decided = set(architecture_keys())
     return {f.name: f.default for f in fields if f.name in decided}
 
 
 def _check_quantization(keys: Keys) -> None:
-    """Only weights in fp8 with a scale per block are read."""
+    """Refuse quantised weights other than fp8 with a scale per block."""
     quantization = keys.dictionary("quantization_config")
     if quantization is None:
         return
@@ -126,7 +126,7 @@ def _check_quantization(keys: Keys) -> None:
 
 
 def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | None:
-    """Depths of multi-token prediction that are imported."""
+    """Return the number of depths of multi-token prediction that are imported; None for none."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     count = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
     if family.name not in _WITH_PREDICTION:
@@ -134,7 +134,9 @@ def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | N
             raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
         return None
     if has_tensors and not count:
-        raise keys.refusal(names[0], "the folder holds layers beyond num_hidden_layers; say how many, DeepSeek-V3's: 1")
+        raise keys.refusal(
+            names[0], "the folder contains layers beyond num_hidden_layers; give their number, DeepSeek-V3's: 1"
+        )
     if count and not has_tensors:
         keys.notes.append(
             f"WARNING: config.json has num_nextn_predict_layers {count}, and the folder none of their tensors: "
@@ -146,13 +148,14 @@ def _prediction_layers(keys: Keys, family: Family, has_tensors: bool) -> int | N
 
 
 def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
-    """config.json of a model that was trained here from scratch.
+    """Return the config.json of a model that was trained here from scratch.
 
     Args:
-        run: its settings, `vocab_size` among them. dtype: of the weights as they are written, "bfloat16".
+        run: its settings, including `vocab_size`.
+        dtype: the dtype in which its weights are written, e.g. "bfloat16".
 
     Raises:
-        ConfigError: the model has something that the family's format cannot say.
+        ConfigError: the family's format cannot describe the model.
     """
     model = run.model
     if run.moe.num_experts is None:
@@ -190,11 +193,11 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def differences(run: Run, flat: dict[str, Any]) -> list[str]:
-    """Settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
+    """Return the settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
 
-    What means the same is the same: a head's width that follows from others, a scaling factor of 1, a norm over the
-    chosen after a softmax over all experts and a softmax over the chosen, megatron-core's score of a group where it
-    adds up one expert, or two scores.
+    Settings are compared by their meaning. Equal are, for example: a head's width that is given and one that follows
+    from others; no scaling factor and 1; a norm over the chosen experts after a softmax over all and a softmax over the
+    chosen ones; megatron-core's score of a group, where it adds up one expert or two, and that score by its name.
     """
     mine, other = _meaning(run), _meaning(build(flat))
     return [
@@ -205,7 +208,7 @@ def differences(run: Run, flat: dict[str, Any]) -> list[str]:
 
 
 def _meaning(run: Run) -> dict[str, Any]:
-    """The architecture in one spelling."""
+    """Return the architecture with one spelling for all settings of the same meaning."""
     flat = flatten(run)
     meaning = {name: flat[name] for name in _defaults()}
     moe, pattern = run.moe, derived.moe_layer_pattern(run)
@@ -230,7 +233,7 @@ def _meaning(run: Run) -> dict[str, Any]:
 
 
 def _group_score(run: Run) -> str:
-    """What the score of a group of experts is with the sizes of this run, in the words of the flag's help."""
+    """Describe the score of a group of experts with the sizes of this run, in the words of the flag's help."""
     moe = run.moe
     summed = {"max": 1, "top2": 2}.get(moe.moe_router_group_score)
     logits = False

@@ -1,4 +1,4 @@
-"""config.json, read key by key: typed, in both of its spellings, and every refusal by the key's name. No torch."""
+"""Reads config.json key by key, with types and in both spellings; errors name the key. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from megatron_moe.config.schema import Run
 
 _MISSING = object()
 LARGEST = 2**31 - 1
-"""Beyond any size of a model: a configuration is not trusted to be worth its arithmetic."""
+"""Above any size of a model: arithmetic with the numbers of an untrusted configuration stays small."""
 
 
 class Keys:
     """The keys of one config.json, or of a dictionary within it.
 
-    What is read is remembered, so that the rest can be told. A key that transformers has two names for is asked for by
-    both; where both are there, they have to agree.
+    Keys that are read are recorded, so that the others can be reported. A key that has two names in transformers is
+    read by both; if both are there, they have to agree.
 
     Args:
-        values: the dictionary. where: the folder, as messages name it. prefix: of nested keys, "rope_scaling.".
+        values: the dictionary.
+        where: the folder, as messages name it.
+        prefix: the prefix of nested keys, e.g. "rope_scaling.".
 
     Attributes:
         notes: what was assumed because a key is missing.
@@ -34,28 +36,28 @@ class Keys:
         self._read: set[str] = set()
 
     def nested(self, values: dict[str, Any], prefix: str) -> Keys:
-        """The keys of a dictionary within; what is noted of them is noted here."""
+        """Return the keys of a nested dictionary, which share these notes."""
         inner = Keys(values, self.where, prefix)
         inner.notes = self.notes
         return inner
 
     def refusal(self, key: str, rule: str) -> ConfigError:
-        """The error for the value of a key: the rule and what works."""
+        """Return the error for the value of a key; `rule` says what works."""
         value = self.values.get(key, _MISSING)
         shown = "is missing" if value is _MISSING else repr(value)
         return ConfigError(f"{self.where}: config.json: {self.prefix}{key} {shown}: {rule}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is there and not null."""
         self._read.add(key)
         return self.values.get(key) is not None
 
-    def passed_over(self, *names: str) -> None:
-        """Keys whose value has no meaning here, whatever it is."""
+    def ignore(self, *names: str) -> None:
+        """Ignore keys whose value has no meaning here."""
         self._read.update(names)
 
     def raw(self, *names: str) -> Any:
-        """The value under the first of the names that is there, None where none is; all of them have to agree."""
+        """Return the value of the first name that is there, None where none is; all names have to agree."""
         self._read.update(names)
         given = [name for name in names if self.values.get(name) is not None]
         if not given:
@@ -71,11 +73,11 @@ class Keys:
         if value is not None:
             return value
         if default is _MISSING:
-            raise self.refusal(names[0], f"has to be {kind}; the model cannot be told without it")
+            raise self.refusal(names[0], f"has to be {kind}; the model is not defined without it")
         return default
 
     def integer(self, *names: str, low: int = 1, high: int = LARGEST, default: Any = _MISSING) -> Any:
-        """An int from low to high."""
+        """Return an int from low to high."""
         value = self._given(names, default, f"an integer of at least {low}")
         if value is default:
             return value
@@ -85,7 +87,7 @@ class Keys:
         return value
 
     def number(self, *names: str, positive: bool = True, default: Any = _MISSING) -> Any:
-        """A finite float, above 0 or at least 0."""
+        """Return a finite float, above 0 or at least 0."""
         kind = f"a finite number {'above' if positive else 'of at least'} 0"
         value = self._given(names, default, kind)
         if value is default:
@@ -95,7 +97,7 @@ class Keys:
         return float(value)
 
     def boolean(self, *names: str, default: Any = _MISSING) -> Any:
-        """true or false."""
+        """Return true or false."""
         value = self._given(names, default, "true or false")
         if value is default:
             return value
@@ -104,7 +106,7 @@ class Keys:
         return value
 
     def integers(self, name: str, low: int, high: int) -> list[int]:
-        """A list of ints from low to high; empty where it is missing or null."""
+        """Return a list of ints from low to high; empty where it is missing or null."""
         value = self.raw(name)
         if value is None:
             return []
@@ -113,14 +115,14 @@ class Keys:
         return value
 
     def dictionary(self, name: str) -> dict[str, Any] | None:
-        """A nested dictionary; None where it is missing or null."""
+        """Return a nested dictionary; None where it is missing or null."""
         value = self.raw(name)
         if value is not None and not isinstance(value, dict):
             raise self.refusal(name, "has to be a dictionary or null")
         return value
 
     def only(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
-        """Refuse a key whose value is there and none of those allowed (null is allowed)."""
+        """Refuse a value that is neither null nor one of those allowed."""
         value = self.raw(key)
         if value is None or any(type(value) is type(item) and value == item for item in allowed):
             return
@@ -128,27 +130,24 @@ class Keys:
         raise self.refusal(key, f"{reason}; this works: {works}")
 
     def assumed(self, key: str, value: Any) -> None:
-        """Note what a missing key is taken for."""
+        """Note the value that is assumed for a missing key."""
         self.notes.append(f"config.json has no {self.prefix}{key}: taken as {value!r}, transformers' default")
 
     def spelled(self, names: tuple[str, ...]) -> str:
-        """The first of the names that the file uses."""
+        """Return the first of the names that the file uses."""
         return next((name for name in names if self.values.get(name) is not None), names[0])
 
     def unread(self) -> list[str]:
-        """Keys nobody asked for, but for those that are null."""
+        """Return the keys that were not read and are not null."""
         return [key for key, value in self.values.items() if key not in self._read and value is not None]
 
 
-# ---- Which layers are MoE layers, as config.json says it and as --moe-layer-freq does. No torch.
-
-
 MOST_LAYERS = 10_000
-"""As many as an expression of --moe-layer-freq may have."""
+"""The most layers that an expression of --moe-layer-freq may have."""
 
 
 def layer_freq(pattern: list[int]) -> int | str:
-    """--moe-layer-freq of a pattern: 1 where all layers are MoE layers, else an expression like [0]+[1]*26."""
+    """Return --moe-layer-freq of a pattern: 1 if all layers are MoE layers, else an expression like [0]+[1]*26."""
     if all(pattern):
         return 1
     runs = [(kind, len(list(group))) for kind, group in groupby(pattern)]
@@ -156,21 +155,21 @@ def layer_freq(pattern: list[int]) -> int | str:
 
 
 def first_layers_dense(keys: Keys) -> int | str:
-    """DeepSeek's and GLM's rule: the first layers are dense."""
+    """Return --moe-layer-freq by the rule of DeepSeek and GLM: the first layers are dense."""
     layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     dense = keys.integer("first_k_dense_replace", low=0)
     if dense >= layers:
-        raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers to be a MoE layer")
+        raise keys.refusal("first_k_dense_replace", f"leaves none of the {layers} layers as a MoE layer")
     return layer_freq([0] * dense + [1] * (layers - dense))
 
 
 def first_dense_of(run: Run) -> int:
-    """How many layers of a run are dense before the first MoE layer."""
+    """Return the number of dense layers before a run's first MoE layer."""
     return derived.moe_layer_pattern(run).index(1)
 
 
 def sparse_step(keys: Keys) -> int | str:
-    """Qwen's rule: every decoder_sparse_step-th layer counted from one, but for those listed."""
+    """Return --moe-layer-freq by Qwen's rule: every decoder_sparse_step-th layer from one, except those listed."""
     layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     step = keys.integer("decoder_sparse_step", default=None)
     if step is None:
@@ -179,5 +178,5 @@ def sparse_step(keys: Keys) -> int | str:
     listed = keys.integers("mlp_only_layers", 0, layers - 1)
     pattern = [int(layer not in listed and (layer + 1) % step == 0) for layer in range(layers)]
     if not any(pattern):
-        raise keys.refusal("decoder_sparse_step", f"leaves none of the {layers} layers to be a MoE layer")
+        raise keys.refusal("decoder_sparse_step", f"leaves none of the {layers} layers as a MoE layer")
     return layer_freq(pattern)

@@ -1,4 +1,4 @@
-"""The families of models that are converted, and by what they are known. No torch."""
+"""The families of models that are converted: their class and model_type, and the names of their tensors. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
-# ---- What families of models call the same tensors. No torch.
-
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What families call the same things.
+    """The names of those tensors that families name differently.
 
-    experts: prefix of an expert's matrices, {e} being its number, and the names of gate, up and down.
+    experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and down.
     router: the gate's weight. shared: prefix of the shared expert.
     """
 
@@ -31,15 +29,12 @@ QWEN = TensorNames(shared="mlp.shared_expert.")
 MIXTRAL = TensorNames("block_sparse_moe.experts.{e}.", ("w1", "w3", "w2"), "block_sparse_moe.gate.weight")
 
 
-# ----
-
-
 @dataclass(frozen=True)
 class Family:
-    """Models that share a configuration format and names of tensors.
+    """A family of models that share a configuration format and names of tensors.
 
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
-    the first is written. names: of its tensors.
+    the first is written. names: the names of its tensors.
     """
 
     name: str
@@ -97,13 +92,13 @@ _REFUSED: dict[str, str] = {
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family of a config.json.
+    """Return the family of a config.json.
 
     Args:
         where: the folder, as messages name it.
 
     Raises:
-        ConfigError: it is none of those that are supported, or says of itself two different things.
+        ConfigError: the family is not supported, or `model_type` and `architectures` contradict each other.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures")
     supported = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
@@ -126,9 +121,9 @@ def family_of(config: dict[str, Any], where: str) -> Family:
 
 
 def family_of_run(run: Run) -> Family | None:
-    """The family that a model trained here from scratch comes nearest to; None for a dense model.
+    """Return the family that is closest to a model trained here from scratch; None for a dense model.
 
-    Whether that family's format holds all of the model is `hf_config.config_of`'s to say.
+    `hf.config.config_of` checks whether that family's format can describe all of the model.
     """
     if run.moe.num_experts is None:
         return None
@@ -139,6 +134,6 @@ def family_of_run(run: Run) -> Family | None:
         return FAMILIES["glm4-moe"]
     if run.moe.moe_shared_expert_intermediate_size is not None or run.model.add_qkv_bias:
         return FAMILIES["qwen2-moe"]
-    # Mixtral knows neither layers without experts nor weights that do not sum to one.
+    # Mixtral has neither layers without experts nor weights that do not sum to one.
     plain = all(derived.moe_layer_pattern(run)) and derived.norm_topk_prob(run)
     return FAMILIES["mixtral" if plain and not run.model.qk_layernorm else "qwen3-moe"]

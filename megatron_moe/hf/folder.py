@@ -1,7 +1,7 @@
-"""A folder of Hugging Face's form: what is in it, checked before a number of it is read. No torch.
+"""Opens an untrusted folder in Hugging Face's format and checks it before any weight is read. Loads no torch.
 
-Everything in it is a stranger's. Files are read as data, whatever they are called: configuration and headers within
-limits, weights from .safetensors only; Python files are carried along and never run.
+Files are read as data, whatever they are called: configuration and headers within limits, weights from .safetensors
+files. Python files are copied along and not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
-"""Behind a weight's name: the scales of its blocks, where it is stored in fp8."""
+"""Suffix of a weight's name for the scales of its blocks, where it is stored in fp8."""
 BLOCK = (128, 128)
 """Rows and columns of such a block where the configuration does not say."""
 
@@ -43,7 +43,7 @@ LARGEST_COMPANION = 64 * 2**20
 LARGEST_COMPANIONS = 512 * 2**20
 MOST_FILES = 10_000
 
-# What is carried along: tokenizers, templates, configurations, the model's own code, licences and descriptions.
+# The files that are copied along: tokenizers, templates, configurations, the model's code, licences and descriptions.
 _COMPANION = re.compile(
     r".*\.(json|jsonl|txt|model|tiktoken|jinja|py|md|ya?ml)|(?i:.*licen[cs]e.*|notice.*|use_policy.*|readme.*)",
     re.ASCII,
@@ -53,18 +53,22 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOREIGN = (*_PICKLED, ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".nemo")
 _WEIGHTS = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 _SCALE_DTYPES = ("float32", "bfloat16", "float16")
-"""DeepSeek's are float32, those of some Qwen models bfloat16 or float16: each is widened without loss."""
+"""DeepSeek's scales are float32, those of some Qwen models bfloat16 or float16, which are widened exactly."""
 
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder that has been checked: each tensor is where the headers and the index say, once.
+    """A folder that has been checked: each tensor is stored once, where the headers and the index say.
 
     Attributes:
-        path: of the folder. config: config.json. tensors: by name, as they are stored, scales of fp8 blocks included.
-        companions: files to carry along, by plain name. notes: what a user should know though it is no error.
-        scales: weight stored in fp8 -> the tensor with its blocks' scales. block: rows and columns of a block.
-        stamps: file of weights or companion -> what it was when the folder was opened.
+        path: the folder.
+        config: the content of config.json.
+        tensors: the stored tensors by name, including scales of fp8 blocks.
+        companions: files to copy along, by plain name.
+        notes: what a user should know although it is not an error.
+        scales: weight stored in fp8 -> the tensor with its blocks' scales.
+        block: rows and columns of a block.
+        stamps: file of weights or companion -> its stamp when the folder was opened.
     """
 
     path: Path
@@ -78,13 +82,13 @@ class HFFolder:
 
     @staticmethod
     def open(path: Path, flag: str = "--load") -> HFFolder:
-        """Check a folder; its headers, config.json and index are read, and nothing else.
+        """Check a folder by its headers, config.json and index; weights are not read.
 
         Args:
-            flag: what the user named the folder with, for messages.
+            flag: the flag that named the folder, for messages.
 
         Raises:
-            ConfigError: anything in it is not as it has to be; one message that names the file or the tensor.
+            ConfigError: something is not as it has to be; the message names the file or the tensor.
         """
         try:
             return _checked(path)
@@ -94,16 +98,16 @@ class HFFolder:
             raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror or error}") from error
 
     def companion(self, name: str) -> bytes:
-        """The bytes of a file to carry along.
+        """Return the content of a companion file.
 
         Raises:
-            ConfigError: it cannot be read any more, or changed since the folder was opened.
+            ConfigError: the file cannot be read any more, or changed since the folder was opened.
         """
         return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
 
     @property
     def total_bytes(self) -> int:
-        """Of all tensors as they are stored."""
+        """Bytes of all tensors as they are stored."""
         return sum(stored.end - stored.begin for stored in self.tensors.values())
 
 
@@ -115,7 +119,7 @@ def _checked(path: Path) -> HFFolder:
     headers = _headers(files, notes)
     tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}
     if not tensors:
-        raise FormatError(f"{', '.join(headers)} holds no tensor")
+        raise FormatError(f"{', '.join(headers)} contains no tensor")
     _check_dtypes(tensors)
     block = _block_size(config, tensors, notes)
     scales = _scales(tensors, block)
@@ -125,20 +129,17 @@ def _checked(path: Path) -> HFFolder:
     return HFFolder(path, config, tensors, companions, notes, scales, block, stamps)
 
 
-# ---- files
-
-
 def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
-    """Every plain file of the folder by name, links of a hub cache followed; notes about what is left out."""
+    """Return every plain file of the folder by name, following links of a hub cache, and notes on what is left out."""
     if not path.exists():
         raise FormatError("there is no such folder")
     if not path.is_dir():
-        raise FormatError("it is a file; the folder that holds config.json and the .safetensors files is expected")
+        raise FormatError("it is a file; the folder with config.json and the .safetensors files is expected")
     entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     if not entries:
         raise FormatError("the folder is empty")
     if len(entries) > MOST_FILES:
-        raise FormatError(f"it holds {len(entries)} files; a folder of one model has fewer than {MOST_FILES}")
+        raise FormatError(f"it contains {len(entries)} files; a folder of one model has fewer than {MOST_FILES}")
     allowed = _allowed(path)
     files: dict[str, Path] = {}
     folders = []
@@ -158,7 +159,7 @@ def _listing(path: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _allowed(path: Path) -> list[Path]:
-    """Folders that a link may lead into: its own, and in a hub's cache (snapshots/REVISION) the blobs beside it."""
+    """Return the folders that a link may lead into: its own, and in a hub's cache (snapshots/REVISION) the blobs."""
     real = Path(os.path.realpath(path))
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
 
@@ -168,7 +169,7 @@ def _check_link(link: Path, allowed: list[Path]) -> None:
     if target.parent not in allowed:
         raise FormatError(
             f"{shortened(link.name)} is a link to {target}, outside of the folder; copy the file, "
-            "or name a snapshot of the hub's cache, whose links lead to the blobs beside it"
+            "or name a snapshot of the hub's cache, whose links lead to the blobs of the same cache"
         )
     if not target.exists():
         raise FormatError(f"{shortened(link.name)} is a link to {target}, which is not there")
@@ -188,12 +189,12 @@ def _companions(files: dict[str, Path], notes: list[str]) -> dict[str, Path]:
             left.append(name)
             continue
         if not name.isprintable():
-            raise FormatError(f"{shortened(name)} is not the name of a file to carry along")
+            raise FormatError(f"{shortened(name)} is not the name of a file to copy along")
         size = path.stat().st_size
         total += size
         if size > LARGEST_COMPANION or total > LARGEST_COMPANIONS:
             raise FormatError(
-                f"{name} has {size} bytes; files beside the weights may have {LARGEST_COMPANION} each "
+                f"{name} has {size} bytes; files next to the weights may have {LARGEST_COMPANION} each "
                 f"and {LARGEST_COMPANIONS} together: move away what is not the tokenizer's or the configuration's"
             )
         companions[name] = path
@@ -202,21 +203,18 @@ def _companions(files: dict[str, Path], notes: list[str]) -> dict[str, Path]:
     return companions
 
 
-# ---- weights
-
-
 def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
-    """Of every file of weights, held against the index where there is one."""
+    """Return the header of every file of weights, checked against the index where there is one."""
     if "adapter_config.json" in files:
-        raise FormatError("adapter_config.json: an adapter lies in the folder; merge it into the weights first")
+        raise FormatError("adapter_config.json: the folder contains an adapter; merge it into the weights first")
     present = {name for name in files if name.endswith(".safetensors")}
     if INDEX in files:
-        places, total = _index(files[INDEX])
-        wanted = set(places.values())
+        file_of, total = _index(files[INDEX])
+        wanted = set(file_of.values())
         if SINGLE in present - wanted:
             raise FormatError(f"{SINGLE} and {INDEX}: two sets of weights; remove the one that is not meant")
     elif SINGLE in present:
-        places, total, wanted = None, None, {SINGLE}
+        file_of, total, wanted = None, None, {SINGLE}
     else:
         raise FormatError(_no_weights(files, present))
     for name in sorted(wanted - present):
@@ -224,7 +222,7 @@ def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
     strays = sorted(present - wanted)
     for name in strays:
         if _SHARD.fullmatch(name):
-            raise FormatError(f"{name} belongs to no set of weights: {INDEX if places else SINGLE} does not name it")
+            raise FormatError(f"{name} belongs to no set of weights: {INDEX if file_of else SINGLE} does not name it")
     if strays:
         notes.append(f"weights that are not read: {', '.join(shortened(name) for name in strays)}")
     headers: dict[str, Header] = {}
@@ -238,44 +236,44 @@ def _headers(files: dict[str, Path], notes: list[str]) -> dict[str, Header]:
             if name in owner:
                 raise FormatError(f"tensor {shortened(name)} is in {owner[name]} and in {file}")
             owner[name] = file
-    if places is not None:
-        _check_index(places, owner)
-    held = sum(stored.end - stored.begin for header in headers.values() for stored in header.tensors.values())
-    if total is not None and total != held:
-        notes.append(f"{INDEX} has the total_size {shortened(total)}, the tensors have {held} bytes; not an error")
+    if file_of is not None:
+        _check_index(file_of, owner)
+    found = sum(stored.end - stored.begin for header in headers.values() for stored in header.tensors.values())
+    if total is not None and total != found:
+        notes.append(f"{INDEX} has the total_size {shortened(total)}, the tensors have {found} bytes; not an error")
     return headers
 
 
 def _index(path: Path) -> tuple[dict[str, str], Any]:
-    """File of every tensor, and the total size as the index has it."""
+    """Return the file of every tensor, and the total size, as the index has them."""
     content = parse_object(read_small(path, LARGEST_INDEX), INDEX)
-    places, metadata = content.get("weight_map"), content.get("metadata", {})
-    if not isinstance(places, dict) or not places:
-        raise FormatError(f"{INDEX}: weight_map is {shortened(places)}; tensor to file is expected")
-    for name, file in places.items():
+    file_of, metadata = content.get("weight_map"), content.get("metadata", {})
+    if not isinstance(file_of, dict) or not file_of:
+        raise FormatError(f"{INDEX}: weight_map is {shortened(file_of)}; tensor to file is expected")
+    for name, file in file_of.items():
         if not isinstance(file, str) or not _plain(file) or not file.endswith(".safetensors"):
             raise FormatError(
-                f"{INDEX}: tensor {shortened(name)} is to be in {shortened(file)}; the plain name of a "
+                f"{INDEX}: tensor {shortened(name)} should be in {shortened(file)}; the plain name of a "
                 ".safetensors file of the folder is expected"
             )
     if not isinstance(metadata, dict):
         raise FormatError(f"{INDEX}: metadata is {shortened(metadata)}; an object is expected")
-    return places, metadata.get("total_size")
+    return file_of, metadata.get("total_size")
 
 
 def _plain(name: str) -> bool:
     return os.sep not in name and "\\" not in name and not name.startswith(".") and name.isprintable() and bool(name)
 
 
-def _check_index(places: dict[str, str], owner: dict[str, str]) -> None:
-    for name, file in places.items():
+def _check_index(file_of: dict[str, str], owner: dict[str, str]) -> None:
+    for name, file in file_of.items():
         if owner.get(name) != file:
             where = f"it is in {owner[name]}" if name in owner else "it is in none of the files"
-            raise FormatError(f"{INDEX}: tensor {shortened(name)} is to be in {file}; {where}")
-    unnamed = [name for name in owner if name not in places]
+            raise FormatError(f"{INDEX}: tensor {shortened(name)} should be in {file}; {where}")
+    unnamed = [name for name in owner if name not in file_of]
     if unnamed:
         raise FormatError(
-            f"{INDEX} does not name {len(unnamed)} tensors that the files hold: "
+            f"{INDEX} does not name {len(unnamed)} tensors that the files contain: "
             f"{', '.join(f'{shortened(name)} in {owner[name]}' for name in unnamed[:5])}"
         )
 
@@ -297,16 +295,13 @@ def _no_weights(files: dict[str, Path], present: set[str]) -> str:
 
 
 def _check_dtypes(tensors: dict[str, Stored]) -> None:
-    """Weights are floating point: packed integers would be read as numbers."""
+    """Check that weights are floating point: packed integers would be read as numbers."""
     for name, stored in tensors.items():
         if stored.dtype not in _WEIGHTS:
             raise FormatError(
                 f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
                 "read: dequantise the model first"
             )
-
-
-# ---- fp8
 
 
 def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[str]) -> tuple[int, int]:
@@ -332,7 +327,7 @@ def _block_size(config: dict[str, Any], tensors: dict[str, Stored], notes: list[
 
 
 def _scales(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, str]:
-    """Weight in fp8 -> its scales, each held against the weight."""
+    """Return weight in fp8 -> its scales, after checking their shape and dtype."""
     scales: dict[str, str] = {}
     for name, stored in tensors.items():
         if stored.dtype != "float8_e4m3fn":

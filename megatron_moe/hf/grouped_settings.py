@@ -1,4 +1,4 @@
-"""config.json of the families with grouped-query attention <-> our settings: Mixtral, Qwen-MoE, GLM-4.5. No torch."""
+"""Converts config.json of the families with grouped-query attention: Mixtral, Qwen-MoE, GLM-4.5. Loads no torch."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
 
 
 def _no_window(keys: Keys, switched: bool = False) -> None:
-    """Attention is over the whole sequence here.
+    """Refuse sliding windows: attention is over the whole sequence here.
 
     Args:
         switched: whether sliding_window is read only where use_sliding_window is true, as in Qwen's models.
     """
     if switched:
         keys.only("use_sliding_window", (False,), "attention is over the whole sequence here")
-        keys.passed_over("sliding_window")
+        keys.ignore("sliding_window")
     elif keys.has("sliding_window") and keys.integer("sliding_window") < keys.integer("max_position_embeddings"):
         raise keys.refusal("sliding_window", "attention is over the whole sequence here; null works")
     kinds = keys.raw("layer_types")
@@ -55,7 +55,10 @@ def _no_window(keys: Keys, switched: bool = False) -> None:
 
 
 def mixtral(keys: Keys) -> dict[str, Any]:
-    """A softmax over the chosen experts, in every layer, and nothing shared; intermediate_size is an expert's width."""
+    """Return Mixtral's settings: a softmax over the chosen experts in every layer, no shared expert.
+
+    intermediate_size is an expert's width.
+    """
     _no_window(keys)
     experts = expert_count(keys, "num_local_experts", "num_experts")
     chosen = topk(keys, experts)
@@ -64,7 +67,7 @@ def mixtral(keys: Keys) -> dict[str, Any]:
         "num_experts": experts,
         "moe_router_topk": chosen,
         "moe_router_score_function": "softmax",
-        # the softmax over one chosen expert is 1, and its gate has no gradient: it is put before the choice
+        # the softmax over one chosen expert is 1, and the gate has no gradient: it is applied before the choice
         "moe_router_pre_softmax": chosen == 1,
         "moe_router_norm_topk_prob": True if chosen == 1 else None,
     }
@@ -86,28 +89,28 @@ def _qwen(keys: Keys) -> dict[str, Any]:
 
 
 def qwen2_moe(keys: Keys) -> dict[str, Any]:
-    """A softmax over all experts, a shared expert with a gate, biases of the queries, keys and values."""
+    """Return Qwen2-MoE's settings: softmax over all experts, a shared expert with a gate, biases of q, k and v."""
     keys.only("attention_bias", (False,), "the output projection has no bias here; qkv_bias is read")
     return {
         **_qwen(keys),
-        "add_qkv_bias": keys.boolean("qkv_bias", default=True),  # older than the key, they all have them
+        "add_qkv_bias": keys.boolean("qkv_bias", default=True),  # models older than the key have biases
         "moe_shared_expert_intermediate_size": keys.integer("shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 
 
 def qwen3_moe(keys: Keys) -> dict[str, Any]:
-    """A softmax over all experts, nothing shared, queries and keys normalised per head."""
-    keys.only("attention_bias", (False,), "it stands for a bias of the output projection too, which is none here")
-    # transformers reads none of these for Qwen3: a file that sets them otherwise was meant for another code
+    """Return Qwen3-MoE's settings: softmax over all experts, none shared, queries and keys normalised per head."""
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    # transformers reads none of these for Qwen3: a file that sets them otherwise was written for other code
     keys.only("qkv_bias", (False,), "Qwen3's queries, keys and values have no biases")
     keys.only("use_qk_norm", (True,), "Qwen3's queries and keys are normalised")
-    keys.only("shared_expert_intermediate_size", (0,), "Qwen3's experts have none beside them")
+    keys.only("shared_expert_intermediate_size", (0,), "Qwen3 has no shared expert")
     return {**_qwen(keys), "qk_layernorm": True}
 
 
 def glm4_moe(keys: Keys) -> dict[str, Any]:
-    """DeepSeek-V3's router and experts, grouped-query attention of which a part of each head is rotated."""
+    """Return GLM-4.5's settings: DeepSeek-V3's router and experts, and a rotation of a part of each head."""
     _no_window(keys)
     flat = {**_attention(keys, partly_rotated=True), **routed_and_shared(keys, "num_local_experts")}
     normed = keys.boolean("use_qk_norm", default=None)
@@ -122,9 +125,6 @@ def glm4_moe(keys: Keys) -> dict[str, Any]:
     }
 
 
-# ---- writing
-
-
 def _attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
     return {
         "num_key_value_heads": derived.num_query_groups(run),
@@ -135,7 +135,7 @@ def _attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
 
 
 def mixtral_keys(run: Run) -> dict[str, Any]:
-    """Mixtral's own keys of config.json."""
+    """Return Mixtral's own keys of config.json."""
     return {
         **_attention_keys(run),
         "intermediate_size": derived.moe_ffn_hidden_size(run),
@@ -160,18 +160,18 @@ def _qwen_keys(run: Run) -> dict[str, Any]:
 
 
 def qwen2_moe_keys(run: Run) -> dict[str, Any]:
-    """Qwen2-MoE's own keys of config.json."""
+    """Return Qwen2-MoE's own keys of config.json."""
     shared = run.moe.moe_shared_expert_intermediate_size
     return {**_qwen_keys(run), "shared_expert_intermediate_size": shared, "qkv_bias": run.model.add_qkv_bias}
 
 
 def qwen3_moe_keys(run: Run) -> dict[str, Any]:
-    """Qwen3-MoE's own keys of config.json; transformers 5 has another name for the number of experts."""
+    """Return Qwen3-MoE's own keys of config.json; transformers 5 has another name for the number of experts."""
     return {**_qwen_keys(run), "num_local_experts": run.moe.num_experts, "attention_bias": False}
 
 
 def glm4_moe_keys(run: Run) -> dict[str, Any]:
-    """GLM-4.5's own keys of config.json."""
+    """Return GLM-4.5's own keys of config.json."""
     return {
         **_attention_keys(run, partly_rotated=True),
         **routed_and_shared_keys(run),

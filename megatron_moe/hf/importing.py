@@ -1,8 +1,9 @@
-"""A Hugging Face folder into a model that is built: every rank reads what it holds, at any layout.
+"""Imports a Hugging Face folder into a model that has been built; every rank reads its part, at any layout.
 
-A rank knows its boxes of the model's tensors, and the table says what each block of them is made of; where the two
-overlap, the folder's tensors are read, one piece at a time. Weights are NaN before, so that nothing is written twice
-and nothing is left; over all ranks every element is held by someone and every tensor of the folder was used.
+A rank knows its boxes of the model's tensors, and the mapping says what each block of them is made of; where the two
+overlap, the folder's tensors are read, one piece at a time. Weights are NaN before, which shows what is written twice
+or not at all. In the end it is checked that the ranks together have every element of the model, and that every tensor
+of the folder was used.
 """
 
 from __future__ import annotations
@@ -32,61 +33,61 @@ from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
 
 ROUND_SECONDS = 10.0
-"""After so long the ranks tell each other how far they are: none waits in a collective until it times out."""
+"""Seconds after which the ranks report their progress to each other, so that none times out in a collective."""
 
-# What was done with a tensor of the folder, as rows of a table that is joined over ranks.
+# What was done with a tensor of the folder: the rows of a table that is united over ranks.
 _FLAGS = ("used", "widened", "narrowed", "changed", "rounded before")
 
 
 @dataclass(frozen=True)
 class Import:
-    """A folder that fits the run, as far as its headers and configuration tell."""
+    """A folder that fits the run according to its headers and configuration."""
 
     folder: HFFolder
     family: Family
     table: Mapping
     copies: list[str]
-    """Names that the folder holds beside the table, equal to others."""
+    """Names that the folder contains in addition to the table's, equal to others."""
     dropped: list[str]
     notes: list[str]
 
     @property
     def state(self) -> dict[str, object]:
-        """What every step of the training keeps of this, for an export."""
+        """Part of the import that every step of the training saves, for an export."""
         return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
 
     def origin(self) -> tuple[Origin, list[str]]:
-        """The same with the folder's small files, and what to tell. Called where they are written from: on rank 0."""
+        """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
         sizes = {name: self.folder.stamps[name].size for name in self.folder.companions}
         files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
         return Origin(self.state, files), notes
 
 
 class Imported(NamedTuple):
-    """What to tell about it, and what was rounded on the way or before: recorded for good."""
+    """Notes on an import, and warnings about what was rounded by it or before it, which checkpoints record."""
 
     notes: list[str]
     precision_warnings: list[str]
 
 
 def plan_import(run: Run) -> Import:
-    """Hold the folder of `--load-hf` against the run; reads headers and allocates nothing.
+    """Check that the folder of `--load-hf` fits the run, from its headers; allocate nothing.
 
     Raises:
-        ConfigError: the folder is malformed, of a family that is not supported, or does not hold the run's tensors.
+        ConfigError: the folder is malformed, of a family that is not supported, or does not have the run's tensors.
     """
     where = f"--load-hf {run.checkpoint.load_hf}"
     folder = HFFolder.open(Path(run.checkpoint.load_hf or ""), "--load-hf")
-    told = settings_of(folder, where)
-    table = mapping(run, told.family.names)
+    architecture = settings_of(folder, where)
+    table = mapping(run, architecture.family.names)
     reader = TensorReader(folder)
-    held = {name: reader.shape(name) for name in reader.names()}
-    copies, dropped = require_tensors(table, held, where)
-    return Import(folder, told.family, table, copies, dropped, [*folder.notes, *told.notes])
+    shapes = {name: reader.shape(name) for name in reader.names()}
+    copies, dropped = require_tensors(table, shapes, where)
+    return Import(folder, architecture.family, table, copies, dropped, [*folder.notes, *architecture.notes])
 
 
 class _Overlap(NamedTuple):
-    """Where a block of the model's tensor meets a box of this rank."""
+    """The overlap of a block of a tensor with a box of this rank."""
 
     values: Tensor
     inside_box: tuple[slice, ...]
@@ -99,34 +100,34 @@ class _Task(NamedTuple):
 
 
 @torch.no_grad()
-def fill(run: Run, source: Import, trained: Trained, tell: Callable[[str], None]) -> Imported:
-    """Fill the model, and the optimizer's fp32 weights with it. Collective over all ranks.
+def fill(run: Run, source: Import, trained: Trained, report: Callable[[str], None]) -> Imported:
+    """Fill the model and the optimizer's fp32 weights. Collective over all ranks.
 
     Args:
-        tell: is given a line now and then on rank 0, while a large folder is read.
+        report: is called on rank 0 with a line on the progress, every few seconds while a large folder is read.
 
     Raises:
-        ConfigError: on every rank: some rank cannot read a tensor, one is not finite, or not all was filled.
+        ConfigError: raised on every rank if one cannot read a tensor, a tensor is not finite, or not all was filled.
     """
     started = time.monotonic()
     shards = dist.shards(model_state(trained))
     for values in (*(shard.values for shard in shards), *(p for chunk in trained.model for p in chunk.parameters())):
         values.fill_(torch.nan)
     filling = _Filling(run, source, shards)
-    _rounds(filling, source, tell, started)
+    _rounds(filling, source, report, started)
     filling.require_coverage(shards, trained)
-    # fp32 main weights are copies of the model's; those they were made from are gone.
+    # fp32 main weights are copies of the model's, which have been replaced.
     trained.optimizer.reload_model_params()
     count = len(filling.names)
     notes = [f"weights from {source.folder.path} ({source.family.name}): {count} tensors, every one used"]
     if widened := filling.flagged("widened"):
-        notes.append(f"{_counted(widened)} of {_dtypes(filling, widened)} stand in a wider dtype here, exactly")
+        notes.append(f"{_counted(widened)} of {_dtypes(filling, widened)} are in a wider dtype here, exactly")
     warnings = filling.precision_warnings()
     return Imported([*notes, *warnings], warnings)
 
 
-def _rounds(filling: _Filling, source: Import, tell: Callable[[str], None], started: float) -> None:
-    """Do all of this rank's work; every few seconds the ranks tell each other how it goes."""
+def _rounds(filling: _Filling, source: Import, report: Callable[[str], None], started: float) -> None:
+    """Do all of this rank's work; every few seconds the ranks exchange their progress and errors."""
     rank, steps = torch.distributed.get_rank(), iter(filling)
     total = sum(from_all(filling.total_bytes))
     while True:
@@ -150,11 +151,11 @@ def _rounds(filling: _Filling, source: Import, tell: Callable[[str], None], star
             return
         if rank == 0:
             left = seconds * (total - done) / max(done, 1)
-            tell(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
+            report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
 
 
 class _Filling:
-    """This rank's part of the work. Iterating does it, piece by piece."""
+    """The work of this rank, which iteration does piece by piece."""
 
     def __init__(self, run: Run, source: Import, shards: Sequence[dist.Shard]) -> None:
         self.reader = TensorReader(source.folder)
@@ -193,7 +194,7 @@ class _Filling:
         self._flag("used", name)
         self.done_bytes += self._bytes(name)
         if not bool(tensor.isfinite().all()):
-            raise ConfigError(f"{self.source.folder.path}: {name} holds values that are NaN or infinite")
+            raise ConfigError(f"{self.source.folder.path}: {name} contains values that are NaN or infinite")
         return tensor
 
     def _flag(self, flag: str, name: str) -> None:
@@ -223,23 +224,23 @@ class _Filling:
         self._flag("narrowed", name)
         if not bool(cast.isfinite().all()):
             raise ConfigError(
-                f"{self.source.folder.path}: {name} holds {float(tensor.abs().max()):.3g}, more than {dtype} can hold; "
-                "train with --bf16, or in fp32"
+                f"{self.source.folder.path}: {name} contains {float(tensor.abs().max()):.3g}, more than {dtype} can "
+                "hold; train with --bf16, or in fp32"
             )
         if not torch.equal(cast.to(tensor.dtype), tensor):
             self._flag("changed", name)
         return cast
 
     def require_coverage(self, shards: Sequence[dist.Shard], trained: Trained) -> None:
-        """Nothing left over anywhere. Collective.
+        """Check over all ranks that everything was filled and used. Collective.
 
         Raises:
-            ConfigError: on every rank.
+            ConfigError: raised on every rank if something was not.
         """
         path, device = self.source.folder.path, platform.device()
-        joined = self.flags.to(device)
-        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX)
-        self.flags = joined.cpu()
+        united = self.flags.to(device)
+        torch.distributed.all_reduce(united, op=torch.distributed.ReduceOp.MAX)
+        self.flags = united.cpu()
         keys = {key: number for number, key in enumerate(self.table.shapes)}
         counts = torch.zeros(len(keys), dtype=torch.int64)
         wrong = [
@@ -250,15 +251,15 @@ class _Filling:
         for shard in shards:
             if shard.is_main and shard.key in keys:
                 counts[keys[shard.key]] += shard.values.numel()
-        held = counts.to(device)
-        torch.distributed.all_reduce(held)
+        total = counts.to(device)
+        torch.distributed.all_reduce(total)
         wrong += [
-            f"the ranks hold {count} elements of {key}, which has {elements(self.table.shapes[key])}"
-            for key, count in zip(keys, held.tolist())
+            f"the ranks have {count} elements of {key}, which has {elements(self.table.shapes[key])}"
+            for key, count in zip(keys, total.tolist())
             if count != elements(self.table.shapes[key])
         ]
         used = set(self.flagged("used"))
-        wrong += [f"nothing was made of {name}" for name in self.names if name not in used]
+        wrong += [f"{name} was not used" for name in self.names if name not in used]
         wrong += [f"{shard.key} was not filled" for shard in shards if bool(shard.values.isnan().any())]
         parameters = ((name, value) for chunk in trained.model for name, value in chunk.named_parameters())
         wrong += [f"{name} was not filled" for name, value in parameters if bool(value.isnan().any())]
@@ -267,11 +268,11 @@ class _Filling:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")
 
     def flagged(self, flag: str) -> list[str]:
-        """Names that any rank has flagged, once `require_coverage` has joined them."""
+        """Return the names that any rank has flagged; `require_coverage` has to be called first."""
         return [name for name, on in zip(self.names, self.flags[_FLAGS.index(flag)].tolist()) if on]
 
     def precision_warnings(self) -> list[str]:
-        """What was lost on the way, and what had been lost before."""
+        """Return warnings about precision that was lost in the import, or before it."""
         path, found = self.source.folder.path, []
         if narrowed := self.flagged("narrowed"):
             found.append(
@@ -296,7 +297,7 @@ def _dtypes(filling: _Filling, names: Sequence[str]) -> str:
 
 
 def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[_Task]:
-    """What this rank has to read, in the order of the table."""
+    """Return what this rank has to read, in the order of the table."""
     of_key: dict[str, list[dist.Shard]] = {}
     for shard in shards:
         of_key.setdefault(shard.key, []).append(shard)

@@ -1,4 +1,4 @@
-"""config.json of the families with latent attention <-> our settings: DeepSeek-V2 and DeepSeek-V3. No torch."""
+"""Converts config.json of the families with latent attention, DeepSeek-V2 and DeepSeek-V3. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_moe.config.schema import Run
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, first_dense_of, first_layers_dense
 from megatron_moe.hf.rope_settings import rope_keys, rope_settings
 
-_MOST_EXPERTS = 200_000  # of all layers together; twice those of the largest model that is published
+_MOST_EXPERTS = 200_000  # of all layers together; twice those of the largest published model
 
 
 def _latent(keys: Keys) -> dict[str, Any]:
-    """What DeepSeek-V2 and -V3 have in common."""
+    """Return the settings of attention and dense layers, which DeepSeek-V2 and -V3 have in common."""
     keys.only("attention_bias", (False,), "latent attention has no biases here")
     keys.only("rope_interleave", (True,), "latent attention rotates neighbouring pairs here")
     keys.only("moe_layer_freq", (1,), "every layer after first_k_dense_replace is a MoE layer")
@@ -29,7 +29,7 @@ def _latent(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_head_dim", f"contradicts qk_nope_head_dim + qk_rope_head_dim = {nope + rope}")
     if rope % 2:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
-    keys.passed_over("head_dim")  # transformers writes qk_rope_head_dim there and never reads it
+    keys.ignore("head_dim")  # transformers writes qk_rope_head_dim there and does not read it
     return {
         **rope_settings(keys, rope),
         "multi_latent_attention": True,
@@ -44,7 +44,7 @@ def _latent(keys: Keys) -> dict[str, Any]:
 
 
 def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
-    """The experts as DeepSeek and GLM have them: routed ones, shared ones as one MLP, a factor, dense layers first.
+    """Return the experts' settings of DeepSeek and GLM: routed ones, shared ones as one MLP, dense layers first.
 
     Args:
         aliases: other names of n_routed_experts.
@@ -63,13 +63,13 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
 
 
 def expert_count(keys: Keys, *names: str) -> int:
-    """Experts per layer, as many as all layers together may have."""
+    """Return the number of experts per layer, bounded by the number that all layers together may have."""
     layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
 
 
 def topk(keys: Keys, experts: int) -> int:
-    """Experts per token, of those that there are."""
+    """Return the number of experts per token, at most `experts`."""
     chosen = keys.integer("num_experts_per_tok")
     if chosen > experts:
         raise keys.refusal("num_experts_per_tok", f"there are {experts} experts; that many or less")
@@ -77,7 +77,7 @@ def topk(keys: Keys, experts: int) -> int:
 
 
 def _groups(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:
-    """Group-limited routing; nothing where there is one group."""
+    """Return the settings of group-limited routing; none where there is one group."""
     groups = keys.integer("n_group")
     if groups == 1:
         keys.integer("topk_group", default=1)
@@ -89,7 +89,7 @@ def _groups(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]
         raise keys.refusal("topk_group", f"has to be at most n_group {groups} and num_experts_per_tok {chosen}")
     if experts // groups * group_topk < chosen:
         raise keys.refusal(
-            "topk_group", f"{group_topk} groups of {experts // groups} experts hold fewer than the {chosen} chosen"
+            "topk_group", f"{group_topk} groups of {experts // groups} experts have fewer than the {chosen} chosen"
         )
     if score == "top2" and experts // groups < 2:
         raise keys.refusal("n_group", "a group is scored by its best two experts, and has one; fewer groups work")
@@ -101,7 +101,7 @@ def _groups(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]
 
 
 def deepseek_v2(keys: Keys) -> dict[str, Any]:
-    """Softmax over all experts, greedy or within the groups of the best single experts, weights as they are."""
+    """Return DeepSeek-V2's settings: softmax over all experts, greedy or group-limited, weights not normalised."""
     keys.only("scoring_func", ("softmax",), "DeepSeek-V2's scores are a softmax")
     keys.only(
         "norm_topk_prob",
@@ -117,7 +117,7 @@ def deepseek_v2(keys: Keys) -> dict[str, Any]:
     if keys.raw("topk_method") == "group_limited_greedy":
         flat |= _groups(keys, flat["num_experts"], flat["moe_router_topk"], "max")
     else:
-        keys.passed_over("n_group", "topk_group")
+        keys.ignore("n_group", "topk_group")
     return {
         **flat,
         "moe_router_score_function": "softmax",
@@ -127,14 +127,14 @@ def deepseek_v2(keys: Keys) -> dict[str, Any]:
 
 
 def deepseek_v3(keys: Keys) -> dict[str, Any]:
-    """Sigmoid scores plus a bias, within the groups of the best two experts."""
+    """Return DeepSeek-V3's settings: sigmoid scores plus a bias, within the groups of the best two experts."""
     keys.only("topk_method", ("noaux_tc",), "DeepSeek-V3 chooses by scores plus a bias")
     flat = {**_latent(keys), **routed_and_shared(keys, "num_local_experts")}
     return {**flat, **biased_sigmoid(keys, flat["num_experts"], flat["moe_router_topk"])}
 
 
 def biased_sigmoid(keys: Keys, experts: int, chosen: int) -> dict[str, Any]:
-    """The router of DeepSeek-V3 and GLM-4.5."""
+    """Return the router's settings of DeepSeek-V3 and GLM-4.5."""
     keys.only("scoring_func", ("sigmoid",), "these models' scores are sigmoids")
     return {
         **_groups(keys, experts, chosen, "top2"),
@@ -142,9 +142,6 @@ def biased_sigmoid(keys: Keys, experts: int, chosen: int) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
     }
-
-
-# ---- writing
 
 
 def _latent_keys(run: Run) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def _latent_keys(run: Run) -> dict[str, Any]:
 
 
 def routed_and_shared_keys(run: Run) -> dict[str, Any]:
-    """The counterpart of `routed_and_shared`, groups among it."""
+    """Return the keys that `routed_and_shared` reads, and those of groups."""
     moe, width = run.moe, derived.moe_ffn_hidden_size(run)
     return {
         "intermediate_size": derived.ffn_hidden_size(run),
@@ -180,13 +177,13 @@ def routed_and_shared_keys(run: Run) -> dict[str, Any]:
 
 
 def deepseek_v2_keys(run: Run) -> dict[str, Any]:
-    """DeepSeek-V2's own keys of config.json."""
+    """Return DeepSeek-V2's own keys of config.json."""
     method = "greedy" if run.moe.moe_router_num_groups is None else "group_limited_greedy"
     return {**_latent_keys(run), **routed_and_shared_keys(run), "scoring_func": "softmax", "topk_method": method}
 
 
 def deepseek_v3_keys(run: Run) -> dict[str, Any]:
-    """DeepSeek-V3's own keys of config.json."""
+    """Return DeepSeek-V3's own keys of config.json."""
     return {
         **_latent_keys(run),
         **routed_and_shared_keys(run),

@@ -1,9 +1,9 @@
-"""Which tensor of a Hugging Face folder lies where in ours: one table per family, read in both directions.
+"""Maps the tensors of a Hugging Face folder to ours, by one table per family that is read in both directions.
 
-A row names a tensor of ours, the tensors of a folder that it is made of, the transform between them, and when it is
-there. Names stand relative to the layer's prefix: `decoder.layers.L.` here, `model.layers.L.` there; a layer of
-multi-token prediction is layer N + i there and `mtp.layers.i.transformer_layer.` here. `pieces` writes the rows out for
-a model: importing, exporting, training from a folder and naming gradients all go by that one list.
+A row names a tensor of ours, the tensors of a folder that it is made of, the transform between them, and the models
+that have it. Names are relative to the layer's prefix: `decoder.layers.L.` here, `model.layers.L.` there; a layer of
+multi-token prediction is layer N + i there and `mtp.layers.i.transformer_layer.` here. `mapping` applies the rows to a
+model; importing, exporting, training from a folder and naming gradients all use its result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron_moe.hf.transforms import (
 class Piece:
     """A block of one of our tensors and the tensors of a folder that it is made of.
 
-    key: our tensor, as checkpoints name it. start: of the block in it; zeros where the block is all of it.
-    hf: names in the folder, in the transform's order. fp32: stays float32 on both sides, whatever the model's dtype.
+    key: our tensor, as checkpoints name it. start: the block's first element in it; zeros if the block is all of it.
+    hf: names in the folder, in the transform's order. fp32: float32 on both sides, whatever the model's dtype.
     """
 
     key: str
@@ -46,12 +46,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mapping:
-    """All of a model.
+    """The mapping of a whole model.
 
-    pieces: every tensor of ours is covered by them without overlap, and none of a folder's stands in two.
-    shapes: of our tensors, by key.
-    copies: names that a folder may hold beside these, each with the name of the tensor that it has to be equal to:
-        a tied output layer, and the tables that the layers of multi-token prediction share with the model.
+    pieces: they cover each of our tensors without overlap, and each of a folder's tensors is in one of them.
+    shapes: the shapes of our tensors, by key.
+    copies: names that a folder may contain in addition, each with the name of the tensor that it has to be equal to: a
+        tied output layer, and the tables that the layers of multi-token prediction share with the model.
     """
 
     pieces: tuple[Piece, ...]
@@ -61,7 +61,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. `when` and `make` are given the run; F in names of experts stands for the expert."""
+    """A row of a table. `when` and `make` take the run; {e} in names of experts is the expert's number."""
 
     native: str
     hf: tuple[str, ...]
@@ -211,7 +211,7 @@ def _shared_width(run: Run) -> int:
 
 
 def moe_rows(names: TensorNames) -> tuple[Row, ...]:
-    """A MoE layer's tensors but for the routed experts."""
+    """Return the rows of a MoE layer without the routed experts."""
     shared = names.shared
     return (
         Row(
@@ -248,7 +248,7 @@ def moe_rows(names: TensorNames) -> tuple[Row, ...]:
 
 
 def expert_rows(names: TensorNames) -> tuple[Row, ...]:
-    """One routed expert; a block of the tensors that hold all of a layer."""
+    """Return the rows of one routed expert, a block of the tensors of all experts of a layer."""
     gate, up, down = (f"{names.experts}{matrix}.weight" for matrix in names.matrices)
     return (
         Row(
@@ -264,7 +264,7 @@ def expert_rows(names: TensorNames) -> tuple[Row, ...]:
     )
 
 
-# What stands around the transformer layer of a depth of multi-token prediction.
+# The tensors of a depth of multi-token prediction, except those of its transformer layer.
 PREDICTION = (
     Row("enorm.weight", ("enorm.weight",), _hidden),
     Row("hnorm.weight", ("hnorm.weight",), _hidden),
@@ -275,11 +275,11 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def mapping(run: Run, names: TensorNames) -> Mapping:
-    """Every tensor of a model and where it comes from.
+    """Return the mapping of a model.
 
     Args:
-        run: the model; `vocab_size` is set, and layout and dtype have no influence on anything but the padding.
-        names: of its family.
+        run: the model; `vocab_size` is set. Layout and dtype influence the padding alone.
+        names: the names of its family.
     """
     model = run.model
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
@@ -291,13 +291,13 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         whole.append(Row("output_layer.weight", (_OUTPUT,), lambda run: table))
     else:
         copies[_OUTPUT] = _EMBEDDING
-    pieces = list(_written_out(run, whole, "", ""))
+    pieces = list(_pieces(run, whole, "", ""))
     pattern = derived.moe_layer_pattern(run)
     for layer, is_moe in enumerate(pattern):
         pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     for depth in range(model.mtp_num_layers or 0):
         here, there = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        pieces += _written_out(run, PREDICTION, here, there)
+        pieces += _pieces(run, PREDICTION, here, there)
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
         copies[f"{there}embed_tokens.weight"] = _EMBEDDING
         copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else _EMBEDDING
@@ -305,11 +305,11 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[Piece]:
-    yield from _written_out(run, ATTENTION, here, there)
+    yield from _pieces(run, ATTENTION, here, there)
     if not is_moe:
-        yield from _written_out(run, DENSE, here, there)
+        yield from _pieces(run, DENSE, here, there)
         return
-    yield from _written_out(run, moe_rows(names), here, there)
+    yield from _pieces(run, moe_rows(names), here, there)
     for expert in range(run.moe.num_experts or 0):
         for row in expert_rows(names):
             transform = row.make(run)
@@ -317,7 +317,7 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
             yield Piece(here + row.native, start, tuple(there + name.format(e=expert) for name in row.hf), transform)
 
 
-def _written_out(run: Run, rows: Any, here: str, there: str) -> Iterator[Piece]:
+def _pieces(run: Run, rows: Any, here: str, there: str) -> Iterator[Piece]:
     for row in rows:
         if row.when(run):
             transform = row.make(run)
@@ -334,33 +334,30 @@ def _shapes(run: Run, pieces: list[Piece]) -> dict[str, Shape]:
     return shapes
 
 
-# ---- Does a folder hold the tensors of a model, all of them and no others? Told from its headers. No tensor is read.
-
-
 _RECOMPUTED = ".rotary_emb.inv_freq"
-"""Ends the names of tensors that older folders hold and that follow from the configuration."""
+"""Suffix of the names of tensors in older folders that follow from the configuration."""
 
 
-def require_tensors(table: Mapping, held: Named[str, Shape], where: str) -> tuple[list[str], list[str]]:
-    """Hold a folder's names and shapes against the table.
+def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tuple[list[str], list[str]]:
+    """Check that a folder has exactly the tensors of a model, by the names and shapes of its headers.
 
     Returns:
-        The names that it holds as copies of others, and those that nothing is made of.
+        The names that are copies of other tensors, and those of tensors that are not used.
 
     Raises:
-        ConfigError: tensors are missing, unknown or of another shape; all of them are listed.
+        ConfigError: tensors are missing, unknown or of another shape; the message lists them.
     """
     wanted = {name: shape for piece in table.pieces for name, shape in zip(piece.hf, piece.transform.hf_shapes)}
-    copies = [name for name in table.copies if name in held]
-    dropped = sorted(name for name in held if name.endswith(_RECOMPUTED))
-    unknown = sorted(held.keys() - wanted.keys() - set(copies) - set(dropped))
+    copies = [name for name in table.copies if name in found]
+    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
+    unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))
     expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
-    lines = [f"missing: {name}" for name in sorted(wanted.keys() - held.keys())]
-    lines += [f"nothing is made of it: {name}" for name in unknown]
+    lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
+    lines += [f"unexpected: {name}" for name in unknown]
     lines += [
-        f"{name}: shape {list(held[name])}, its configuration says {list(expected[name])}"
-        for name in sorted(expected.keys() & held.keys())
-        if tuple(held[name]) != tuple(expected[name])
+        f"{name}: shape {list(found[name])}, its configuration says {list(expected[name])}"
+        for name in sorted(expected.keys() & found.keys())
+        if tuple(found[name]) != tuple(expected[name])
     ]
     if lines:
         raise ConfigError(listing(f"{where}: its tensors are not those of its config.json:", lines))

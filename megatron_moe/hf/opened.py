@@ -1,9 +1,9 @@
-"""A checkpoint opened for one process, without a launcher: the model with its weights, whichever kind of folder it is.
+"""Opens a checkpoint in one process, without a launcher: the model with its weights, whatever kind of folder it is.
 
     with opened(locate(Path("checkpoints"))) as found:
         logits = found.model(tokens, positions, None)
 
-Weights are streamed in tensor by tensor: beside the model there is room for the largest of them.
+Weights are read tensor by tensor: in addition to the model, memory is needed for the largest of them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _FLAGS: dict[torch.dtype, dict[str, bool]] = {
     torch.float16: {"fp16": True},
 }
 _RESERVE = 256 * 2**20
-"""Bytes for buffers of the libraries, beside weights and what the caller names."""
+"""Bytes for buffers of the libraries, in addition to weights and what the caller names."""
 _TABLES = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model in this process.
+    """A model of this process that was read from a checkpoint.
 
-    source: where it was read. run: its settings, for one process, in the dtype asked for.
-    model: the chunk, in evaluation mode, on this machine's device; wrapped where the dtype is a half one.
-    chunk: the same without its wrapper.
+    source: where it was read. run: its settings, for one process, in the requested dtype.
+    model: the chunk in evaluation mode, on this machine's device, wrapped if it is in half precision.
+    chunk: the chunk without a wrapper.
     """
 
     source: ModelSource
@@ -55,22 +55,22 @@ class Opened:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, without padding."""
+        """Number of tokens of the vocabulary, without padding."""
         return _vocab_size(self.run)
 
     @property
     def mapping(self) -> Mapping:
-        """Where each of its tensors lies in a Hugging Face folder.
+        """Mapping of its tensors to those of a Hugging Face folder.
 
         Raises:
-            ConfigError: it is of no family.
+            ConfigError: the model belongs to no family.
         """
         return mapping(self.run, self.source.required_family.names)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by the keys that checkpoints give them."""
-        return held_tensors(self.chunk)
+        return saved_tensors(self.chunk)
 
 
 @contextmanager
@@ -82,20 +82,20 @@ def opened(
     gradients: bool = False,
     working_bytes: int = 0,
 ) -> Iterator[Opened]:
-    """Build the model of a checkpoint and fill it; within the block there are the process groups of one process.
+    """Build the model of a checkpoint and fill it; the process groups of one process exist within the block.
 
-    Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 whatever it is.
+    Weights are widened exactly, or rounded where `dtype` is narrower; the router's biases are fp32 in any case.
 
     Args:
         source: from `source.locate`.
         dtype: float32, bfloat16 or float16.
-        layers: the first so many only, and no layers of multi-token prediction.
-        gradients: they will be computed; counts their memory.
-        working_bytes: what the caller needs beside them.
+        layers: build this many of the first layers, and no layers of multi-token prediction.
+        gradients: whether gradients will be computed, which counts their memory.
+        working_bytes: bytes that the caller needs in addition.
 
     Raises:
-        ConfigError: too little memory, more than one process, settings that a model cannot have, or tensors that are
-            not those of the model.
+        ConfigError: there is too little memory or more than one process, no model has these settings, or the tensors
+            are not those of the model.
     """
     if dist.is_initialized():
         raise RuntimeError("a checkpoint is opened in a process that is in no process group")
@@ -105,14 +105,14 @@ def opened(
     _require_memory(source, run, gradients, working_bytes)
     try:
         model, chunk = _build(run)
-        fill(held_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
+        fill(saved_tensors(chunk), source.blocks(run), str(source.path), {key: _vocab_size(run) for key in _TABLES})
         yield Opened(source, run, model, chunk)
     finally:
         groups.destroy()
 
 
 def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Run:
-    """The model of a run for one process that evaluates: its architecture, and defaults for everything else.
+    """Return the run of one process that evaluates a model: the architecture, and defaults for everything else.
 
     Raises:
         ConfigError: no model has these settings.
@@ -127,15 +127,17 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
             kept["moe_layer_freq"] = str(derived.moe_layer_pattern(run)[:layers])
     result = schema.build(kept)
     if result.moe.num_experts is not None and (result.model.hidden_size % 8 or derived.moe_ffn_hidden_size(result) % 8):
-        result = schema.replace(result, moe_expert_backend="loop")  # torch's grouped product takes whole 16 bytes
+        result = schema.replace(
+            result, moe_expert_backend="loop"
+        )  # torch's grouped product needs rows of whole 16 bytes
     rules.check_model(result, 1)
     return result
 
 
-def held_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a whole model by the keys that checkpoints give them: parameters, and buffers that are saved."""
-    held = chunk.state_dict(keep_vars=True)
-    return {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+def saved_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a whole model's parameters and the buffers that are saved, by the keys that checkpoints give them."""
+    state = chunk.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _build(run: Run) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -1,7 +1,7 @@
-"""The rotary embedding of a config.json <-> our settings. No torch.
+"""Converts the rotary embedding of a config.json to our settings and back. Loads no torch.
 
-transformers 5 writes one dictionary, `rope_parameters`; what lies on the hub has `rope_theta`, `rope_scaling` and
-`partial_rotary_factor` side by side. Both are read, and both are written.
+transformers 5 writes one dictionary, `rope_parameters`; published models have `rope_theta`, `rope_scaling` and
+`partial_rotary_factor` as separate keys. Both spellings are read, and both are written.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _YARN_KEYS = {
     "attention_factor",
     "truncate",
 }
-_SPELLED_BESIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_SPELLED_OUTSIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: bool = False) -> dict[str, Any]:
-    """Fields of the rotary embedding.
+    """Return the fields of the rotary embedding.
 
     Args:
-        latent_width: of the rotary part of latent attention, for which alone yarn is computed; other ways of
-            stretching are for none.
-        partly_rotated: whether the family rotates a share of each head, which it then has to tell; others ignore it.
+        latent_width: width of the rotary part of latent attention; None for other attention. Yarn is computed for
+            latent attention, and no other kind of scaling is computed.
+        partly_rotated: whether the family rotates a share of each head, which the file then has to give.
 
     Raises:
-        ConfigError: kinds of rotary embedding that are not computed here, spellings that contradict each other.
+        ConfigError: the kind of rotary embedding is not computed here, or the spellings contradict each other.
     """
     latent = latent_width is not None
     v5, hub = _nested(keys, "rope_parameters"), _nested(keys, "rope_scaling")
     base = _agreed(keys, "rope_theta", v5, hub)
     if base is None:
-        raise keys.refusal("rope_theta", "the base of the rotary frequencies has to be told; Mixtral's is 1000000.0")
+        raise keys.refusal("rope_theta", "the base of the rotary frequencies has to be given; Mixtral's is 1000000.0")
     partial = _agreed(keys, "partial_rotary_factor", v5, hub)
     if v5 is not None and hub is not None:
         mine, other = (
-            {key: value for key, value in part.values.items() if key not in _SPELLED_BESIDE} for part in (v5, hub)
+            {key: value for key, value in part.values.items() if key not in _SPELLED_OUTSIDE} for part in (v5, hub)
         )
         if _kind(v5) != _kind(hub) or mine != other:
             raise keys.refusal("rope_scaling", f"contradicts rope_parameters {v5.values!r}, which means the same")
@@ -93,7 +93,7 @@ def _kind(nested: Keys) -> str:
 
 
 def _agreed(keys: Keys, name: str, *nested: Keys | None) -> float | None:
-    """A number that may stand beside or within the dictionaries."""
+    """Return a number that may be given outside or inside the dictionaries, and has to be the same in all of them."""
     found: list[tuple[str, float]] = []
     for part in (keys, *nested):
         if part is not None:
@@ -107,16 +107,16 @@ def _agreed(keys: Keys, name: str, *nested: Keys | None) -> float | None:
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """Growth of the attention logits for a context `factor` times as long."""
+    """Return the growth of the attention logits for a context `factor` times as long."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:
-    """Yarn, such that amplitudes and the scale of the softmax are transformers' own.
+    """Return the settings of yarn with which amplitudes and the scale of the softmax are those of transformers.
 
-    There the amplitude is `attention_factor` where it is given; the ratio of the magnitudes of mscale and
-    mscale_all_dim where both are and neither is 0; else the magnitude of 1. The softmax is scaled by the square of
-    mscale_all_dim's magnitude. Here the amplitude is always that ratio, so that mscale is solved for where needed.
+    In transformers, the amplitude is `attention_factor` where it is given; the ratio of the magnitudes of mscale and
+    mscale_all_dim where both are given and not 0; else the magnitude of 1. The softmax is scaled by the square of
+    mscale_all_dim's magnitude. Here the amplitude is always that ratio, so mscale is solved for where needed.
     """
     stray = sorted(keys.values.keys() - _YARN_KEYS)
     if stray:
@@ -158,7 +158,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _check_ramp(keys: Keys, yarn: dict[str, Any], base: float, width: int) -> None:
-    """Refuse a ramp that lies beside the channels, which implementations cut off differently."""
+    """Refuse a ramp outside of the channels, which implementations cut off differently."""
 
     def channel(rotations: float) -> float:
         wavelength = yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)
@@ -168,13 +168,13 @@ def _check_ramp(keys: Keys, yarn: dict[str, Any], base: float, width: int) -> No
     if low > high:
         raise keys.refusal(
             "original_max_position_embeddings",
-            f"with beta_fast {yarn['beta_fast']}, beta_slow {yarn['beta_slow']} and rope_theta {base} yarn's ramp lies "
-            f"beside the {width // 2} frequencies; a context of some thousand positions works",
+            f"with beta_fast {yarn['beta_fast']}, beta_slow {yarn['beta_slow']} and rope_theta {base} yarn's ramp is "
+            f"outside of the {width // 2} frequencies; a context of some thousand positions works",
         )
 
 
 def amplitude(run: Run) -> float:
-    """What the cosines and sines of latent attention are multiplied by."""
+    """Return the factor of the cosines and sines of latent attention."""
     model = run.model
     if model.rope_type != "yarn":
         return 1.0
@@ -183,7 +183,7 @@ def amplitude(run: Run) -> float:
 
 
 def rope_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
-    """The rotary embedding as config.json has it, in both spellings; what `rope_settings` reads."""
+    """Return the rotary embedding's keys of config.json, in both spellings, as `rope_settings` reads them."""
     model = run.model
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_type == "yarn":

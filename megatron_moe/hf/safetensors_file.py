@@ -1,7 +1,7 @@
-"""The header of a .safetensors file, read as what a stranger wrote. No torch.
+"""Reads the header of an untrusted .safetensors file. Loads no torch.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, data_offsets), and the
-numbers. A header that is read here has been held against the file: offsets cover all of it, without overlap or hole,
+numbers. A header that is read here has been checked against the file: offsets cover all of it, without overlap or hole,
 and every tensor's bytes are those of its shape and dtype. Memory is bounded before anything is parsed.
 """
 
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from megatron_moe.config.errors import ConfigError
 
 LARGEST_HEADER = 16 * 2**20
-"""Bytes of a header: 100 000 tensors in one file. Parsed, the worst that a stranger can write takes 30 times that."""
+"""Bytes of a header: 100 000 tensors in one file. Parsed, the worst case takes 30 times that."""
 LARGEST_TENSOR = 16 * 2**30
 """Bytes of one tensor; the largest of the supported families takes 2.4 GB."""
 MOST_DIMENSIONS = 8
 
-# As the format writes a dtype -> as torch does, and its bytes.
+# The format's name of a dtype -> torch's name, and its bytes.
 DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -49,11 +49,11 @@ CODES = {name: (code, size) for code, (name, size) in DTYPES.items()}
 
 LENGTH = struct.Struct("<Q")
 _MOST_READ = 1 << 30
-"""Bytes per call of the system, which gives no more than 2 GiB."""
+"""Bytes per system call, which reads no more than 2 GiB."""
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is the one that was read before; size in bytes, time of the last change in ns."""
+    """The identity of a file, to detect that it changed; size in bytes, time of the last change in ns."""
 
     device: int
     inode: int
@@ -63,7 +63,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: in `file`, the bytes from `begin` to `end`. The dtype is torch's name of it."""
+    """The location of a tensor: in `file`, the bytes from `begin` to `end`. The dtype is torch's name of it."""
 
     file: str
     dtype: str
@@ -74,7 +74,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's tensors, in the order of their bytes, its metadata, and the file they were read from."""
+    """The content of a header: a file's tensors in the order of their bytes, its metadata, and the file's stamp."""
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
@@ -84,18 +84,17 @@ class Header:
 
 
 class FormatError(ConfigError):
-    """A file is not what its name says. The message names the file."""
-
-
-# ---- reading
+    """An error for a file that is not what its name says. The message names the file."""
 
 
 @contextmanager
 def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A descriptor of a regular file and its status. Nothing else is opened: a pipe would wait, a device would act.
+    """Open a regular file and yield its descriptor and status.
+
+    Other files are refused before they are opened: a pipe would block, and a device would act.
 
     Raises:
-        FormatError: it is not there, cannot be read, or is not a regular file.
+        FormatError: the file does not exist, cannot be read, or is not a regular file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -113,15 +112,15 @@ def plain_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What identifies a file and its content, as far as a file system tells."""
+    """Return what identifies a file and its content, as far as the file system reports it."""
     return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:
-    """A whole file of at most `largest` bytes.
+    """Return the content of a file of at most `largest` bytes.
 
     Raises:
-        FormatError: it is larger, cannot be read, or is not the file of this stamp.
+        FormatError: the file is larger, cannot be read, or does not have this stamp.
     """
     with plain_file(path) as (descriptor, status):
         if stamp is not None and stamp_of(status) != stamp:
@@ -138,10 +137,10 @@ def read_small(path: Path, largest: int, stamp: Stamp | None = None) -> bytes:
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in UTF-8 in which no key stands twice and every number is finite.
+    """Parse a JSON object in UTF-8 in which no key is repeated and every number is finite.
 
     Raises:
-        FormatError: it is something else; the message starts with `where`.
+        FormatError: the data is something else; the message starts with `where`.
     """
     try:
         value = json.loads(
@@ -159,10 +158,10 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, held against the file.
+    """Return the header of a file after checking it against the file.
 
     Raises:
-        FormatError: anything in it is not as the format says; the message names the file and the tensor.
+        FormatError: something is not as the format says; the message names the file and the tensor.
     """
     with plain_file(path) as (descriptor, status):
         size = status.st_size
@@ -220,7 +219,7 @@ def _finite(text: str) -> float:
 
 
 def shortened(value: Any) -> str:
-    """A value of a stranger's file as a message shows it: on one line, and not all of it."""
+    """Return a value of an untrusted file for a message: on one line, and shortened where it is long."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -271,5 +270,5 @@ def _check_covered(path: Path, tensors: dict[str, Stored], numbers: int, size: i
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor in a file; the dtype is torch's name of it."""
+    """Return the number of bytes of a tensor in a file; the dtype is torch's name of it."""
     return math.prod(shape) * CODES[dtype][1]

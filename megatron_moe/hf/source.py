@@ -1,4 +1,8 @@
-"""What a checkpoint's folder is, and its tensors one after the other: a run's folder, one step, or Hugging Face's."""
+"""Reads a model from a checkpoint of any kind: a run's folder, one step of it, or a Hugging Face folder.
+
+`locate` finds out what a folder is and returns a `ModelSource`, which yields the model's tensors block by block; `fill`
+copies the blocks into a model.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,18 @@ from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Shape
 
-# ---- A model's tensors, written block by block; none is left out, none written twice, and what is not finite is told.
+_STEP = re.compile(r"iter_\d{7,}", re.ASCII)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_OPTIMIZER = "optimizer."
+_COMPANIONS = f"{origin.FOLDER}/"
 
 
 @dataclass(frozen=True)
 class Block:
     """A box of one of the model's tensors.
 
-    key: of the tensor. start: the box's first element in it. values: in the dtype they were stored in.
-    name: of what they were made of, as messages show it.
+    key: the tensor's. start: the box's first element in the tensor. values: in the dtype in which they are stored.
+    name: the stored tensors that they were made of, as messages show it.
     """
 
     key: str
@@ -41,66 +48,14 @@ class Block:
     name: str
 
 
-@torch.no_grad()
-def fill(held: Mapping[str, Tensor], blocks: Iterable[Block], where: str, rows: Mapping[str, int]) -> None:
-    """Copy blocks into a model's tensors, which have NaN in them until they are written.
-
-    Args:
-        held: the tensors by key; their dtype stays, and values are widened or rounded to it.
-        blocks: boxes that do not overlap.
-        where: the checkpoint, as messages name it.
-        rows: of the tables that are padded here, and maybe elsewhere by other counts, how many rows are tokens. What
-            stands behind them is padding there, left out, and zero here.
-
-    Raises:
-        ConfigError: a tensor is left out or written in part, a block is of no tensor or outside of it, or holds a
-            number that is not finite.
-    """
-    written = dict.fromkeys(held, 0)
-    for key, tensor in held.items():
-        tensor.fill_(torch.nan)
-        if key in rows:
-            tensor[rows[key] :] = 0
-            written[key] += tensor[rows[key] :].numel()
-    for block in blocks:
-        if block.key not in held:
-            raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
-        tensor, values = held[block.key], block.values
-        if block.key in rows:
-            values = values[: max(rows[block.key] - block.start[0], 0)]
-        ends = [first + count for first, count in zip(block.start, values.shape)]
-        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
-            raise ConfigError(
-                f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} does not lie in {block.key}, "
-                f"which has the shape {list(tensor.shape)}"
-            )
-        if not torch.isfinite(values).all():
-            raise ConfigError(f"{where}: {block.name} holds NaN or infinity: it is damaged, or was saved after a fault")
-        if values.numel():
-            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
-        written[block.key] += values.numel()
-    wrong = [key for key, count in written.items() if count != held[key].numel()]
-    if wrong:
-        shown = ", ".join(f"{key} ({written[key]} of {held[key].numel()} elements)" for key in wrong[:10])
-        raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")
-
-
-# ----
-
-
-_STEP = re.compile(r"iter_\d{7,}", re.ASCII)
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_OPTIMIZER = "optimizer."
-_COMPANIONS = f"{origin.FOLDER}/"
-
-
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint that can be opened; nothing but its small files is read yet.
+    """A checkpoint that can be opened; its small files have been read.
 
-    path: the step, or the folder. run: the model's settings, `vocab_size` among them. family: of Hugging Face's that it
-    is of, if any. companions: files that came or go with a folder of theirs, by name. notes: what to tell about it.
-    blocks: the tensors of a model with these settings, which may have fewer layers; each is read when its turn comes.
+    path: the step, or the folder. run: the model's settings, including `vocab_size`. family: its family at Hugging
+    Face, if any. companions: files other than weights of its Hugging Face folder, by name. notes: notes for the user.
+    blocks: returns the tensors of a model with these settings, which may have fewer layers; each is read when it is
+    yielded.
     """
 
     path: Path
@@ -110,33 +65,33 @@ class ModelSource:
     notes: tuple[str, ...]
     blocks: Callable[[Run], Iterator[Block]]
     dtype: str
-    """Of most weights as they are stored; of those in fp8, bfloat16."""
+    """Dtype of most weights as they are stored; weights in fp8 count as bfloat16."""
 
     @property
     def required_family(self) -> Family:
-        """The family.
+        """Family of the model at Hugging Face.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: it has none.
         """
         if self.family is None:
             raise ConfigError(
-                f"{self.path}: no family of models at Hugging Face is told of it, and names of tensors are asked for; "
-                f"say which they shall be: --family {{{','.join(FAMILIES)}}}"
+                f"{self.path}: the model's family at Hugging Face is not known, whose names of tensors are needed; "
+                f"choose one: --family {{{','.join(FAMILIES)}}}"
             )
         return self.family
 
 
 def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, flag: str = "--load") -> ModelSource:
-    """Look at a folder: a run's, one step of it, or a Hugging Face folder.
+    """Find out what a folder is: a run's, one step of it, or a Hugging Face folder.
 
     Args:
-        ckpt_step: which step of a run's folder; default: the newest sound one.
-        family: names for the tensors of a model that was trained here.
-        flag: that the path was given with.
+        ckpt_step: which step of a run's folder; default: the newest undamaged one.
+        family: the family that a model that was trained here is to have.
+        flag: the flag that named the path, for messages.
 
     Raises:
-        ConfigError: it is none of these, or damaged.
+        ConfigError: the folder is none of these, or damaged.
     """
     if not path.is_dir():
         raise ConfigError(f"{flag} {path}: there is no such folder")
@@ -147,11 +102,11 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
             raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
         step, notes = folder.find_step(root, wanted)
         if step is None:
-            raise ConfigError(f"{flag} {path}: holds no step yet")
+            raise ConfigError(f"{flag} {path}: has no step yet")
         return _native(step, family, tuple(notes))
     if not (path / "config.json").exists():
         raise ConfigError(
-            f"{flag} {path}: is no checkpoint: it holds neither steps (iter_*) nor the config.json of a Hugging Face "
+            f"{flag} {path}: is no checkpoint: it has neither steps (iter_*) nor the config.json of a Hugging Face "
             "folder"
         )
     if ckpt_step is not None:
@@ -161,38 +116,39 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
     return _hugging_face(HFFolder.open(path, flag), f"{flag} {path}")
 
 
-# ---- a step of ours
-
-
 def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSource:
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     fields = all_fields()
     wanted = (*compare.architecture_keys(), "seq_length", "max_position_embeddings", "moe_router_dtype")
     flat = {name: from_file(fields[name], config[name], f"{step}: {name}") for name in wanted if name in config}
     if flat.get("vocab_size") is None:
-        # A run that takes its tokenizer's vocabulary; without that count the padding cannot be told from tokens.
+        # A run that takes its tokenizer's vocabulary; without that count, padding and tokens cannot be distinguished.
         known = state.get("vocab_size")
         flat["vocab_size"] = known if isinstance(known, int) else state.get("padded_vocab_size")
         if not isinstance(known, int):
             notes = (
                 *notes,
-                f"{step}: does not say how many of its {flat['vocab_size']} rows are tokens: all are taken",
+                f"{step}: does not say how many of its {flat['vocab_size']} rows are tokens: all are used",
             )
     if not isinstance(flat["vocab_size"], int):
         raise ConfigError(f"{step / folder.STATE}: padded_vocab_size {flat['vocab_size']!r} is no count")
     run = schema.build(flat)
-    told = family or (state.get("hf") or {}).get("family")
-    if told is not None and told not in FAMILIES:
-        raise ConfigError(f"--family {told}: is none of {', '.join(FAMILIES)}")
+    name = family or (state.get("hf") or {}).get("family")
+    if name is not None and name not in FAMILIES:
+        raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
     content = manifest.read(step)
-    companions = {name[len(_COMPANIONS) :]: step / name for name in content.files if name.startswith(_COMPANIONS)}
-    known_family = FAMILIES[told] if told is not None else family_of_run(run)
-    dtype = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else "float32"
+    companions = {file[len(_COMPANIONS) :]: step / file for file in content.files if file.startswith(_COMPANIONS)}
+    known_family = FAMILIES[name] if name is not None else family_of_run(run)
+    dtype = "float32"
+    if config.get("bf16"):
+        dtype = "bfloat16"
+    elif config.get("fp16"):
+        dtype = "float16"
     return ModelSource(step, run, known_family, companions, notes, lambda cut: _parts(step, run, cut), dtype)
 
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
-    """The boxes of a step's tensors, those of the optimizer left out. Files are hashed before they are used."""
+    """Yield the boxes of a step's tensors without the optimizer's. Files are hashed before they are used."""
     reader = StepReader(step)
     tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
     files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
@@ -213,14 +169,11 @@ def _left_out(key: str, whole: Run, run: Run) -> bool:
     return key.startswith("mtp.") or (layer is not None and int(layer[1]) >= run.model.num_layers)
 
 
-# ---- Hugging Face's
-
-
 def _hugging_face(found: HFFolder, where: str) -> ModelSource:
     family = family_of(found.config, where)
-    told = settings_of(found, where)
-    run = schema.build(told.flat)
-    notes, bytes_of = (*found.notes, *told.notes), Counter[str]()
+    architecture = settings_of(found, where)
+    run = schema.build(architecture.flat)
+    notes, bytes_of = (*found.notes, *architecture.notes), Counter[str]()
     for name, stored in found.tensors.items():
         bytes_of["bfloat16" if name in found.scales else stored.dtype] += stored.end - stored.begin
     dtype = bytes_of.most_common(1)[0][0]
@@ -230,7 +183,7 @@ def _hugging_face(found: HFFolder, where: str) -> ModelSource:
 
 
 def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[Block]:
-    """The blocks of our tensors, made of a folder's. What the folder holds twice has to be equal."""
+    """Yield the blocks of our tensors, made of a folder's. Copies of a tensor in the folder have to be equal."""
     with TensorReader(found) as reader:
         table = mapping(whole, family.names)
         copies, _ = require_tensors(table, {name: reader.shape(name) for name in reader.names()}, str(found.path))
@@ -243,3 +196,49 @@ def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[B
         for piece in mapping(run, family.names).pieces:
             tensors = [reader.read(name) for name in piece.hf]
             yield Block(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))
+
+
+@torch.no_grad()
+def fill(tensors: Mapping[str, Tensor], blocks: Iterable[Block], where: str, rows: Mapping[str, int]) -> None:
+    """Copy blocks into a model's tensors, which are filled with NaN first.
+
+    Args:
+        tensors: the tensors by key; their dtype stays, and values are widened or rounded to it.
+        blocks: boxes that do not overlap.
+        where: the checkpoint, as messages name it.
+        rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens. Rows after them
+            are left out of the blocks, and zero in the model.
+
+    Raises:
+        ConfigError: a tensor is left out or written in part, a block belongs to no tensor or is not within it, or it
+            contains a number that is not finite.
+    """
+    written = dict.fromkeys(tensors, 0)
+    for key, tensor in tensors.items():
+        tensor.fill_(torch.nan)
+        if key in rows:
+            tensor[rows[key] :] = 0
+            written[key] += tensor[rows[key] :].numel()
+    for block in blocks:
+        if block.key not in tensors:
+            raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
+        tensor, values = tensors[block.key], block.values
+        if block.key in rows:
+            values = values[: max(rows[block.key] - block.start[0], 0)]
+        ends = [first + count for first, count in zip(block.start, values.shape)]
+        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
+            raise ConfigError(
+                f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} is not within {block.key}, "
+                f"which has the shape {list(tensor.shape)}"
+            )
+        if not torch.isfinite(values).all():
+            raise ConfigError(
+                f"{where}: {block.name} contains NaN or infinity: it is damaged, or was saved after a fault"
+            )
+        if values.numel():
+            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
+        written[block.key] += values.numel()
+    wrong = [key for key, count in written.items() if count != tensors[key].numel()]
+    if wrong:
+        shown = ", ".join(f"{key} ({written[key]} of {tensors[key].numel()} elements)" for key in wrong[:10])
+        raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")

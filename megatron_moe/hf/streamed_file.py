@@ -1,4 +1,4 @@
-"""A .safetensors file written tensor by tensor, in any order, whose numbers are never held at once. No torch."""
+"""Writes a .safetensors file tensor by tensor, in any order, without keeping the tensors in memory. Loads no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _MOST_WRITTEN = 1 << 30
 
 
 class StreamedFile:
-    """A new .safetensors file, written tensor by tensor in any order, whose numbers are never held here.
+    """A new .safetensors file that is written tensor by tensor, in any order.
 
-    A context manager: the file is complete and on the disk when the block ends, and gone when it ends in an error.
+    It is a context manager: the file is complete and on the disk when the block ends, and removed when it ends in an
+    error.
 
     Args:
-        path: of a file that is not there yet.
-        layout: every tensor's dtype (torch's name) and shape. The bytes follow this order, but where that would leave a
-            tensor misaligned, the wider dtypes come first.
+        path: the file, which must not exist yet.
+        layout: every tensor's dtype (torch's name) and shape. The bytes are in this order, unless a tensor would be
+            misaligned: then the wider dtypes come first.
         metadata: strings; transformers wants {"format": "pt"}.
     """
 
@@ -49,10 +50,11 @@ class StreamedFile:
             raise
 
     def write(self, name: str, data: Any) -> str:
-        """Write one tensor's bytes, anything that shows them, and return their SHA-256.
+        """Write one tensor's bytes, from any object with the buffer protocol, and return their SHA-256.
 
         Raises:
-            ValueError: the file has no such tensor, has it already, or it has another size. OSError: the disk refused.
+            ValueError: the file has no such tensor, it is written already, or it has another size.
+            OSError: writing failed.
         """
         view = memoryview(data).cast("B")
         stored = self.layout.get(name)
@@ -65,10 +67,11 @@ class StreamedFile:
         return self.digests[name]
 
     def close(self) -> None:
-        """Put the file onto the disk.
+        """Bring the file to disk; on an error, remove it.
 
         Raises:
-            ValueError: a tensor was not written; the file is gone. OSError: the disk refused; the file is gone.
+            ValueError: a tensor was not written.
+            OSError: writing failed.
         """
         missing = [name for name in self.layout if name not in self.digests]
         try:
@@ -108,7 +111,7 @@ class StreamedFile:
 def _header(
     file: str, layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Stored]]:
-    """The bytes before the numbers, and where each tensor goes."""
+    """Return the bytes before the numbers, and the location of each tensor."""
     order = list(layout.items())
     at, aligned = 0, True
     for _, (dtype, shape) in order:

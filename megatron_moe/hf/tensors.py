@@ -1,4 +1,4 @@
-"""The numbers of a Hugging Face folder, one tensor at a time in memory of its own; tensors as bytes of a file."""
+"""Reads the tensors of a Hugging Face folder one at a time, and writes tensors into a .safetensors file."""
 
 from __future__ import annotations
 
@@ -22,62 +22,62 @@ _CHUNK = 1 << 24
 _MOST_OPEN = 32
 
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""Of each byte. Looking a number up takes a seventh of the time that torch takes to convert it on a CPU."""
+"""The value of each byte. On a CPU, a look-up takes a seventh of the time of torch's conversion."""
 
 
 class TensorReader:
-    """The tensors of a folder by name. Weights in fp8 come with their scales applied; scales have no names here.
+    """A reader of a folder's tensors by name. Weights in fp8 are dequantised, and their scales have no names here.
 
-    Plain reads, no mapping of files: memory is what is returned. Not for several threads. A context manager; `close`
-    ends it.
+    Files are read, not mapped: the memory in use is that of the returned tensors. A reader is not thread-safe. It is a
+    context manager; `close` ends it.
     """
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder = folder
         self._scales = set(folder.scales.values())
         self._open: dict[str, int] = {}
-        self._beside: ThreadPoolExecutor | None = None
+        self._hashing: ThreadPoolExecutor | None = None
 
     def names(self) -> list[str]:
-        """Of all tensors but scales, in the order of files and bytes."""
+        """Return the names of all tensors except scales, in the order of files and bytes."""
         return [name for name in self.folder.tensors if name not in self._scales]
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """The stored tensors that one is made of: itself, and the scales of its blocks where it is stored in fp8."""
+        """Return the stored tensors that one is made of: itself and, where it is stored in fp8, its blocks' scales."""
         scale = self.folder.scales.get(name)
         return (name,) if scale is None else (name, scale)
 
     def dtype(self, name: str) -> torch.dtype:
-        """As `read` returns it: bfloat16 for weights in fp8."""
+        """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8."""
         return torch.bfloat16 if name in self.folder.scales else self._stored_dtype(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Return the shape of a tensor."""
         return self.folder.tensors[name].shape
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in memory of its own.
+        """Read a tensor into memory of its own.
 
         Args:
-            dtype: what a weight in fp8 is returned as, bfloat16 where None. Value times scale is computed in fp32 and
-                rounded once: bfloat16 to nearest even, float32 not at all. Other tensors keep theirs.
+            dtype: dtype in which a weight in fp8 is returned, bfloat16 where None. Value times scale is computed in
+                fp32 and rounded once: to bfloat16 to nearest even, to float32 not at all. Other tensors keep theirs.
 
         Raises:
-            ConfigError: the file was cut or changed since the folder was opened; a scale is none.
+            ConfigError: the file was truncated or changed since the folder was opened, or a scale is not valid.
         """
         if name not in self.folder.scales:
             return self._stored(name, None)
         return self._dequantised(name, dtype or torch.bfloat16, None)
 
     def read_hashed(self, name: str, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, str]]:
-        """The same, and the SHA-256 of each stored tensor it is made of, hashed while it is read."""
+        """Read a tensor as `read` does, and return the SHA-256 of each stored tensor that it is made of, too."""
         digests: dict[str, str] = {}
         if name not in self.folder.scales:
             return self._stored(name, digests), digests
         return self._dequantised(name, dtype or torch.bfloat16, digests), digests
 
     def digest(self, name: str) -> str:
-        """The SHA-256 of a stored tensor's bytes; scales have one too."""
+        """Return the SHA-256 of a stored tensor's bytes; `name` may be that of scales."""
         digests: dict[str, str] = {}
         self._stored(name, digests)
         return digests[name]
@@ -87,9 +87,9 @@ class TensorReader:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
-        if self._beside is not None:
-            self._beside.shutdown()
-            self._beside = None
+        if self._hashing is not None:
+            self._hashing.shutdown()
+            self._hashing = None
 
     def __enter__(self) -> TensorReader:
         return self
@@ -104,7 +104,7 @@ class TensorReader:
         return dtype
 
     def _stored(self, name: str, digests: dict[str, str] | None) -> Tensor:
-        """A tensor as it is stored. Its hash goes into `digests`."""
+        """Return a tensor as it is stored, and put its hash into `digests`."""
         stored = self.folder.tensors[name]
         raw = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
         view = memoryview(raw.numpy())
@@ -120,8 +120,8 @@ class TensorReader:
                 if len(view) <= _CHUNK:
                     digest.update(chunk)
                 else:
-                    self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="sha256")
-                    waiting.append(self._beside.submit(digest.update, chunk))
+                    self._hashing = self._hashing or ThreadPoolExecutor(1, thread_name_prefix="sha256")
+                    waiting.append(self._hashing.submit(digest.update, chunk))
         finally:
             for task in waiting:
                 task.result()
@@ -138,7 +138,8 @@ class TensorReader:
                 raise ConfigError(f"{self.folder.path / file} cannot be read: {error.strerror or error}") from error
             if count == 0:
                 raise ConfigError(
-                    f"{self.folder.path / file} ends within tensor {shortened(name)}: it was cut since it was opened"
+                    f"{self.folder.path / file} ends within tensor {shortened(name)}: it was truncated since it was "
+                    "opened"
                 )
             chunk, offset = chunk[count:], offset + count
 
@@ -150,7 +151,7 @@ class TensorReader:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read any more: {error.strerror or error}") from error
-        self._open[file] = descriptor  # the one used last stands last
+        self._open[file] = descriptor  # the one used last is the last
         self._check_unchanged(descriptor, file)
         if len(self._open) > _MOST_OPEN:
             os.close(self._open.pop(next(iter(self._open))))
@@ -163,7 +164,7 @@ class TensorReader:
             )
 
     def _dequantised(self, name: str, dtype: torch.dtype, digests: dict[str, str] | None) -> Tensor:
-        """value * scale of its block, [rows, columns] of `dtype`."""
+        """Return each value times the scale of its block, [rows, columns] of `dtype`."""
         rows, columns = self.folder.block
         scale_name = self.folder.scales[name]
         scales = self._stored(scale_name, digests).float()
@@ -183,16 +184,13 @@ class TensorReader:
         return result
 
 
-# ---- writing
-
-
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What `StreamedFile` has to know of tensors; ones on the meta device do."""
+    """Return the layout that `StreamedFile` needs for these tensors, which may be on the meta device."""
     return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As `Stored` and layouts have it."""
+    """Return the name of a dtype in `Stored` and in layouts."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -200,7 +198,8 @@ def write_tensor(file: StreamedFile, name: str, tensor: Tensor) -> str:
     """Write a tensor into a file and return the SHA-256 of its bytes.
 
     Raises:
-        ValueError: the file's layout has no such tensor, another dtype or another shape. OSError: the disk refused.
+        ValueError: the file's layout has no such tensor, another dtype or another shape.
+        OSError: writing failed.
     """
     stored = file.layout.get(name)
     if stored is not None and (stored.dtype, stored.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape)):
@@ -211,11 +210,11 @@ def write_tensor(file: StreamedFile, name: str, tensor: Tensor) -> str:
 
 
 def to_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor as a file holds them; no copy where it is contiguous and on the CPU."""
+    """Return the bytes of a tensor as in a file, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 def sha256(tensor: Tensor) -> str:
-    """Of a tensor's bytes as a file holds them."""
+    """Return the SHA-256 of a tensor's bytes as in a file."""
     return hashlib.sha256(to_bytes(tensor)).hexdigest()

@@ -1,7 +1,6 @@
-"""What a model computes on given tokens: logits, loss, the experts chosen, predictions further ahead, gradient norms.
+"""Traces a model on given tokens, to compare implementations: logits, loss, routing, MTP logits, gradient norms.
 
-What people need to compare two implementations of a model. Tensors are in the order of the tokens, b * S + s, whatever
-the engine's order is.
+Tensors are in the order of the tokens, b * S + s, whatever the engine's order is.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutingDecision
 
 _TOKENS_AT_ONCE = 4096
-"""Whole sequences of about so many tokens go through the model together: logits and activations take memory."""
+"""Sequences of together about this many tokens go through the model at once: logits and activations take memory."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """One layer's. topk_idx: [B * S, K] int64, in the order of the choice. probs: [B * S, E] fp32, the weights with
-    which the experts' outputs are added up; 0 for those not chosen."""
+    """The routing of one layer.
+
+    topk_idx: [B * S, K] int64, the chosen experts in the order of the choice. probs: [B * S, E] fp32, the weights of
+    the experts' outputs, 0 for those that were not chosen.
+    """
 
     topk_idx: Tensor
     probs: Tensor
@@ -37,15 +39,16 @@ class Routing:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of B sequences of S tokens, on the CPU.
+    """What a model computes on B sequences of S tokens, on the CPU.
 
     logits: [B, S, V] fp32, V the real vocabulary.
     loss: fp32 scalar in nats, mean of the cross entropy with which the first S - 1 positions predict the next token.
-    routing: layer -> its choices; empty unless asked for. Layers count from 0, depths of multi-token prediction on from
-        the last, as Hugging Face's names do.
-    mtp_logits: [D, B, S, V] fp32, depth k predicting at s the token s + k + 1. A depth's last k positions mean nothing:
-        no token is ahead of them. None for a model without such depths.
-    grad_norms: name at Hugging Face -> L2 norm of the loss's gradient; None unless asked for.
+    routing: layer -> its routing; empty unless requested. Layers are numbered from 0, and depths of multi-token
+        prediction after the last layer, as in Hugging Face's names.
+    mtp_logits: [D, B, S, V] fp32; depth k predicts at s the token s + k + 1. A depth's last k positions have no
+    meaning:
+        there is no token that far ahead. None for a model without such depths.
+    grad_norms: name at Hugging Face -> L2 norm of the loss's gradient; None unless requested.
     """
 
     logits: Tensor
@@ -55,7 +58,7 @@ class Trace:
     grad_norms: dict[str, float] | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a file holds them."""
+        """Return the tensors by the names that they have in a file."""
         named = {"logits": self.logits, "loss": self.loss}
         if self.mtp_logits is not None:
             named["mtp_logits"] = self.mtp_logits
@@ -70,24 +73,24 @@ def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients:
     Args:
         found: the model, in evaluation mode.
         input_ids: [B, S] integers below the vocabulary's size, S at least 2.
-        routing: keep every layer's choices.
-        gradients: run backward too, and take the norms.
+        routing: whether to record every layer's routing.
+        gradients: whether to run the backward pass too and record the norms of gradients.
 
     Raises:
-        ConfigError: gradients are asked for, and the model is of no family that has names for them.
+        ConfigError: gradients are requested, and the model belongs to no family that has names for them.
     """
     table = found.mapping if gradients else None
     batch, length = input_ids.shape
     logits = torch.empty(batch, length, found.vocab_size)
-    further: list[Tensor] = []
+    mtp_logits: list[Tensor] = []
     chosen: dict[int, list[Routing]] = {}
     loss = torch.zeros((), dtype=torch.float64)
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(gradients))
         if routing:
-            stack.enter_context(_recording(found.chunk, lambda layer, one: chosen.setdefault(layer, []).append(one)))
+            stack.enter_context(_recorded_routing(found.chunk, chosen))
         if found.run.model.mtp_num_layers:
-            stack.enter_context(_looking_further(found.chunk, further, found.vocab_size))
+            stack.enter_context(_recorded_mtp_logits(found.chunk, mtp_logits, found.vocab_size))
         at_once = max(_TOKENS_AT_ONCE // length, 1)
         for first in range(0, batch, at_once):
             tokens = input_ids[first : first + at_once].to(platform.device(), torch.int64)
@@ -101,14 +104,14 @@ def trace(found: Opened, input_ids: Tensor, *, routing: bool = False, gradients:
     return Trace(
         logits,
         (loss / (batch * (length - 1))).float(),
-        {layer: _joined(parts) for layer, parts in sorted(chosen.items())},
-        torch.cat(further, dim=1) if further else None,
+        {layer: _concatenated(parts) for layer, parts in sorted(chosen.items())},
+        torch.cat(mtp_logits, dim=1) if mtp_logits else None,
         None if table is None else _grad_norms(found, table),
     )
 
 
 def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
-    """About what `trace` takes beside weights and their gradients."""
+    """Estimate the bytes that `trace` needs in addition to weights and their gradients."""
     model = run.model
     vocab_size = model.vocab_size or 0
     tokens = min(batch, max(_TOKENS_AT_ONCE // length, 1)) * length
@@ -118,27 +121,28 @@ def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
     return kept + 4 * tokens * (4 * vocab_size + width * (model.num_layers if gradients else 1))
 
 
-def _joined(parts: list[Routing]) -> Routing:
+def _concatenated(parts: list[Routing]) -> Routing:
     return Routing(torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts]))
 
 
 @contextmanager
-def _recording(chunk: torch.nn.Module, see: Callable[[int, Routing], None]) -> Iterator[None]:
-    """Within the block, every router's decisions are shown: layer from 0, tokens in the order b * S + s."""
+def _recorded_routing(chunk: torch.nn.Module, found: dict[int, list[Routing]]) -> Iterator[None]:
+    """Append every router's decisions to `found` within the block: layer from 0, tokens in the order b * S + s."""
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
 
     def wrapped(router: TopKRouter) -> Callable[..., RoutingDecision]:
         route = router.route
 
-        def seen(hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
+        def recorded(hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
             decision = route(hidden, is_padding, num_sequences)
             ids, probs = decision.expert_ids, decision.probs.detach().float()
             dense = probs.new_zeros(ids.shape[0], router.options.num_experts).scatter_(1, ids, probs)
             number = router.layer_number or 0
-            see(number - 1, Routing(_by_sequence(ids, num_sequences), _by_sequence(dense, num_sequences)))
+            one = Routing(_by_sequence(ids, num_sequences), _by_sequence(dense, num_sequences))
+            found.setdefault(number - 1, []).append(one)
             return decision
 
-        return seen
+        return recorded
 
     for router in routers:
         router.route = wrapped(router)  # type: ignore[method-assign]
@@ -150,16 +154,16 @@ def _recording(chunk: torch.nn.Module, see: Callable[[int, Routing], None]) -> I
 
 
 def _by_sequence(rows: Tensor, num_sequences: int) -> Tensor:
-    """[S * B, ...], row s * B + b -> row b * S + s, on the CPU."""
+    """Return the rows [S * B, ...] on the CPU, row s * B + b as row b * S + s."""
     return rows.unflatten(0, (-1, num_sequences)).transpose(0, 1).flatten(0, 1).cpu()
 
 
 @contextmanager
-def _looking_further(chunk: Any, found: list[Tensor], vocab_size: int) -> Iterator[None]:
-    """Within the block, each forward pass also appends the logits [D, B, S, V] of multi-token prediction."""
+def _recorded_mtp_logits(chunk: Any, found: list[Tensor], vocab_size: int) -> Iterator[None]:
+    """Append the logits [D, B, S, V] of multi-token prediction to `found` in each forward pass within the block."""
     finish = chunk._postprocess
 
-    def seen(hidden_states: Tensor, **rest: Any) -> Tensor:
+    def recorded(hidden_states: Tensor, **rest: Any) -> Tensor:
         logits = finish(hidden_states=hidden_states, **rest)
         with torch.no_grad():
             depths = chunk.further_logits(
@@ -168,7 +172,7 @@ def _looking_further(chunk: Any, found: list[Tensor], vocab_size: int) -> Iterat
             found.append(torch.stack([one[..., :vocab_size].float().cpu() for one in depths]))
         return logits
 
-    chunk._postprocess = seen
+    chunk._postprocess = recorded
     try:
         yield
     finally:
@@ -176,11 +180,11 @@ def _looking_further(chunk: Any, found: list[Tensor], vocab_size: int) -> Iterat
 
 
 def _grad_norms(found: Opened, table: Mapping) -> dict[str, float]:
-    """L2 norms, added up in fp64, of every trained tensor of the table; 0 where the loss does not depend on it."""
+    """Return the L2 norm, summed in fp64, of each trained tensor's gradient; 0 where the loss does not depend on it."""
     tensors, norms = found.tensors, {}
     for piece in table.pieces:
         tensor = tensors[piece.key]
-        if not isinstance(tensor, torch.nn.Parameter):  # the router's bias is no gradient's business
+        if not isinstance(tensor, torch.nn.Parameter):  # the router's bias has no gradient
             continue
         if tensor.grad is None:
             norms.update(dict.fromkeys(piece.hf, 0.0))

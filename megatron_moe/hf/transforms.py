@@ -1,7 +1,7 @@
-"""How the tensors of a Hugging Face folder lie in ours: named objects, each of which knows both directions.
+"""Transforms between the tensors of a Hugging Face folder and ours, each in both directions.
 
-A transform moves elements and changes none: what it makes of a tensor, it makes back bit for bit, whatever the dtype.
-It carries the shapes of both sides, so that a folder is held against its own configuration before anything is written.
+A transform moves elements without changing them, so that it can be undone bit for bit, whatever the dtype. It has the
+shapes of both sides, so that a folder is checked against its own configuration before anything is written.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Shape = tuple[int, ...]
 
 
 class Transform(ABC):
-    """Between the tensors of a Hugging Face folder and one block of ours.
+    """A transform between tensors of a Hugging Face folder and one block of ours.
 
     Attributes:
-        hf_shapes: of the tensors on Hugging Face's side, in order. native_shape: of the block on our side.
+        hf_shapes: shapes of the tensors on Hugging Face's side, in order.
+        native_shape: shape of the block on our side.
     """
 
     @property
@@ -34,21 +35,21 @@ class Transform(ABC):
 
     @abstractmethod
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The block, from tensors of `hf_shapes`; their dtype."""
+        """Return the block made of tensors of `hf_shapes`, in their dtype."""
 
     @abstractmethod
     def to_hf(self, block: Tensor) -> list[Tensor]:
-        """The tensors, from a block of `native_shape`; its dtype. They may be views of it."""
+        """Return the tensors made of a block of `native_shape`, in its dtype. They may be views of it."""
 
     @property
     def name(self) -> str:
-        """As certificates name it."""
+        """Name of the transform in conversion certificates."""
         return type(self).__name__
 
 
 @dataclass(frozen=True)
 class Copy(Transform):
-    """The same tensor on both sides."""
+    """A transform for a tensor that is the same on both sides."""
 
     shape: Shape
 
@@ -69,7 +70,7 @@ class Copy(Transform):
 
 @dataclass(frozen=True)
 class GateThenUp(Transform):
-    """gate [F, H] and up [F, H] <-> the gate's rows, then those of up: [2 F, H]."""
+    """A transform of gate [F, H] and up [F, H] <-> the gate's rows, then those of up: [2 F, H]."""
 
     width: int
     hidden: int
@@ -91,7 +92,7 @@ class GateThenUp(Transform):
 
 @dataclass(frozen=True)
 class ExpertGateUp(Transform):
-    """gate [F, H] and up [F, H] of an expert <-> its block [1, 2, F, H] of the layer's experts."""
+    """A transform of gate [F, H] and up [F, H] of an expert <-> its block [1, 2, F, H] of the layer's experts."""
 
     width: int
     hidden: int
@@ -113,7 +114,7 @@ class ExpertGateUp(Transform):
 
 @dataclass(frozen=True)
 class ExpertDown(Transform):
-    """down [H, F] of an expert <-> its block [1, H, F] of the layer's experts."""
+    """A transform of down [H, F] of an expert <-> its block [1, H, F] of the layer's experts."""
 
     width: int
     hidden: int
@@ -135,9 +136,9 @@ class ExpertDown(Transform):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Transform):
-    """q [n d, ...], k [g d, ...] and v [g d, ...] <-> by groups: the n / g queries of a group, its key, its value.
+    """A transform of q [n d, ...], k [g d, ...] and v [g d, ...] <-> groups of n / g queries, a key and a value.
 
-    Invisible where g is 1 or n. width: of the input (weights), or None (biases).
+    heads: n. groups: g. head_size: d. width: that of the input (weights), or None (biases).
     """
 
     heads: int
@@ -168,7 +169,7 @@ class QueryKeyValue(Transform):
 
 @dataclass(frozen=True)
 class Vocabulary(Transform):
-    """A table [V, H] <-> the same with rows of zeros behind it, which the model never reads: [padded, H]."""
+    """A transform of a table [V, H] <-> the table with rows of zeros after it, which no token selects: [padded, H]."""
 
     size: int
     padded: int
@@ -193,5 +194,5 @@ class Vocabulary(Transform):
 
 
 def elements(shape: Shape) -> int:
-    """How many numbers a tensor of this shape holds."""
+    """Return the number of elements of a tensor of this shape."""
     return math.prod(shape)

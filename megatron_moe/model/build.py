@@ -21,18 +21,16 @@ from megatron_moe import platform
 from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
-from megatron_moe.model.float16_module import Float16Module
+from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
 from megatron_moe.model.initialize import initialize_weights
-from megatron_moe.model.kept_fp32 import held_by_model, keep_in_fp32
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import FurtherPredictions, without_second_table
 from megatron_moe.model.spec import LOCAL, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.precision.contract import returns_wider
+from megatron_moe.precision.contract import PrecisionGuard, returns_wider
 from megatron_moe.precision.gates import install_gates
-from megatron_moe.precision.guard import PrecisionGuard
 
 # ---- The embedding's lookup, with a gradient that loses no token.
 #
@@ -162,12 +160,12 @@ def build_model(
     stages = [None] if num_chunks is None else list(range(num_chunks))
     chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, vocabulary, stage, draw) for stage in stages]
     guard = guard or PrecisionGuard()
-    guard.check("building", held_by_model(run, chunks))
+    guard.check("building", model_dtypes(run, chunks))
     if not wrap:
         return chunks
     if run.precision.bf16 or run.precision.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-        guard.check("wrapping in Float16Module", held_by_model(run, chunks))
+        guard.check("wrapping in Float16Module", model_dtypes(run, chunks))
     chunks = [
         DistributedDataParallel(
             config=config,
@@ -182,7 +180,7 @@ def build_model(
     for chunk in chunks:
         # Equal by construction; this keeps ranks equal also where their libraries are not.
         chunk.broadcast_params()
-    guard.check("wrapping in DistributedDataParallel", held_by_model(run, chunks))
+    guard.check("wrapping in DistributedDataParallel", model_dtypes(run, chunks))
     return chunks
 
 

@@ -1,14 +1,67 @@
-"""Float16Module: the half-precision wrapper that leaves fp32 state alone, and proves it."""
+"""The dtypes of a built model: modules kept in fp32, Float16Module around them, and an inventory of all tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 
+from megatron_moe.config import module_names
+from megatron_moe.config.model_parts import INPUT, MODEL, OWN, RESIDUAL, ROUTER, SHORT, dtype_words
+from megatron_moe.config.schema import Run
+from megatron_moe.model.initialize import global_name
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.precision.contract import PrecisionError, declared_fp32_state, verify_fp32_state
+from megatron_moe.precision.contract import (
+    Emits,
+    PrecisionError,
+    TensorDtype,
+    declared_fp32_state,
+    make_island,
+    verify_fp32_state,
+)
+
+# ---- Modules that `--keep-fp32` keeps in fp32.
+
+
+def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:
+    """Make fp32 islands of the modules of `--keep-fp32` that are in this chunk, before its weights are drawn.
+
+    Args:
+        chunk: an unwrapped GPTModel.
+        config: the engine's configuration that the chunk was built with.
+
+    Returns:
+        Names of these modules in the whole model.
+    """
+    kept, parts = module_names.kept_in_fp32(run), module_names.parts(run)
+    # With tied weights a lone stage's output layer has no weight of its own, and computes with the embedding's.
+    here = {module_name(chunk, path): module for path, module in chunk.named_modules()}
+    for name in (found := sorted(set(kept) & here.keys())):
+        make_island(here[name], _crossing(parts[name].emits(run, kept), config))
+    return found
+
+
+def module_name(chunk: torch.nn.Module, path: str) -> str:
+    """Return a module's name in the whole model, with the layer's global number from 0."""
+    return global_name(chunk, path + ".").removesuffix(".")
+
+
+def _crossing(word: str, config: Any) -> Emits | None:
+    """Return how an island's outputs leave it. The configuration is read at every call, because an fp32 evaluation
+    changes it for a while."""
+    return {
+        INPUT: Emits(),
+        RESIDUAL: Emits(partial(getattr, config, "pipeline_dtype")),
+        MODEL: Emits(partial(getattr, config, "params_dtype")),
+        OWN: Emits(as_computed=True),
+        ROUTER: None,
+    }[word]
+
+
+# ---- The wrapper.
 
 
 class Float16Module(CopiesShareGroups, EngineFloat16Module):
@@ -39,9 +92,46 @@ class Float16Module(CopiesShareGroups, EngineFloat16Module):
             raise PrecisionError(f"wrapping in Float16Module changed the value of {', '.join(changed)}")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As every torch module's; the engine's wrapper knows no `assign`."""
+        """Load as every torch module does; the engine's wrapper knows no `assign`."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int32).clone()
+
+
+# ---- The dtype inventory: the model's tensors, each with the dtype that the precision contract wants.
+
+_TORCH = {short: getattr(torch, name) for name, short in SHORT.items()}
+
+
+def model_dtypes(run: Run, chunks: Sequence[torch.nn.Module]) -> Iterator[TensorDtype]:
+    """Yield every weight, its gradient buffer where there is one, and all declared fp32 state of these chunks.
+
+    Args:
+        run: says which modules are kept in fp32, the model's dtype and that of the gradients.
+        chunks: at any stage: built, cast, or wrapped for data parallelism.
+    """
+    words, kept = dtype_words(run), module_names.kept_in_fp32(run)
+    for index, chunk in enumerate(chunks):
+        prefix = f"model{index}." if len(chunks) > 1 else ""
+        model = chunk
+        while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+            model = inner
+        for name, parameter in model.named_parameters():
+            is_kept = module_names.is_inside(global_name(model, name), kept)
+            wanted = torch.float32 if is_kept else _TORCH[words["model"]]
+            yield TensorDtype(prefix + name, "weight", parameter.dtype, wanted)
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                summed = torch.float32 if is_kept else _TORCH[words["gradients"]]
+                yield TensorDtype(prefix + name, "accumulated gradient", gradient.dtype, summed)
+        for name, tensor in declared_fp32_state(model):
+            yield TensorDtype(prefix + name, "fp32 state", tensor.dtype, torch.float32)
+
+
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name in the model itself: each wrapper holds what it wraps as `module`."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

@@ -1,1 +1,1 @@
-"""Who my neighbours are: process groups, collectives with their backward, seeds."""
+"""Parallelism: process groups, collectives with their backward, seeds."""

@@ -1,8 +1,8 @@
 """Collectives on rows of a tensor, with their backward.
 
-Rows are dimension 0; the other dimensions travel along unchanged. Everything here uses only `all_to_all_single`,
-`all_gather_into_tensor` and `reduce_scatter_tensor`: gloo has no uneven all-gather, but its all-to-all takes uneven
-splits. A group of one rank costs nothing: the input is returned.
+Rows are dimension 0; the other dimensions stay as they are. Rows that differ in number between ranks are exchanged by
+`all_to_all_single`, because gloo has no uneven all-gather, but its all-to-all takes uneven splits. In a group of one
+rank nothing is sent: the input is returned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int]
         group: the ranks that exchange.
 
     Returns:
-        [sum(recv_splits), ...], ordered by source. Backward: the same exchange the other way round.
+        [sum(recv_splits), ...], ordered by source. Backward: the same exchange in the other direction.
     """
     if group.size() == 1:
         return rows
@@ -56,7 +56,7 @@ def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter_fp32(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over ranks in fp32 (or wider), whatever the rows' dtype, and cast back once."""
+    """Sum over the ranks in fp32 (or wider), whatever the rows' dtype, and cast back once."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
     share = wide.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     dist.reduce_scatter_tensor(share, wide, group=group)
@@ -75,7 +75,7 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Rows [T, ...] of every rank, ordered by rank: [size x T, ...]. T must be the same on every rank.
+    """Return the rows [T, ...] of every rank, ordered by rank: [size x T, ...]. T must be the same on every rank.
 
     Backward: a reduce-scatter that sums in fp32.
     """
@@ -99,7 +99,7 @@ def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _SharedByRanks(torch.autograd.Function):
-    """Identity. The engine's own leaves a non-contiguous gradient as it was."""
+    """Identity whose backward sums; the engine's own leaves a non-contiguous gradient as it was."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -114,15 +114,15 @@ class _SharedByRanks(torch.autograd.Function):
 
 
 def shared_by_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`x`, which every rank has and uses for another part of the work. Backward: the sum of the ranks' gradients."""
+    """Return `x`, which every rank has and uses for a part of the work. Backward: the sum of the ranks' gradients."""
     return x if group.size() == 1 else _SharedByRanks.apply(x, group)
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of `values` over the group, as a new tensor without gradient; `values` itself is left as it was.
+    """Return the sum of `values` over the group as a new tensor without gradient; `values` stays as it is.
 
     Raises:
-        TypeError: for bf16 and fp16, whose sums are rounded at every rank.
+        TypeError: `values` are bf16 or fp16, whose sums are rounded at every rank.
     """
     if values.dtype in (torch.bfloat16, torch.float16):
         raise TypeError(f"a sum over ranks in {values.dtype} rounds at every rank; give it fp32, fp64 or integers")

@@ -1,4 +1,4 @@
-"""Copies of modules that hold process groups, and what is said where one cannot be made."""
+"""Copying and pickling of modules that refer to process groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from torch.distributed import ProcessGroup
 
 _DEPTH = 4
-"""Groups lie in a module, in a record of groups, in a dispatcher's record, or in that of the one it wraps."""
+"""A group is an attribute of a module, of a record of groups, of a dispatcher's record, or of the one it wraps."""
 
 
 class CopiesShareGroups:
-    """Mixin for `torch.nn.Module`: a deepcopy has tensors of its own, and the process groups and the engine's
-    configuration of the original.
+    """A mixin for `torch.nn.Module` whose deepcopies share the original's process groups and engine configuration.
 
-    A process group is a handle on connections, of which there cannot be a second. The configuration holds functions of
-    the optimizer, which would be copied with it, whole. Pickling, and with it `torch.save` of the whole module, is
-    refused for the same reason.
+    A deepcopy has its own tensors. A process group is a handle on connections, which cannot be copied. The
+    configuration refers to functions of the optimizer, so that a copy of it would copy the optimizer. Pickling, and
+    with it `torch.save` of the whole module, is refused for the same reason.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -40,15 +39,15 @@ class CopiesShareGroups:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled where a process group would have to go along.
+        """Refuse to pickle a module that refers to a process group.
 
         Raises:
-            TypeError: saying what to save instead.
+            TypeError: the module refers to one; the message says what to save instead.
         """
         for module in self.modules():  # type: ignore[attr-defined]
             if next(_groups_of(module), None) is not None:
                 raise TypeError(
-                    f"a whole {type(self).__name__} cannot be pickled, nor saved with torch.save: it holds process "
+                    f"a whole {type(self).__name__} cannot be pickled, nor saved with torch.save: it refers to process "
                     "groups, which exist in this process only. Save module.state_dict() and load it into a module that "
                     "is built anew, or write a checkpoint that any layout can read (sharded_state_dict(), or --save)"
                 )

@@ -1,7 +1,7 @@
-"""Process groups: from the launcher's environment to every group that the model, MoE, optimizer and checkpoint need.
+"""Process groups: joins the ranks that a launcher started and builds the groups of a layout.
 
-The door to megatron-core's `parallel_state` and `ProcessGroupCollection`. The engine keeps the groups in globals,
-because its schedules and optimizer read them there; ours are passed in, as the collection that `initialize` returns.
+The groups are built by megatron-core's `parallel_state`, which keeps them in globals, where its schedules and optimizer
+read them; our code gets them passed in, as the `ProcessGroupCollection` that `initialize` returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIDE_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class RankFacts:
-    """This process's place: its rank and the size along every axis of the layout. A rank is its index in the axis."""
+    """The ranks of a process: its rank in the world and along every axis of the layout, with the axes' sizes."""
 
     rank: int
     world_size: int
@@ -58,7 +58,7 @@ class RankFacts:
 
 
 def launched_world() -> tuple[int, int]:
-    """(rank, world size) as torchrun's environment says, (0, 1) without it. Needs no process group."""
+    """Return (rank, world size) of torchrun's environment, (0, 1) without it. Needs no process group."""
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -67,15 +67,15 @@ def launched_world() -> tuple[int, int]:
 def initialize(run: Run) -> ProcessGroupCollection:
     """Join the other ranks and build the groups of the layout in `run.parallel`.
 
-    Under torchrun the world is its world; otherwise it is this process alone, and no port is opened. A default process
+    Under torchrun the world is torchrun's; otherwise it is this process alone, and no port is opened. A default process
     group that exists already is used as it is. `run` has passed `config.rules.check` for this world size.
 
     Returns:
-        The engine's collection with every group it knows: tp, pp, cp, dp, dp_cp, tp_cp, tp_dp_cp, mp, ep, expt_tp,
+        The engine's collection with all of its groups: tp, pp, cp, dp, dp_cp, tp_cp, tp_dp_cp, mp, ep, expt_tp,
         expt_dp, tp_ep, tp_ep_pp, embd and pos_embd (None on a stage without embeddings), and the optimizer's.
 
     Raises:
-        ConfigError: the backend asked for cannot work here, or the ranks were given different flags.
+        ConfigError: the requested backend cannot work here, or the ranks were given different flags.
     """
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -85,16 +85,17 @@ def initialize(run: Run) -> ProcessGroupCollection:
 
 
 def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
-    """The groups as rank `rank` of `world_size` would see them, in this process alone: collectives return at once and
-    move nothing. For laying out a job that is not there. `destroy` takes them away.
+    """Build the groups of rank `rank` of `world_size` in this process alone, to lay out a run without running it.
+
+    Collectives over these groups return immediately and move nothing. `destroy` removes the groups.
 
     Raises:
         RuntimeError: there is a default process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("an imagined job needs a process that is in no process group")
+        raise RuntimeError("imagined groups need a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # The engine creates every group of every rank: thousands in a large job, of which this rank is in a dozen.
+    # The engine creates every group of every rank: thousands in a large run, of which this rank is in a dozen.
     with mock.patch.object(
         parallel_state, "generate_masked_orthogonal_rank_groups", functools.partial(_own_group, rank)
     ):
@@ -102,8 +103,10 @@ def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
 
 
 def _own_group(rank: int, world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-    """Of the engine's groups of the dimensions in `mask`, the one with `rank` in it. Ranks count up along the first
-    dimension first; `parallel_size` has the size of each."""
+    """Return, of the engine's groups of the dimensions in `mask`, the one with `rank` in it.
+
+    Ranks count up along the first dimension first; `parallel_size` has the size of each.
+    """
     first, offsets, stride = rank, [0], 1
     for size, masked in zip(parallel_size, mask):
         if masked:
@@ -130,7 +133,7 @@ def _build(run: Run) -> ProcessGroupCollection:
 
 
 def rank_facts() -> RankFacts:
-    """This process's place in the layout that `initialize` built."""
+    """Return the ranks of this process in the layout that `initialize` built."""
     return RankFacts(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -151,9 +154,9 @@ def rank_facts() -> RankFacts:
 
 
 def side_store() -> dist.Store | None:
-    """A connection of its own to the store in which the ranks of a launched job met; None where there is none.
+    """Return a separate connection to the store through which the launched ranks met; None where there is none.
 
-    A connection serves one call at a time, and collectives may hold the default one for as long as they wait.
+    A connection serves one call at a time, and collectives may occupy the default one for as long as they wait.
     """
     if dist.get_world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return None
@@ -162,10 +165,10 @@ def side_store() -> dist.Store | None:
 
 
 def destroy(abort: bool = False) -> None:
-    """Leave all groups; does nothing where there are none.
+    """Leave all groups; do nothing where there are none.
 
     Args:
-        abort: give up collectives that are still waiting for other ranks. For the way out after an error, when the
+        abort: whether to abort collectives that are still waiting for other ranks. Needed after an error, when the
             others may be gone: NCCL would wait for them, gloo does not.
     """
     if not dist.is_initialized():
@@ -178,7 +181,7 @@ def destroy(abort: bool = False) -> None:
 
 
 def _agree_on(run: Run) -> None:
-    """Refuse a job whose ranks were not given the same flags: in collectives it would hang, or mix fp16 with bf16."""
+    """Refuse a run whose ranks were not given the same flags: collectives would hang, or mix fp16 with bf16."""
     runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(runs, flatten(run))
     for rank, other in enumerate(runs):

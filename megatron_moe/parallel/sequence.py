@@ -1,7 +1,8 @@
-"""A sequence moved by some positions, also where context parallelism spreads it over ranks.
+"""Sequences under context parallelism: how they are split over ranks, gathered, and shifted by some positions.
 
-The engine's own `roll_tensor` sends single columns between neighbours and knows no gradient. What is moved here, ids
-and losses per token, is so small beside the activations that every rank may see all of it.
+A sequence is cut into 2 x CP equal chunks, of which rank r has numbers r and 2 x CP - 1 - r. A causal attention then
+costs every rank the same: an early chunk attends to little, the late chunk of the same rank to much. It is the engine's
+convention, which its rotary tables follow.
 """
 
 from __future__ import annotations
@@ -12,20 +13,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe.parallel.collectives import all_gather_rows
 
-# ---- How context parallelism splits a sequence: 2 x CP equal chunks, of which rank r holds number r and 2 x CP - 1 -
-# r.
-#
-# A causal attention then costs every rank the same: an early chunk attends to little, its late partner to much. It is
-# the engine's convention, whose rotary tables follow it.
-
 
 def chunk_numbers(rank: int, size: int) -> tuple[int, int]:
-    """The two chunks of one rank, in the order in which it holds them."""
+    """Return the numbers of one rank's chunks, in the order in which it has them."""
     return rank, 2 * size - 1 - rank
 
 
 def context_parallel_slice(tensor: Tensor, rank: int, size: int, dim: int = -1) -> Tensor:
-    """The part along `dim`, S long, that one context-parallel rank works on, S / size long.
+    """Return the part along `dim`, S long, that one context-parallel rank works on, S / size long.
 
     Raises:
         ValueError: S is no multiple of 2 x size.
@@ -37,40 +32,40 @@ def context_parallel_slice(tensor: Tensor, rank: int, size: int, dim: int = -1) 
 
 
 def holder(position: int, length: int, size: int) -> tuple[int, int]:
-    """(rank, index in its part) of one position of a sequence of `length` tokens."""
+    """Return (rank, index in its part) of one position of a sequence of `length` tokens."""
     chunk = length // (2 * size)
     number, offset = divmod(position, chunk)
     return (number, offset) if number < size else (2 * size - 1 - number, chunk + offset)
 
 
 def in_order(rows: Tensor, size: int) -> Tensor:
-    """[S, ...], all ranks' parts one after the other, as `all_gather_rows` leaves them -> in the sequence's order."""
+    """Return the rows [S, ...] of all ranks' parts, as `all_gather_rows` returns them, in the sequence's order."""
     parts = rows.unflatten(0, (size, 2, -1))
     return torch.cat((parts[:, 0], parts[:, 1].flip(0))).flatten(0, 1)
 
 
 def by_rank(rows: Tensor, size: int) -> Tensor:
-    """`in_order` undone: [S, ...] in the sequence's order -> all ranks' parts one after the other."""
+    """Undo `in_order`: return the rows [S, ...] of a sequence as all ranks' parts one after the other."""
     chunks = rows.unflatten(0, (2 * size, -1))
     return torch.stack((chunks[:size], chunks[size:].flip(0)), dim=1).flatten(0, 2)
 
 
 def all_gather_sequence(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's [S / CP, ...] -> the whole sequence [S, ...] in its order.
+    """Return the whole sequence [S, ...] in its order, from the parts [S / CP, ...] of all ranks.
 
     Backward: a reduce-scatter that sums in fp32.
     """
     return rows if group.size() == 1 else in_order(all_gather_rows(rows, group), group.size())
 
 
-# ----
-
-
 def shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
-    """The tensor whose position s holds x[:, s + by], and zero where the sequence has no such position.
+    """Return the tensor with x[:, s + by] at position s, and zero where the sequence has no such position.
+
+    The engine's own `roll_tensor` sends single columns between neighbours and has no gradient. What is shifted here,
+    ids and losses per token, is so small compared to the activations that every rank may gather all of it.
 
     Args:
-        x: [B, S / CP], this rank's part of the sequence as `sequence_chunks` has it.
+        x: [B, S / CP], this rank's part of the sequence, as `context_parallel_slice` returns it.
         by: how far ahead to look, in tokens of the whole sequence; negative looks back.
         group: the context-parallel ranks.
 

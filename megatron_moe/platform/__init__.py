@@ -1,7 +1,7 @@
-"""Where a run runs: the device, the communication backend and what is installed.
+"""The machine that a run is on: the device, the communication backend and which optional libraries are installed.
 
-The only room that adapts megatron-core to a machine without CUDA (`cpu_adaptor.py`). Importing it loads no torch: the
-questions about the hardware are answered by `hardware.py`, which is imported when the first of them is asked.
+`cpu_adaptor.py` adapts megatron-core to a machine without CUDA. Importing the package loads no torch: the functions
+about the hardware are in `hardware.py`, which is imported when the first of them is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         DEVICE_KINDS,
         available_memory_bytes,
         backend,
-        beside_the_training,
         device,
         has_cuda,
         have_apex,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         local_rank,
         max_memory_bytes,
         on_cpu,
+        side_stream,
         synchronize,
     )
 
@@ -34,7 +34,6 @@ __all__ = [
     "DEVICE_KINDS",
     "available_memory_bytes",
     "backend",
-    "beside_the_training",
     "device",
     "engine_version",
     "has_cuda",
@@ -46,6 +45,7 @@ __all__ = [
     "local_rank",
     "max_memory_bytes",
     "on_cpu",
+    "side_stream",
     "synchronize",
 ]
 

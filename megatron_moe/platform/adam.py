@@ -2,7 +2,7 @@
 
 torch's own Adam keeps a step tensor per parameter. megatron-core's distributed optimizer cannot resume from that: it
 shares one tensor between all parameters after a load, and its fully reshardable format looks for the step where apex
-keeps it, in the parameter group. This class keeps it there and calls the same torch kernels.
+keeps it, in the parameter group. This class keeps it there and calls the same kernels of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (Kingma and Ba, arXiv:1412.6980), by default with decoupled weight decay (AdamW, arXiv:1711.05101).
+    """An Adam optimizer (arXiv:1412.6980), by default with decoupled weight decay (AdamW, arXiv:1711.05101).
 
     The signature is the part of apex's FusedAdam that megatron-core uses. Parameters are fp32 (the engine's main
     weights); state is `exp_avg` and `exp_avg_sq` in fp32, per parameter, and the integer `step` in each group.
@@ -32,8 +32,8 @@ class Adam(torch.optim.Optimizer):
         capturable: must be False; recording the step in a CUDA graph needs Transformer Engine's Adam.
 
     Raises:
-        ValueError: for `capturable`; from `step`, for a parameter that is not fp32 (the engine builds the optimizer on
-            bf16 weights and puts the main weights in their place before the first step).
+        ValueError: `capturable` is True; `step` raises it for a parameter that is not fp32 (the engine builds the
+            optimizer on bf16 weights and replaces them by the main weights before the first step).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Each group's step grows by one, an empty group's too."""
+        """Update every parameter that has a gradient. Each group's step grows by one, also an empty group's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Reports which known defects of the engine a run's flags meet, at its start and for `--list-advisories`. No torch.
+"""Reports which known engine defects a run's flags meet, at its start and for `--list-advisories`. Loads no torch.
 
 The defects are in `engine_defects.yaml`. Whether an engine has one is decided by its version; tests run the engine's
 own code, and fail where that is wrong in a version that this project is tested with.
@@ -16,7 +16,7 @@ TESTED = (OLDEST, NEWEST)
 """Versions of megatron-core that the tests are run on."""
 
 OUTCOMES = {"overridden": "worked around", "refused": "refused", "kept": "kept as in Megatron-LM"}
-"""What the first lines of a run call a treatment."""
+"""What the first lines of a run call each treatment."""
 
 
 def engine_version() -> Version:

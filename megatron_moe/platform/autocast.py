@@ -1,8 +1,8 @@
-"""torch.autocast, which arithmetic whose dtype is part of a contract does not follow.
+"""Switches torch.autocast off around arithmetic that has to be in a given dtype.
 
 A surrounding autocast rounds every matrix product on its list to half precision, whatever dtype its operands were cast
-to: the router's product, which decides for experts by differences of 1e-3, as well as the product of two fp32 numbers
-in somebody's backward pass.
+to: the router's product, which chooses experts by differences of 1e-3, as well as the product of two fp32 numbers in a
+backward pass.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_autocast_on(device_type: str) -> bool:
-    """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" never is."""
+    """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" is not."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 @contextmanager
 def without_autocast(device_type: str) -> Iterator[None]:
-    """Run the block with autocast off for this type of device, and leave it afterwards as it was found."""
+    """Run the block with autocast off for this type of device, and restore it afterwards."""
     if not is_autocast_on(device_type):
         yield
         return
@@ -36,8 +36,8 @@ def without_autocast(device_type: str) -> Iterator[None]:
 def unaffected_by_autocast(function: _Function) -> _Function:
     """Decorate the forward or the backward of a `torch.autograd.Function`: it runs with autocast off.
 
-    Both need it. A backward runs under the autocast of whoever calls `backward()`, not under that of its forward.
-    Below `@staticmethod`; the first tensor among the arguments says which device it is.
+    Both need it: a backward runs under the autocast of the code that calls `backward()`, not under that of its forward.
+    The decorator is placed below `@staticmethod`; the device is that of the first tensor among the arguments.
     """
 
     @functools.wraps(function)

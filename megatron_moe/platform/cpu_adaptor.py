@@ -1,20 +1,20 @@
-"""Runs megatron-core on a machine without CUDA. The one file of this project that changes anything of the engine's.
+"""Adapts megatron-core to a machine without CUDA while it is imported.
 
 The engine names the device in its source: `device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`,
-`torch.cuda.current_device()`. On a machine without CUDA, three things make that source run as it is:
+`torch.cuda.current_device()`. On a machine without CUDA, that source runs unchanged because:
 
 1. An import hook maps the constants of `megatron.core` modules as they are loaded (`_CONSTANTS`). The engine's files
-   and its .pyc cache stay as published, and nothing is paid per operation.
-2. Some torch.cuda functions, which can only raise or be lost without a GPU, get their meaning for the CPU
-   (`_give_torch_cuda_a_cpu_meaning`). `torch.cuda.is_available()` stays False.
+   and its .pyc cache stay as published, and there is no cost per operation.
+2. torch.cuda functions that raise without a GPU, or queue what is not run, are replaced by their counterparts for the
+   CPU (`_replace_torch_cuda_functions`). `torch.cuda.is_available()` stays False.
 3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`), and `@torch.compile` compiles
    nothing while they are loaded.
 
 With CUDA none of this happens. Independent of the device, where the engine finds neither Transformer Engine nor apex
 it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's.
 
-File names below are relative to `megatron/core/` and hold for megatron-core 0.16.1 and 0.19.2 unless said otherwise.
-A spawned child needs the hook too: it has it as soon as it unpickles anything of this package.
+File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
+otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
 """
 
 from __future__ import annotations
@@ -31,13 +31,252 @@ from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
 
-# ---- Notices of the engine and of torch that are kept out of a run's log.
-#
-# They come at every start and to every user, about the engine's own code or about GPU libraries where there is no GPU:
-# nobody who reads the log of a run can act on them.
+_ENGINE = "megatron.core"
 
 
-# (module that speaks, start of the message)
+def install() -> None:
+    """Register the import hook; calling it again changes nothing. Loads neither torch nor the engine.
+
+    Raises:
+        ImportError: there is no CUDA device and `megatron.core` is loaded already, so that it is too late to adapt it.
+    """
+    if any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
+        return
+    if _ENGINE in sys.modules:
+        if not _has_cuda():
+            raise ImportError(
+                "megatron.core was imported before megatron_moe, and without a CUDA device it can only be adapted "
+                "while it is being imported: put `import megatron_moe` before the first import of megatron.core"
+            )
+        for name, adjust in _ALWAYS.items():
+            if name in sys.modules:
+                adjust(sys.modules[name])
+    sys.meta_path.insert(0, _EngineFinder())
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _EngineFinder(importlib.abc.MetaPathFinder):
+    """A finder of `megatron.core` modules that asks the other finders and has `_EngineLoader` load what they find."""
+
+    def __init__(self) -> None:
+        self._without_cuda: bool | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _ENGINE and not fullname.startswith(_ENGINE + "."):
+            return None
+        if self._without_cuda is None:
+            self._without_cuda = not _has_cuda()
+            silence_notices(self._without_cuda)
+            if self._without_cuda:
+                _replace_torch_cuda_functions()
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if type(spec.loader) is importlib.machinery.SourceFileLoader:
+                    spec.loader = _EngineLoader(fullname, spec.loader.path, self._without_cuda)
+                return spec
+        return None
+
+
+class _EngineLoader(importlib.machinery.SourceFileLoader):
+    """A loader of an engine module that maps its constants (without CUDA), runs it, and adjusts it."""
+
+    def __init__(self, fullname: str, path: str, without_cuda: bool) -> None:
+        super().__init__(fullname, path)
+        self._without_cuda = without_cuda
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        with warnings.catch_warnings():  # invalid escapes in its docstrings, reported where there is no .pyc yet
+            warnings.simplefilter("ignore", SyntaxWarning)
+            code = super().get_code(fullname)  # reads and writes the .pyc, which therefore stays as published
+        return _map_constants(code) if self._without_cuda and code is not None else code
+
+    def exec_module(self, module: ModuleType) -> None:
+        with _nothing_compiled() if self._without_cuda else nullcontext():
+            super().exec_module(module)
+        if module.__name__ in _ALWAYS:
+            _ALWAYS[module.__name__](module)
+        if self._without_cuda and module.__name__ in _WITHOUT_CUDA:
+            _WITHOUT_CUDA[module.__name__](module)
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Make `@torch.compile` return functions as they are within the block.
+
+    The import of the compiler alone takes more than a second per process.
+    """
+    import torch
+
+    compiler = torch.compile
+
+    def uncompiled(model: Any = None, **_options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    torch.compile = uncompiled
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+# "cuda": device literals in schedules.py, clip_grads.py, optimizer.py, grad_scaler.py, tensor_parallel/data.py,
+#   transformer/utils.py, utils.py, exchange_utils.py, state_dict_saver.py, rerun_state_machine.py,
+#   param_and_grad_buffer.py, and custom_fwd's device_type in tensor_parallel/layers.py.
+# "torch.cuda.*Tensor": tests of tensor.type() in distrib_optimizer.py, optimizer.py and clip_grads.py.
+_CONSTANTS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+def _map_constants(code: CodeType) -> CodeType:
+    """Return `code` with `_CONSTANTS` applied, also in nested functions and constant tuples."""
+    return code.replace(co_consts=tuple(_mapped(constant) for constant in code.co_consts))
+
+
+def _mapped(constant: Any) -> Any:
+    if isinstance(constant, CodeType):
+        return _map_constants(constant)
+    if isinstance(constant, tuple):
+        return tuple(_mapped(item) for item in constant)
+    return _CONSTANTS.get(constant, constant) if isinstance(constant, str) else constant
+
+
+def _replace_torch_cuda_functions() -> None:
+    """Replace torch.cuda functions that raise without a GPU, or whose calls are queued for one."""
+    import torch
+
+    cpu = torch.device("cpu")
+    # Device of buffers everywhere: param_and_grad_buffer.py, p2p_communication.py, tensor_parallel/mappings.py,
+    # rotary_pos_embedding.py, distrib_optimizer.py, grad_scaler.py, timers.py, state_dict_saver.py.
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
+    # p2p_communication.py, timers.py, filesystem_async.py, async_utils.py, fully_parallel.py.
+    torch.cuda.synchronize = lambda device=None: None
+    # 0.19.2: param_and_grad_buffer.py asks for the stream before every gradient reduction.
+    torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()  # type: ignore[assignment, return-value]
+    torch.cuda.Stream = _cpu_stream()  # type: ignore[assignment, misc]
+    # tensor_parallel/random.py (seeding the tracker) and rerun_state_machine.py: one generator, the CPU's.
+    torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
+    # grad_scaler.py, distrib_optimizer.py, tensor_parallel/data.py, utils.py, exchange_utils.py.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+
+
+def _cpu_stream() -> type:
+    """Return a class of streams without a queue, for the engine's dispatcher (transformer/moe/token_dispatcher.py)."""
+    import torch
+
+    class Stream(torch.cpu.Stream):
+        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+            return torch.cpu.Event()
+
+    return Stream
+
+
+def _adjust_random(module: ModuleType) -> None:
+    """Adjust tensor_parallel/random.py: states go to the CPU generator; stock `_set` queues a call that is not run."""
+    import torch
+
+    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.untyped_storage().resize_(source.untyped_storage().nbytes())
+        target.untyped_storage().copy_(source.untyped_storage())
+
+    vars(module).update(
+        _get_cuda_rng_state=lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        # 0.19.2 compiles a C++ extension for this, at the first recomputation and behind a lock that outlives a kill.
+        _get_share_storage=lambda: copy_storage,
+    )
+    # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
+    module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _adjust_rope(module: ModuleType) -> None:
+    """Adjust models/common/embeddings/rope_utils.py: the stock function pins memory, which needs a GPU (CP only)."""
+
+    def get_pos_emb_on_this_cp_rank(pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+        """Return chunks r and 2n-1-r of 2n along `seq_dim`, for rank r of the n ranks of `cp_group`."""
+        chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+        return module.torch.cat((chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]), dim=seq_dim)
+
+    vars(module).update(get_pos_emb_on_this_cp_rank=get_pos_emb_on_this_cp_rank)
+
+
+def _adjust_layers(module: ModuleType) -> None:
+    """Adjust tensor_parallel/layers.py: half-precision products where the processor has no instructions for them.
+
+    The engine's function is replaced where it is a plain product; with communication in it, it stays as it is.
+    """
+    from megatron_moe.platform import half_products
+
+    stock = module.linear_with_grad_accumulation_and_async_allreduce
+
+    @functools.wraps(stock)  # with its attributes: the function looks one of them up under its own name
+    def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+        communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
+        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input):
+            return stock(input, weight, bias, *args, **options)
+        return half_products.linear(input, weight)
+
+    vars(module).update(linear_with_grad_accumulation_and_async_allreduce=linear)
+
+
+def _adjust_moe_utils(module: ModuleType) -> None:
+    """Adjust transformer/moe/moe_utils.py, for the engine's own MoE layer, with which ours is compared."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Return an array: stock makes one only of what it moved, and all_to_all_single takes no tensor."""
+        return tensor.numpy() if as_numpy and module.torch.is_tensor(tensor) else tensor
+
+    vars(module).update(maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
+    # 0.16.1 does not define this name where Transformer Engine is absent, and then tests it.
+    vars(module).setdefault("te_general_gemm", None)
+
+
+def _adjust_optimizer(module: ModuleType) -> None:
+    """Adjust optimizer/__init__.py: our Adam where it fell back to torch's, called in the way of apex's."""
+    if module.USING_PYTORCH_OPTIMIZER:
+        from megatron_moe.platform.adam import Adam
+
+        vars(module).update(Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
+
+
+def _adjust_distrib_optimizer(module: ModuleType) -> None:
+    """Adjust optimizer/distrib_optimizer.py: our Adam, whose step is in the parameter group, as apex's is."""
+    if not module.HAVE_APEX_OR_TE:
+        from megatron_moe.platform.adam import Adam
+
+        vars(module).update(Adam=Adam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
+
+
+_ALWAYS: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.optimizer": _adjust_optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _adjust_distrib_optimizer,
+}
+
+_WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
+    # torch.compile needs a C++ compiler and seconds per process, for element-wise functions.
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
+    "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,
+    "megatron.core.tensor_parallel.layers": _adjust_layers,
+    "megatron.core.tensor_parallel.random": _adjust_random,
+    "megatron.core.transformer.moe.moe_utils": _adjust_moe_utils,
+}
+
+# Notices of the engine and of torch that are left out of a run's log. They appear at every start, about the engine's
+# own code or about GPU libraries where there is no GPU: the reader of a run's log cannot act on them. Each is (module
+# that logs, start of the message).
 _NOTICES = (
     ("megatron.core.transformer.transformer_config", "full scope is deprecated"),  # its own default
     ("megatron.core.models.mimo.config.base_configs", "MimoModelConfig is experimental"),
@@ -63,8 +302,8 @@ _NOTICES_ABOUT_GPU_LIBRARIES = (
 )
 
 
-def keep_out(without_cuda: bool) -> None:
-    """Drop the notices, whether they come as warnings or as log records; with CUDA, only those about other things."""
+def silence_notices(without_cuda: bool) -> None:
+    """Drop the notices, as warnings and as log records; with CUDA, keep those about GPU libraries."""
     for module, text in _NOTICES + (_NOTICES_ABOUT_GPU_LIBRARIES if without_cuda else ()):
         warnings.filterwarnings("ignore", message=re.escape(text), module=re.escape(module))
         logging.getLogger(module).addFilter(_other_than(text))
@@ -72,246 +311,3 @@ def keep_out(without_cuda: bool) -> None:
 
 def _other_than(text: str) -> Callable[[logging.LogRecord], bool]:
     return lambda record: not record.getMessage().startswith(text)
-
-
-# ----
-
-
-_ENGINE = "megatron.core"
-
-# "cuda": device literals in schedules.py, clip_grads.py, optimizer.py, grad_scaler.py, tensor_parallel/data.py,
-#   transformer/utils.py, utils.py, exchange_utils.py, state_dict_saver.py, rerun_state_machine.py,
-#   param_and_grad_buffer.py, and custom_fwd's device_type in tensor_parallel/layers.py.
-# "torch.cuda.*Tensor": tests of tensor.type() in distrib_optimizer.py, optimizer.py and clip_grads.py.
-_CONSTANTS = {
-    "cuda": "cpu",
-    "torch.cuda.FloatTensor": "torch.FloatTensor",
-    "torch.cuda.HalfTensor": "torch.HalfTensor",
-    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
-}
-
-
-def install() -> None:
-    """Register the import hook; calling it again changes nothing. Loads neither torch nor the engine.
-
-    Raises:
-        ImportError: `megatron.core` is loaded already and there is no CUDA device, so that it is too late to adapt it.
-    """
-    if any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
-        return
-    if _ENGINE in sys.modules:
-        if not _has_cuda():
-            raise ImportError(
-                "megatron.core was imported before megatron_moe, and without a CUDA device it can only be adapted "
-                "while it is being imported: put `import megatron_moe` before the first import of megatron.core"
-            )
-        for name, adjust in _ALWAYS.items():
-            if name in sys.modules:
-                adjust(sys.modules[name])
-    sys.meta_path.insert(0, _EngineFinder())
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Finds `megatron.core` modules as the other finders do, and puts `_EngineLoader` in front of their source."""
-
-    def __init__(self) -> None:
-        self._without_cuda: bool | None = None
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _ENGINE and not fullname.startswith(_ENGINE + "."):
-            return None
-        if self._without_cuda is None:
-            self._without_cuda = not _has_cuda()
-            keep_out(self._without_cuda)
-            if self._without_cuda:
-                _give_torch_cuda_a_cpu_meaning()
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if type(spec.loader) is importlib.machinery.SourceFileLoader:
-                    spec.loader = _EngineLoader(fullname, spec.loader.path, self._without_cuda)
-                return spec
-        return None
-
-
-class _EngineLoader(importlib.machinery.SourceFileLoader):
-    """Loads one engine module: maps its constants (without CUDA), runs it, adjusts it."""
-
-    def __init__(self, fullname: str, path: str, without_cuda: bool) -> None:
-        super().__init__(fullname, path)
-        self._without_cuda = without_cuda
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        with warnings.catch_warnings():  # invalid escapes in its docstrings, told where there is no .pyc yet
-            warnings.simplefilter("ignore", SyntaxWarning)
-            code = super().get_code(fullname)  # reads and writes the .pyc, which therefore stays as published
-        return _map_constants(code) if self._without_cuda and code is not None else code
-
-    def exec_module(self, module: ModuleType) -> None:
-        with _nothing_compiled() if self._without_cuda else nullcontext():
-            super().exec_module(module)
-        if module.__name__ in _ALWAYS:
-            _ALWAYS[module.__name__](module)
-        if self._without_cuda and module.__name__ in _WITHOUT_CUDA:
-            _WITHOUT_CUDA[module.__name__](module)
-
-
-@contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """`@torch.compile` leaves a function as it is: the compiler's import alone costs more than a second per process."""
-    import torch
-
-    compiler = torch.compile
-
-    def uncompiled(model: Any = None, **_options: Any) -> Any:
-        return model if model is not None else lambda function: function
-
-    torch.compile = uncompiled
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-def _map_constants(code: CodeType) -> CodeType:
-    """`code` with `_CONSTANTS` applied, in nested functions and constant tuples too."""
-    return code.replace(co_consts=tuple(_mapped(constant) for constant in code.co_consts))
-
-
-def _mapped(constant: Any) -> Any:
-    if isinstance(constant, CodeType):
-        return _map_constants(constant)
-    if isinstance(constant, tuple):
-        return tuple(_mapped(item) for item in constant)
-    return _CONSTANTS.get(constant, constant) if isinstance(constant, str) else constant
-
-
-def _give_torch_cuda_a_cpu_meaning() -> None:
-    """Replace torch.cuda functions that raise without a GPU, or are queued for one that never comes."""
-    import torch
-
-    cpu = torch.device("cpu")
-    # Device of buffers everywhere: param_and_grad_buffer.py, p2p_communication.py, tensor_parallel/mappings.py,
-    # rotary_pos_embedding.py, distrib_optimizer.py, grad_scaler.py, timers.py, state_dict_saver.py.
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    # p2p_communication.py, timers.py, filesystem_async.py, async_utils.py, fully_parallel.py.
-    torch.cuda.synchronize = lambda device=None: None
-    # 0.19.2: param_and_grad_buffer.py asks for the stream before every gradient reduction.
-    torch.cuda.current_stream = lambda device=None: torch.cpu.current_stream()  # type: ignore[assignment, return-value]
-    torch.cuda.Stream = _cpu_stream()  # type: ignore[assignment, misc]
-    # tensor_parallel/random.py (seeding the tracker) and rerun_state_machine.py: one generator, the CPU's.
-    torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
-    # grad_scaler.py, distrib_optimizer.py, tensor_parallel/data.py, utils.py, exchange_utils.py.
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
-
-
-def _cpu_stream() -> type:
-    """A stream without a queue, for transformer/moe/token_dispatcher.py (the engine's own all-to-all dispatcher)."""
-    import torch
-
-    class Stream(torch.cpu.Stream):
-        def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
-            return torch.cpu.Event()
-
-    return Stream
-
-
-def _adjust_random(module: ModuleType) -> None:
-    """tensor_parallel/random.py: states go to the CPU generator; stock `_set` queues a call that never runs."""
-    import torch
-
-    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.untyped_storage().resize_(source.untyped_storage().nbytes())
-        target.untyped_storage().copy_(source.untyped_storage())
-
-    vars(module).update(
-        _get_cuda_rng_state=lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state(),
-        _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
-        # 0.19.2 compiles a C++ extension for this, at the first recomputation and behind a lock that outlives a kill.
-        _get_share_storage=lambda: copy_storage,
-    )
-    # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
-    module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-
-
-def _adjust_rope(module: ModuleType) -> None:
-    """models/common/embeddings/rope_utils.py: the stock function pins memory, which needs a GPU (CP only)."""
-
-    def get_pos_emb_on_this_cp_rank(pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
-        """Chunks r and 2n-1-r of 2n along `seq_dim`, for rank r of the n ranks of `cp_group`."""
-        chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
-        return module.torch.cat((chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]), dim=seq_dim)
-
-    vars(module).update(get_pos_emb_on_this_cp_rank=get_pos_emb_on_this_cp_rank)
-
-
-def _adjust_layers(module: ModuleType) -> None:
-    """tensor_parallel/layers.py: half-precision products where the processor has no instructions for them.
-
-    Only where the engine's function is a plain product; with communication in it, it stays as it is.
-    """
-    from megatron_moe.platform import half_products
-
-    stock = module.linear_with_grad_accumulation_and_async_allreduce
-
-    @functools.wraps(stock)  # with its attributes: it looks one of them up under its own name
-    def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
-        communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
-        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input):
-            return stock(input, weight, bias, *args, **options)
-        return half_products.linear(input, weight)
-
-    vars(module).update(linear_with_grad_accumulation_and_async_allreduce=linear)
-
-
-def _adjust_moe_utils(module: ModuleType) -> None:
-    """transformer/moe/moe_utils.py, for the engine's own MoE layer, beside which ours is tested and measured."""
-
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """Stock makes an array only of what it moved; all_to_all_single takes an array or a list, not a tensor."""
-        return tensor.numpy() if as_numpy and module.torch.is_tensor(tensor) else tensor
-
-    vars(module).update(maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
-    # 0.16.1 forgets this name where Transformer Engine is absent, and then tests it.
-    vars(module).setdefault("te_general_gemm", None)
-
-
-def _adjust_optimizer(module: ModuleType) -> None:
-    """optimizer/__init__.py: our Adam where it fell back to torch's, called the way it calls apex's."""
-    if module.USING_PYTORCH_OPTIMIZER:
-        from megatron_moe.platform.adam import Adam
-
-        vars(module).update(Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
-
-
-def _adjust_distrib_optimizer(module: ModuleType) -> None:
-    """optimizer/distrib_optimizer.py: the same, and its step is where apex keeps it, in the parameter group."""
-    if not module.HAVE_APEX_OR_TE:
-        from megatron_moe.platform.adam import Adam
-
-        vars(module).update(Adam=Adam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
-
-
-_ALWAYS: dict[str, Callable[[ModuleType], None]] = {
-    "megatron.core.optimizer": _adjust_optimizer,
-    "megatron.core.optimizer.distrib_optimizer": _adjust_distrib_optimizer,
-}
-
-_WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
-    # torch.compile needs a C++ compiler and seconds per process, for element-wise functions.
-    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
-    "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,
-    "megatron.core.tensor_parallel.layers": _adjust_layers,
-    "megatron.core.tensor_parallel.random": _adjust_random,
-    "megatron.core.transformer.moe.moe_utils": _adjust_moe_utils,
-}

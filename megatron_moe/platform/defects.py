@@ -27,15 +27,12 @@ NEWEST: Version = (0, 19, 2)
 """The two releases that this project is tested with."""
 
 Treatment = Literal["overridden", "refused", "not used", "kept"]
-"""What becomes of a defect; the head of the YAML file explains each."""
-
-
-# ---- conditions
+"""What is done about a defect; the head of the YAML file explains each."""
 
 
 @dataclass(frozen=True)
 class DerivedValues:
-    """Values that a condition may name besides the schema's fields: each follows from several flags, or the launcher.
+    """The values that a condition may name in addition to the schema's fields; they follow from several flags.
 
     Args:
         run: the settings; they need not have been checked.
@@ -115,7 +112,7 @@ def _derived_types() -> dict[str, type]:
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of `when`: the schema field or derived value `name` has to be as `wanted` says."""
+    """A condition of `when`: the schema field or derived value `name` has to be as `wanted` says."""
 
     name: str
     wanted: bool | int | str
@@ -175,12 +172,9 @@ def _limit(wanted: bool | int | str) -> int | None:
     return None if found is None else int(found[1])
 
 
-# ---- defects
-
-
 @dataclass(frozen=True)
 class Defect:
-    """One defect of the engine, and what becomes of it here. The head of the YAML file explains the fields."""
+    """A defect of the engine, and what this project does about it. The head of the YAML file explains the fields."""
 
     id: str
     title: str
@@ -208,14 +202,11 @@ class Defect:
     def releases(self) -> str:
         """Return in words which releases have the defect."""
         if self.fixed_in == NEWEST:
-            return "0.16.1, no longer in 0.19.2; not looked for in between"
+            return "0.16.1, no longer in 0.19.2; releases in between were not examined"
         if self.fixed_in is not None:
             return f"before {'.'.join(map(str, self.fixed_in))}"
         since = "" if self.since == OLDEST else f"from {'.'.join(map(str, self.since))}, "
         return f"{since}no release without it is known"
-
-
-# ---- reading
 
 
 @cache
@@ -232,7 +223,7 @@ def read_defects(path: Path) -> tuple[Defect, ...]:
     """
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(entries, list):
-        raise ValueError(f"{path.name}: holds no list of defects")
+        raise ValueError(f"{path.name}: is not a list of defects")
     found: dict[str, Defect] = {}
     for number, entry in enumerate(entries, start=1):
         name = entry.get("id") if isinstance(entry, dict) else None

@@ -1,10 +1,10 @@
 """Matrix products in bf16 and fp16 on processors that have no instructions for them.
 
-There, torch's half-precision product is emulated and two to ten times as slow as the fp32 one. Casting the operands,
+On these, torch's half-precision product is emulated and two to ten times as slow as the fp32 one. Casting the operands,
 multiplying in fp32 and rounding the result once gives the same numbers to fp32 rounding (a half-precision product adds
 in fp32 anyhow), and the casts are cheap next to the product. Tensors kept for the backward pass stay in half precision.
 
-The processor's instructions decide, unless MEGATRON_MOE_CPU_HALF_PRODUCTS does (`switches.py`).
+The processor's instructions decide, unless MEGATRON_MOE_CPU_HALF_PRODUCTS is set (`switches.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _INSTRUCTIONS = {
 
 
 def multiply_in_fp32(operand: Tensor) -> bool:
-    """Return whether products with this tensor are computed in fp32: it is in half precision and a CPU multiplies it,
-    or one that is imagined, and MEGATRON_MOE_CPU_HALF_PRODUCTS is fp32 or leaves it to a processor that cannot."""
+    """Return whether products with this tensor are computed in fp32.
+
+    They are if the tensor is in half precision, a CPU (or an imagined one) multiplies it, and
+    MEGATRON_MOE_CPU_HALF_PRODUCTS is fp32, or is auto on a processor without the instructions.
+    """
     if operand.dtype not in _INSTRUCTIONS or not hardware.on_cpu(operand):
         return False
     way = switches.half_products()
@@ -60,7 +63,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T, [..., in] and [out, in] -> [..., out] in x's dtype, by the faster way where x is."""
+    """Return x weight^T, [..., in] and [out, in] -> [..., out] in x's dtype, by the faster way on x's device."""
     if multiply_in_fp32(x):
         return _Linear.apply(x, weight)
     return torch.nn.functional.linear(x, weight)

@@ -1,6 +1,6 @@
-"""What this machine is: CUDA or CPU, and which optional libraries it has.
+"""What this machine is: CUDA or CPU, its memory, and which optional libraries are installed.
 
-Read at the moment of the question; nothing is remembered but what cannot change within a process.
+Answers are computed at every call; cached are those that cannot change within a process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 
-# The kinds of machine there are; the first is what large jobs run on.
+# The kinds of machine; the first is the one of large runs.
 DEVICE_KINDS = ("cuda", "cpu")
-# Where Linux says how much memory a control group may take and takes: version 2, version 1.
+# The files in which Linux reports a control group's memory limit and use: version 2, version 1.
 _CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -32,7 +32,7 @@ _CONTROL_GROUPS = (
 
 @dataclass(frozen=True)
 class _Imagined:
-    """kind: one of DEVICE_KINDS. kernels: torch's functions, each with what stands for it."""
+    """An imagined machine. kind: one of DEVICE_KINDS. kernels: torch's functions, each with its replacement."""
 
     kind: str
     kernels: Mapping[Callable, Callable]
@@ -43,8 +43,11 @@ _imagined: ContextVar[_Imagined | None] = ContextVar("imagined", default=None)
 
 @contextlib.contextmanager
 def imagining(kind: str, kernels: Mapping[Callable, Callable]) -> Iterator[None]:
-    """A machine of another kind, "cuda" or "cpu", without storage: what is built in here is built as it would be there,
-    on torch's meta device, where `kernels` stand for fused ones that torch would take apart. For a plan on paper."""
+    """Run the block as if on a machine of another kind, "cuda" or "cpu", to plan a run without allocating anything.
+
+    What the block builds is built as it would be on that machine, but on torch's meta device. `kernels` replace fused
+    kernels, which torch would decompose there.
+    """
     token = _imagined.set(_Imagined(kind, kernels))
     try:
         yield
@@ -53,41 +56,43 @@ def imagining(kind: str, kernels: Mapping[Callable, Callable]) -> Iterator[None]
 
 
 def kernel(function: Callable) -> Callable:
-    """A fused kernel's function, or what stands for it where the machine is imagined."""
+    """Return a fused kernel's function, or its replacement where the machine is imagined."""
     imagined = _imagined.get()
     return function if imagined is None else imagined.kernels.get(function, function)
 
 
 def has_cuda() -> bool:
-    """True where torch sees a CUDA device, or one is imagined."""
+    """Return whether torch sees a CUDA device, or one is imagined."""
     imagined = _imagined.get()
     return torch.cuda.is_available() if imagined is None else imagined.kind == "cuda"
 
 
 def on_cpu(tensor: torch.Tensor) -> bool:
-    """True where a CPU works on this tensor: it is in a CPU's memory, or on the meta device and no CUDA device is
-    there or imagined."""
+    """Return whether a CPU works on this tensor.
+
+    That is so if it is in a CPU's memory, or on the meta device and there is no CUDA device, real or imagined.
+    """
     return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
 
 
 def local_rank() -> int:
-    """This process's number on its machine: torchrun's LOCAL_RANK, 0 without torchrun."""
+    """Return this process's rank on its machine: torchrun's LOCAL_RANK, 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def device() -> torch.device:
-    """The device of this process: cuda:LOCAL_RANK, cpu where there is no CUDA, meta where the machine is imagined."""
+    """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is imagined."""
     if _imagined.get() is not None:
         return torch.device("meta")
     return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
 
 
 def backend(override: str | None = None) -> str:
-    """The torch.distributed backend: nccl with CUDA, gloo without, or `override` where it can work.
+    """Return the torch.distributed backend: nccl with CUDA, gloo without, or `override` where it can work.
 
     Raises:
-        ConfigError: nccl was asked for and there is no CUDA device; gloo was asked for and there is one (tensors are
-            on the device, and gloo has no all-to-all there).
+        ConfigError: `override` is nccl without a CUDA device, or gloo with one (tensors are on the device, and gloo has
+            no all-to-all there).
     """
     if override is None:
         return "nccl" if has_cuda() else "gloo"
@@ -106,14 +111,14 @@ def backend(override: str | None = None) -> str:
 
 
 def synchronize() -> None:
-    """Wait until the device has done what was queued; nothing to wait for on the CPU."""
+    """Wait until the device has finished what was queued; return immediately on the CPU."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
-def beside_the_training() -> Iterator[None]:
-    """Work that is queued within goes on beside what other threads queue, and is done afterwards."""
+def side_stream() -> Iterator[None]:
+    """Queue the block's work on a CUDA stream of its own, in parallel to other threads', and wait for it at the end."""
     if not has_cuda():
         yield
         return
@@ -124,7 +129,7 @@ def beside_the_training() -> Iterator[None]:
 
 
 def max_memory_bytes() -> int:
-    """The most memory this process has held, in bytes: on the device with CUDA, resident memory without."""
+    """Return this process's peak memory in bytes: on the device with CUDA, resident memory without."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -132,16 +137,19 @@ def max_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that can still be allocated: on the device with CUDA; without, in this machine's memory and within the
-    limit of the control group (a container's, a job's). What files occupy in memory counts as free."""
+    """Return how many bytes can still be allocated.
+
+    With CUDA it is the device's memory; without, this machine's, within the limit of the control group (a container's,
+    or a batch system's). What files occupy in memory counts as free.
+    """
     if has_cuda():
         return torch.cuda.mem_get_info(device())[0]
     available = psutil.virtual_memory().available
     for folder, limit, used in _CONTROL_GROUPS:
         try:
-            held = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            available = min(available, room + int(held["inactive_file"]) + int(held["active_file"]))
+            available = min(available, room + int(statistics["inactive_file"]) + int(statistics["active_file"]))
         except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
             continue
     return max(available, 0)
@@ -149,18 +157,21 @@ def available_memory_bytes() -> int:
 
 @functools.cache
 def have_transformer_engine() -> bool:
-    """True where Transformer Engine can be imported and there is a CUDA device for it."""
+    """Return whether Transformer Engine can be imported and there is a CUDA device for it."""
     return has_cuda() and _importable("transformer_engine.pytorch")
 
 
 @functools.cache
 def have_apex() -> bool:
-    """True where apex's optimizers can be imported and there is a CUDA device for them."""
+    """Return whether apex's optimizers can be imported and there is a CUDA device for them."""
     return has_cuda() and _importable("apex.optimizers")
 
 
 def _importable(name: str) -> bool:
-    """True where module `name` imports. A build for another CUDA fails with OSError, a missing one with ImportError."""
+    """Return whether module `name` can be imported.
+
+    A build for another CUDA version fails with OSError, a missing module with ImportError.
+    """
     try:
         importlib.import_module(name)
     except (ImportError, OSError):

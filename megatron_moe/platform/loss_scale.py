@@ -1,4 +1,4 @@
-"""The engine's scale of auxiliary losses, which is a tensor of a class and outlives every model and process group."""
+"""Resets the engine's scale of auxiliary losses, a class attribute that outlives models and process groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_loss_scale() -> Iterator[None]:
-    """Run the block as if no step had set a scale yet, and put back afterwards what was there before it."""
+    """Run the block as if no step had set a scale yet, and restore the scale afterwards."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale

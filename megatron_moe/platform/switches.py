@@ -1,4 +1,4 @@
-"""What the environment asks of this machine: read without torch, refused where a program starts."""
+"""Settings that are read from environment variables and checked where a program starts. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAYS = ("auto", "native", "fp32")
 
 
 def half_products() -> str:
-    """Return how a CPU multiplies in half precision: "native", "fp32", or "auto", which leaves it to the processor.
+    """Return how a CPU multiplies in half precision: "native", "fp32", or "auto", which depends on the processor.
 
     Raises:
         ConfigError: the variable has another value.
@@ -25,10 +25,10 @@ def half_products() -> str:
 
 
 def check() -> None:
-    """End the program with one message and status 2 where the environment asks for what is not known.
+    """End the program with one message and status 2 where a variable has a value that is not known.
 
-    The package calls this as it is imported, before anything else: the environment reaches every process of a program,
-    and so the message is the same in all of them and rank 0 alone prints it.
+    The package calls this when it is imported, before anything else. All processes of a program have the same
+    environment, and so rank 0 alone prints the message.
     """
     try:
         half_products()

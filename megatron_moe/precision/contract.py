@@ -1,12 +1,12 @@
-"""Verification that declared fp32 state is fp32."""
+"""The precision contract on tensors: declared mixing of dtypes, fp32 islands, and the checks of fp32 state and runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,19 +58,19 @@ def returns_wider(reason: str) -> Callable[[_Class], _Class]:
 
 
 def declaration(code: CodeType) -> str | None:
-    """Why this code mixes dtypes; None if nobody said so."""
+    """Return why this code mixes dtypes; None if nothing is declared."""
     return _CODE.get(code)
 
 
 def wider_output(module: object) -> str | None:
-    """Why this module's output is wider than what it got; None if its class does not say so."""
+    """Return why this module's output is wider than what it got; None if its class declares nothing."""
     return next((_WIDER_OUTPUT[cls] for cls in type(module).__mro__ if cls in _WIDER_OUTPUT), None)
 
 
 # ---- fp32 islands: modules that hold and compute fp32 inside a model of another dtype.
 #
 # An island's tensors keep their fp32 bits under every cast, its floating inputs are widened on entry, and its outputs
-# leave in the dtype of the model around it. Knows torch modules only; which modules, and what they emit, is told to it.
+# leave in the dtype of the model around it. Which modules become islands, and what they emit, the caller says.
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -110,7 +110,7 @@ def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
 
 
 def declared_fp32_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter that lies in an island, with its qualified name."""
+    """Yield every parameter of an island, with its qualified name."""
     for path, part in module.named_modules():
         for name in getattr(part, "fp32_parameters", ()):
             yield (f"{path}.{name}" if path else name), part._parameters[name]  # type: ignore[misc]
@@ -153,7 +153,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `fn` applied to each floating tensor in it: in tuples, lists, dicts and dataclasses, nested."""
+    """Return `value` with `fn` applied to each floating tensor in it: in tuples, lists, dicts, dataclasses, nested."""
     if isinstance(value, Tensor):
         return fn(value) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -179,7 +179,7 @@ def _first_floating_dtype(value: Any) -> torch.dtype | None:
     return found[0] if found else None
 
 
-# ----
+# ---- Checks: declared fp32 state, and every tensor of a run at every boundary where a dtype could change.
 
 
 class PrecisionError(RuntimeError):
@@ -187,7 +187,7 @@ class PrecisionError(RuntimeError):
 
 
 def declared_fp32_state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that some submodule declares as fp32 state or that lies in an island, with its qualified name."""
+    """Yield every tensor that a submodule declares as fp32 state or that is in an island, with its qualified name."""
     for path, submodule in module.named_modules():
         if isinstance(submodule, Fp32State):
             for name in submodule.fp32_state:
@@ -215,3 +215,58 @@ def verify_fp32_state(module: torch.nn.Module, boundary: str) -> int:
     if broken:
         raise PrecisionError(f"after {boundary}, state that must be torch.float32 is not: {'; '.join(broken)}")
     return len(checked)
+
+
+_MOST_NAMED = 10
+
+
+class TensorDtype(NamedTuple):
+    """An entry of the dtype inventory: a tensor's name, what it is ("weight", "exp_avg"), its dtype, and the one that
+    the contract wants."""
+
+    name: str
+    what: str
+    dtype: torch.dtype
+    wanted: torch.dtype
+
+
+class PrecisionGuard:
+    """Checks tensors against the contract and remembers where everything was still right.
+
+    So the error names the stretch of the run in which a violation came about: between the last boundary at which the
+    tensor was right (or first seen) and the one at which it was wrong.
+    """
+
+    def __init__(self) -> None:
+        self._right_at: dict[tuple[str, str], str] = {}
+
+    def check(self, boundary: str, tensors: Iterable[TensorDtype]) -> int:
+        """Compare all `tensors`.
+
+        Args:
+            boundary: where the run stands, for messages ("wrapping", "iteration 200").
+
+        Returns:
+            How many tensors were checked.
+
+        Raises:
+            PrecisionError: naming each tensor that broke the contract (the first ten), what it is, its dtype and the
+                right one, and the boundaries between which it changed.
+        """
+        broken, checked = [], 0
+        for tensor in tensors:
+            checked += 1
+            if tensor.dtype == tensor.wanted:
+                self._right_at[tensor.name, tensor.what] = boundary
+            else:
+                broken.append(self._broken(tensor, boundary))
+        if broken:
+            rest = [f"and {len(broken) - _MOST_NAMED} more"] if len(broken) > _MOST_NAMED else []
+            named = "; ".join([*broken[:_MOST_NAMED], *rest])
+            raise PrecisionError(f"precision contract broken at {boundary}: {named}")
+        return checked
+
+    def _broken(self, tensor: TensorDtype, boundary: str) -> str:
+        right_at = self._right_at.get((tensor.name, tensor.what))
+        since = f"changed between {right_at} and {boundary}" if right_at else f"so from the start, {boundary}"
+        return f"{tensor.name} ({tensor.what}) is {tensor.dtype}, must be {tensor.wanted}: {since}"

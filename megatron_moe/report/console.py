@@ -8,16 +8,13 @@ import time
 from typing import Any, TextIO
 
 from megatron_moe.io.texts import duration_text
-from megatron_moe.report.records import EvalRecord, StepRecord, dropped_share, glance
+from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
 
 
 class Interval:
-    """The steps since the last log line.
-
-    The line shows the mean loss of the steps that were not skipped, the speeds over the whole interval and the last
-    health that was measured, which says more than the load; everything else in it is the last step's.
-    """
+    """The steps since the last log line."""
 
     def __init__(self) -> None:
         self._records: list[StepRecord] = []
@@ -27,45 +24,16 @@ class Interval:
         self._records.append(record)
 
     def line(self, train_iters: int | None) -> str:
-        """The log line of the interval, which holds at least one step."""
-        last = self._records[-1]
-        taken = [record.loss for record in self._records if not record.skipped]
-        seconds = sum(record.seconds for record in self._records)
+        """Return the log line of the interval, which holds at least one step: each metric's part of it."""
         width = len(str(train_iters)) if train_iters else 6
-        parts = [f"iteration {last.iteration:>{width}}" + (f"/{train_iters}" if train_iters else "")]
-        parts.append(f"loss {math.fsum(taken) / len(taken):.4f}" if taken else f"loss {last.loss:.4f}")
-        parts.extend(self._further_losses())
-        parts.append(f"lr {last.learning_rate:.2e}")
-        parts.append("grad norm -" if last.grad_norm is None else f"grad norm {last.grad_norm:.3f}")
-        parts.append(f"{_rate([r.tokens for r in self._records], seconds):,.0f} tok/s")
-        parts.append(f"{_over_time([r.model_tflops for r in self._records], self._records, seconds):.3g} TFLOP/s")
-        if last.mfu is not None:
-            mfu = _over_time([r.mfu or 0.0 for r in self._records], self._records, seconds)
-            parts.append(f"MFU {100 * mfu:.1f}%")
-        health = next((record.health for record in reversed(self._records) if record.health is not None), None)
-        if health is not None:
-            parts.extend(glance(health))
-        elif last.expert_load is not None:
-            parts.append(f"load {last.expert_load:.2f}")
-            parts.append(f"empty {last.empty_experts}")
-        dropped = dropped_share(last)
-        if dropped is not None:
-            parts.append(f"dropped {100 * dropped:.2f}%")
-        skipped = len(self._records) - len(taken)
-        if skipped:
-            parts.append(f"SKIPPED {skipped} (loss scale {last.loss_scale:g})")
-        parts.append(f"left {duration_text(last.seconds_left)}")
-        return " | ".join(parts)
-
-    def _further_losses(self) -> list[str]:
-        """The means of multi-token prediction's depths, as those of the loss."""
-        taken = [record.mtp_losses for record in self._records if not record.skipped] or [self._records[-1].mtp_losses]
-        means = [math.fsum(losses) / len(losses) for losses in zip(*taken)]
-        return [f"mtp {' '.join(f'{mean:.4f}' for mean in means)}"] if means else []
+        head = f"iteration {self._records[-1].iteration:>{width}}" + (f"/{train_iters}" if train_iters else "")
+        by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
+        texts = [metric.console_text(self._records) for metric in by_rank]
+        return " | ".join([head, *(text for text in texts if text)])
 
 
 def status(record: StepRecord, expert_load: float | None) -> str:
-    """The figures of one step, short enough to stand beside a progress bar; `expert_load` is the last one known."""
+    """Return the figures of one step, short enough for a progress line; `expert_load` is the last one known."""
     parts = [f"loss {record.loss:.3f}", f"{record.tokens_per_second:,.0f} tok/s"]
     if record.grad_norm is not None:
         parts.append(f"gnorm {record.grad_norm:.2f}")
@@ -73,15 +41,6 @@ def status(record: StepRecord, expert_load: float | None) -> str:
         parts.append(f"load {expert_load:.2f}")
     parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
     return " ".join(parts)
-
-
-def _rate(amounts: list[int], seconds: float) -> float:
-    return sum(amounts) / seconds if seconds > 0 else 0.0
-
-
-def _over_time(rates: list[float], records: list[StepRecord], seconds: float) -> float:
-    """The mean rate over the interval: each step's rate counts with the step's time."""
-    return sum(rate * r.seconds for rate, r in zip(rates, records, strict=True)) / seconds if seconds > 0 else 0.0
 
 
 class ConsoleSink(Sink):

@@ -1,10 +1,10 @@
 """metrics.jsonl: one line a step, exact, and still one line a step after any number of kills and resumes.
 
 The rule for incarnations: a run that goes on from step k cuts every line behind k before it writes the first new one,
-for the weights behind those lines are gone. A line is handed to the system when its step is told, which a killed
+for the weights behind those lines are gone. A line is handed to the system when its step is reported, which a killed
 process cannot undo, and is on the disk before a step is published (`Sink.flush`), which a power cut cannot undo: so the
 lines up to a step are there wherever the step is. What is missing nevertheless, because the file is another one, is
-told.
+reported.
 """
 
 from __future__ import annotations

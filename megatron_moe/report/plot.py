@@ -13,6 +13,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ class History:
     evaluations: list[EvalRecord] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    plotted: dict[str, list[float]] = field(default_factory=dict)
+    """Of each metric that has a panel of its own (`Metric.plot`), its values; NaN where there is none."""
 
     @classmethod
     def read(cls, metrics_file: Path) -> History:
         """Read a metrics file and its evaluations. A skipped step has a gap in the loss."""
-        history = cls()
+        history = cls(plotted={metric.name: [] for metric in metrics() if metric.plot})
         for record in read_steps(metrics_file):
+            for name, values in history.plotted.items():
+                value = getattr(record, name)
+                values.append(math.nan if value is None else float(value))
             history.iterations.append(record.iteration)
             history.losses.append(math.nan if record.skipped else record.loss)
             history.tokens += record.tokens
@@ -110,14 +116,16 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
     """Draw a run's metrics as a PNG, written atomically.
 
     The upper panel shows the training loss, its running mean, the evaluations and the unigram entropy (nats per token);
-    the others, where the model has experts, max / mean of each MoE layer's load, and the load of each expert.
+    the others, where the model has experts, max / mean of each MoE layer's load, and the load of each expert; below
+    these, each metric that asks for a panel.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     history = History.read(metrics_file)
-    heights = [3.2, 1.7, 2.8] if history.loads else [3.2]
+    own_panels = [metric for metric in metrics() if metric.plot]
+    heights = [3.2, *([1.7, 2.8] if history.loads else []), *[1.7 for _ in own_panels]]
     with matplotlib.rc_context(_INK):
         figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
@@ -127,6 +135,10 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
         if history.loads:
             _draw_balance(panels[1], history)
             _draw_load(panels[2], history)
+        for panel, metric in zip(panels[len(panels) - len(own_panels) :], own_panels):
+            panel.plot(history.iterations, history.plotted[metric.name], ".-", color=_TRAIN, lw=1.0, ms=3)
+            panel.set_title(metric.name)
+            panel.set_ylabel(metric.unit)
         panels[-1].set_xlabel("iteration")
         if history.iterations:
             panels[-1].set_xlim(history.iterations[0] - 0.5, history.iterations[-1] + 0.5)

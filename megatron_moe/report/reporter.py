@@ -1,4 +1,4 @@
-"""The one object that training tells what happened; it passes every event on to the sinks that the flags ask for."""
+"""The object that training reports to; it passes every event on to the sinks that the flags ask for."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.records import EvalRecord, StepRecord
-from megatron_moe.report.sink import Sink
+from megatron_moe.report.sink import Sink, TensorBoardSink
 from megatron_moe.report.summary import SummarySink, Totals
 
 
 class Reporter:
-    """Tells a person and the files of --metrics-file, --tensorboard-dir, --plot-file and --summary-file about a run.
+    """Passes the events of a run to the console and to the files of --metrics-file, --tensorboard-dir, --plot-file and
+    --summary-file.
 
-    Every method does nothing on a rank that is not the writer. Exactly one rank is: the one that has the loss, the
-    first of the last pipeline stage.
+    Every method does nothing on a rank that is not the writer; `pretrain` makes rank 0 the writer.
 
     Args:
         is_writer: this rank writes.
         start_iteration: iterations that the loaded checkpoint had done; 0 for a fresh run. What older files say about
             later iterations, of an incarnation that was killed, is taken back.
         stream: where log lines go; default standard output.
-        also: told of everything too, where this rank is the writer.
+        also: further sinks; they get every event first, where this rank is the writer.
 
     Raises:
         ConfigError: a path cannot be written, holds something else, or needs a package that is missing.
@@ -51,7 +51,7 @@ class Reporter:
         flags = run.logging
         totals = Totals()
         notes: list[str] = []
-        # Files first: a path that cannot be written is told before the terminal belongs to a progress line.
+        # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
             metrics = _writable("--metrics-file", flags.metrics_file, lambda path: JsonlSink(path, start_iteration))
             if metrics.cut_lines:
@@ -67,8 +67,6 @@ class Reporter:
                 totals.add(record)
             self._sinks.append(metrics)
         if flags.tensorboard_dir:
-            from megatron_moe.report.tensorboard import TensorBoardSink
-
             self._sinks.append(
                 _writable(
                     "--tensorboard-dir", flags.tensorboard_dir, lambda path: TensorBoardSink(path, start_iteration)
@@ -111,12 +109,12 @@ class Reporter:
             sink.evaluation(record)
 
     def message(self, text: str) -> None:
-        """Tell the person who watches one thing, without disturbing the progress line."""
+        """Show one line to the person who watches, without disturbing the progress line."""
         for sink in self._sinks:
             sink.message(text)
 
     def flush(self) -> None:
-        """Put what was told so far on the disk. Before a step is published."""
+        """Put what was reported so far on the disk, before a checkpoint is published."""
         for sink in self._sinks:
             sink.flush()
 
@@ -124,7 +122,7 @@ class Reporter:
         """End the report; a second call does nothing.
 
         With a summary, summary.json is written (the values given, over `iterations`, `train_seconds`,
-        `tokens_per_second` and `versions`), the plot is drawn, and the console says where everything lies. Without
+        `tokens_per_second` and `versions`), the plot is drawn, and the console names every file. Without
         one, the run was interrupted: files are closed and the terminal is given back, quickly.
         """
         if self._closed or not self._sinks:

@@ -1,33 +1,84 @@
-"""The interface of everything that takes records: a sink overrides the events that it cares for."""
+"""The interface of everything that takes the events of a run, and the sink that writes them for TensorBoard."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.report.metric import MetricError
 from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.registry import metrics
 
 
 class Sink:
-    """Takes the events of one run, in order: start, then steps, evaluations and messages, then close, once."""
+    """Takes the events of one run in order: start, then steps, evaluations and messages, then close, once.
+
+    A sink overrides the events that it cares for.
+
+    A sink of your own goes to `pretrain(run, also=[sink])`. Its methods are called on rank 0, the rank that writes, and
+    before those of the sinks that the flags ask for; what they raise ends the run.
+    """
 
     artifact: Path | None = None
-    """The file or folder that this sink leaves behind."""
+    """The file or folder that this sink leaves behind; the log names it at the end."""
 
     def start(self, facts: dict[str, Any]) -> None:
-        """The run begins; `facts` is what is worth knowing about it, in the order to show."""
+        """Take what is worth knowing about the run that begins, in the order to show."""
 
     def step(self, record: StepRecord) -> None:
-        """An optimizer step is done."""
+        """Take an optimizer step that is done, applied or skipped."""
 
     def evaluation(self, record: EvalRecord) -> None:
-        """An evaluation is done."""
+        """Take an evaluation that is done."""
 
     def message(self, text: str) -> None:
-        """Something to tell the person who watches."""
+        """Take a line for the person who watches the run."""
 
     def flush(self) -> None:
-        """A step is about to be published: what was told so far has to survive whatever the step survives."""
+        """Put what came so far where it survives whatever the checkpoint survives that is about to be published."""
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """The run ends: with its summary, or with None where it was interrupted. Called a second time, does nothing."""
+        """Take the end of the run: with its summary, or with None where it was interrupted."""
+
+
+class TensorBoardSink(Sink):
+    """Writes the scalars of all metrics under `folder`, one event per scalar and step.
+
+    A resumed run writes a new event file whose first event tells TensorBoard to forget every step after
+    `start_iteration` of the older files.
+
+    Raises:
+        ConfigError: the tensorboard package is missing.
+    """
+
+    def __init__(self, folder: Path, start_iteration: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {folder} needs the tensorboard package ({error}); "
+                "install it with `pip install tensorboard`, or drop the flag"
+            ) from error
+        self.artifact = folder
+        self._writer = SummaryWriter(str(folder), purge_step=start_iteration + 1)
+
+    def start(self, facts: dict[str, Any]) -> None:
+        table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+        self._writer.add_text("run", f"| | |\n|---|---|\n{table}", 0)
+
+    def step(self, record: StepRecord) -> None:
+        written: dict[str, str] = {}
+        for metric in metrics():
+            for tag, number in metric.scalars(record).items():
+                if tag in written:
+                    raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
+                written[tag] = metric.name
+                self._writer.add_scalar(tag, number, record.iteration)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._writer.add_scalar(f"loss/{record.split}", record.loss, record.iteration)
+        self._writer.flush()
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        self._writer.close()

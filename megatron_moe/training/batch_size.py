@@ -37,6 +37,11 @@ class BatchSchedule:
             return self.final
         return min(self.final, start + consumed_samples * increments // samples * increment)
 
+    @property
+    def final_micro_batches(self) -> int:
+        """Micro-batches per rank of a global batch after any ramp-up."""
+        return self.final // (self.micro_batch_size * self.data_parallel_size)
+
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Micro-batches of the next step, per rank."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)

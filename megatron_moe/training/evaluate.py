@@ -15,7 +15,8 @@ from megatron_moe import platform
 from megatron_moe.data.batches import Batch
 from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.report.records import EvalRecord
-from megatron_moe.training.step import Model, forward_step, local_loss, sum_over_job
+from megatron_moe.training.step import forward_step
+from megatron_moe.training.step_sums import Model, local_loss, sum_over_ranks
 from megatron_moe.training.timers import untimed
 
 # ---- A module's weights in fp32 for a while: the same values, other tensors, and the very same parameters afterwards.
@@ -90,7 +91,7 @@ def evaluate(
             micro_batch_size=micro_batch_size,
             forward_only=True,
         )
-        loss_sum, tokens = sum_over_job(*local_loss(losses, pg_collection))
+        loss_sum, tokens = sum_over_ranks(*local_loss(losses, pg_collection))
     loss = loss_sum / tokens if tokens else float("nan")
     return EvalRecord(iteration, split, loss, int(tokens), time.perf_counter() - begin)
 

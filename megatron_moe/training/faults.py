@@ -24,7 +24,6 @@ from megatron_moe.data.batches import BatchIterator
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.training.job import Trainer
 from megatron_moe.training.replay import StepReplay
 from megatron_moe.training.replicas import require_equal_replicas
 from megatron_moe.training.spikes import SpikeWatch
@@ -38,6 +37,7 @@ from megatron_moe.training.state_checks import (
     places_in_words,
 )
 from megatron_moe.training.step import StepResult
+from megatron_moe.training.trainer import Trainer, fault_folder
 
 # ---- Where a number that is not finite first shows: hooks on every module, router and weight of one replayed step.
 
@@ -151,23 +151,26 @@ class FaultWatch:
     """Looks at every step of a run.
 
     Args:
-        job: the run.
+        trainer: the run.
         batches: its iterators of training micro-batches, one per model chunk.
     """
 
-    def __init__(self, job: Trainer, batches: Sequence[BatchIterator]) -> None:
-        self._job = job
-        self._replay = StepReplay(batches, job.trained.pg_collection, lambda number: self._at(f"micro-batch {number}"))
+    def __init__(self, trainer: Trainer, batches: Sequence[BatchIterator]) -> None:
+        self._trainer = trainer
+        self._replay = StepReplay(
+            batches, trainer.trained.pg_collection, lambda number: self._at(f"micro-batch {number}")
+        )
         self._spikes: SpikeWatch | None = None
-        if job.run.faults.loss_spike_factor is not None:
-            assert job.fault_folder is not None, "rules.faults.spikes_have_a_folder"
-            self._spikes = SpikeWatch(job, self._replay, job.fault_folder)
+        if trainer.run.faults.loss_spike_factor is not None:
+            folder = fault_folder(trainer.run)
+            assert folder is not None, "rules.faults.spikes_have_a_folder"
+            self._spikes = SpikeWatch(trainer, self._replay, folder)
         self._first_sample = 0
 
     def begin(self) -> None:
         """A step begins."""
         self._at("begins")
-        self._first_sample = self._job.progress.consumed_samples
+        self._first_sample = self._trainer.progress.consumed_samples
         self._replay.begin()
         if self._spikes is not None:
             self._spikes.begin()
@@ -179,10 +182,10 @@ class FaultWatch:
             RunFault: replicas differ.
         """
         self._at("update")
-        interval = self._job.run.faults.check_weight_hash_across_dp_replicas_interval
-        iteration = self._job.progress.iteration + 1
+        interval = self._trainer.run.faults.check_weight_hash_across_dp_replicas_interval
+        iteration = self._trainer.progress.iteration + 1
         if interval and iteration % interval == 0:
-            require_equal_replicas(self._job.trained, self._job.place, iteration)
+            require_equal_replicas(self._trainer.trained, self._trainer.rank_facts, iteration)
 
     def end(self, result: StepResult) -> None:
         """The step is counted. Collective over all ranks.
@@ -190,30 +193,33 @@ class FaultWatch:
         Raises:
             RunFault: it was not applied, and the run is to stop or its state is damaged.
         """
-        self._job.at(f"iteration {self._job.progress.iteration}, counted", limited=False)
+        self._trainer.at(f"iteration {self._trainer.progress.iteration}, counted", limited=False)
         if result.committed:
             if self._spikes is not None:
                 self._spikes.see(result.loss, self._first_sample)
         elif result.empty:
-            self._job.reporter.message(
-                f"iteration {self._job.progress.iteration}: no token of the global batch counts for the loss (every "
-                "loss mask is 0): nothing is learnt from it, weights, expert_bias and learning rate stay as they were"
+            self._trainer.reporter.message(
+                f"iteration {self._trainer.progress.iteration}: no token of the global batch counts for the loss "
+                "(every loss mask is 0): nothing is learnt from it, weights, expert_bias and learning rate "
+                "stay as they were"
             )
         elif not result.overflow:
             self._answer(result)
 
     def _at(self, mark: str) -> None:
-        self._job.at(f"iteration {self._job.progress.iteration + 1}, {mark}")
+        self._trainer.at(f"iteration {self._trainer.progress.iteration + 1}, {mark}")
 
     def _answer(self, result: StepResult) -> None:
-        job = self._job
-        words, damaged = look_again(job.run, job.trained, job.place, self._replay)
-        told = f"iteration {job.progress.iteration}: {words}"
+        trainer = self._trainer
+        words, damaged = look_again(trainer.run, trainer.trained, trainer.rank_facts, self._replay)
+        told = f"iteration {trainer.progress.iteration}: {words}"
         if result.damaged or damaged:
             raise RunFault(f"{told}; no step that is left out heals that: continue from the last checkpoint")
-        if job.run.faults.on_nan == "stop":
+        if trainer.run.faults.on_nan == "stop":
             raise RunFault(f"{told}; stopped (--on-nan stop), nothing of the step was applied")
-        job.reporter.message(f"{told}; the step is left out (--on-nan skip), {job.progress.skipped_iterations} so far")
+        trainer.reporter.message(
+            f"{told}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
 from megatron_moe.moe.state import routers
-from megatron_moe.report.records import Health, LayerHealth, load_health
+from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.training.optimizer import part_grad_norms
 
 # ---- Counts the in-place additions in bf16 and fp16 that rounding swallowed: the result is what was there before.

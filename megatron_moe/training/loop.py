@@ -1,4 +1,4 @@
-"""The loop: step, tell, evaluate, save, and know when to stop."""
+"""The loop of training: step, report, evaluate, save, and stop when it is time to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint.state import TrainingProgress
 from megatron_moe.config import derived
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
 from megatron_moe.training.faults import FaultWatch
 from megatron_moe.training.health import HealthProbe
-from megatron_moe.training.job import Trainer
-from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
+from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
-from megatron_moe.training.timers import start_timing, told_times
+from megatron_moe.training.timers import interval_times, start_timing
+from megatron_moe.training.trainer import Trainer
 
 SKIPS_IN_A_ROW = 50
 """A run whose steps are all skipped learns nothing. fp16's first loss scale may take forty steps to come down."""
@@ -30,8 +29,11 @@ StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], Abstra
 """What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
 
 
-def train(job: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str:
+def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str:
     """Train until `--train-iters` or an exit condition; the last state is saved.
+
+    Each round runs one step, looks after a checkpoint in the background, and checks dtypes, evaluates and saves where
+    these are due.
 
     Args:
         audit: with `--audit-precision`, the context around the process's second step.
@@ -42,70 +44,110 @@ def train(job: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> st
     Raises:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
         RunFault: a step was not finite and `--on-nan` is stop, too many in a row were not, the state is damaged, or
-            replicas differ.
+            replicas differ; or a metric that a program has added failed.
     """
-    run, trained = job.run, job.trained
-    connect(trained.model, trained.optimizer)
-    start_timing(trained.model, run.logging.timing_log_level)
-    batches = job.batches(job.splits.train, job.progress.consumed_samples)
-    watch = FaultWatch(job, batches)
-    meter = Meter(run, world_size=job.place.world_size, padded_vocab_size=job.padded_vocab_size)
+    steps = StepRunner(trainer, audit)
+    started, skips = time.monotonic(), 0
+    if trainer.evaluation_pending and trainer.run.training.eval_iters:
+        trainer.evaluate("valid")
+    trainer.evaluation_pending = False
+    while not trainer.finished:
+        result = steps.run_next()
+        trainer.poll_save()
+        _check_precision(trainer)
+        skips = 0 if result.committed else skips + 1
+        if skips == SKIPS_IN_A_ROW:
+            raise RunFault(_nothing_learnt(trainer.progress.iteration, result))
+        reason = exit_reason(trainer, stop, started)
+        _evaluate(trainer, stop, reason)
+        if reason is not None or _due(trainer, trainer.run.checkpoint.save_interval):
+            trainer.save()
+        if reason is not None:
+            trainer.finish_save()
+            return reason
+    trainer.save()
+    trainer.finish_save()
+    return f"done: {trainer.progress.iteration} iterations"
 
-    def before_update() -> None:
-        watch.before_update()
-        job.wait_for_copy()
 
-    started, skips, first = time.monotonic(), 0, job.progress.iteration
-    if audit is not None and (run.training.train_iters or 0) < first + 2:
-        job.reporter.message("--audit-precision traces the second step of a process, and only one is left: no audit")
-    if job.evaluation_owed and run.training.eval_iters:
-        job.evaluate("valid")
-    job.evaluation_owed = False
-    while job.progress.iteration < (run.training.train_iters or 0):
+class StepRunner:
+    """Runs the steps of this process one after the other, and reports each of them.
+
+    Args:
+        audit: the context around the second step.
+    """
+
+    def __init__(self, trainer: Trainer, audit: StepAudit | None) -> None:
+        run, trained = trainer.run, trainer.trained
+        connect(trained.model, trained.optimizer)
+        start_timing(trained.model, run.logging.timing_log_level)
+        self._trainer, self._audit = trainer, audit
+        self._batches = trainer.batches(trainer.splits.train, trainer.progress.consumed_samples)
+        self._fault_checks = FaultWatch(trainer, self._batches)
+        self._meter = Meter(run, world_size=trainer.rank_facts.world_size, padded_vocab_size=trainer.padded_vocab_size)
+        self._audited = trainer.progress.iteration + 1  # what a process does once is done in the step before
+        if audit is not None and (run.training.train_iters or 0) < self._audited + 1:
+            trainer.reporter.message(
+                "--audit-precision traces the second step of a process, and only one is left: no audit"
+            )
+
+    def run_next(self) -> StepResult:
+        """Run a step, count and report it, and look at what went wrong in it.
+
+        Raises:
+            RunFault: see `train`.
+        """
+        trainer, trained, run = self._trainer, self._trainer.trained, self._trainer.run
         begin = time.perf_counter()
-        num_micro_batches = job.schedule.num_micro_batches(job.progress.consumed_samples)
-        probe = _probe(job, num_micro_batches)
-        watch.begin()
-        with _audited(job, audit if job.progress.iteration == first + 1 else None):
+        num_micro_batches = trainer.schedule.num_micro_batches(trainer.progress.consumed_samples)
+        probe = _probe(trainer, num_micro_batches)
+        self._fault_checks.begin()
+        with self._audit_of_this_step():
             result = train_step(
                 trained.model,
                 trained.optimizer,
                 trained.scheduler,
-                batches,
+                self._batches,
                 num_micro_batches=num_micro_batches,
                 micro_batch_size=run.training.micro_batch_size,
                 seq_length=run.model.seq_length,
                 pg_collection=trained.pg_collection,
                 probe=probe,
-                before_update=before_update,
+                before_update=self._before_update,
             )
-        _advance(job, result, meter, begin, probe)
-        watch.end(result)
-        job.poll_save()
-        interval = run.precision.check_precision_interval
-        if interval and job.progress.iteration % interval == 0:
-            job.check_precision("training")
-        skips = 0 if result.committed else skips + 1
-        if skips == SKIPS_IN_A_ROW:
-            raise RunFault(_nothing_learnt(job.progress.iteration, result))
-        reason = exit_reason(job, stop, started)
-        if run.training.eval_iters and _due(job, run.training.eval_interval):
-            if reason is None:
-                job.evaluate("valid")
-            else:
-                job.evaluation_owed = agreed_stop(run, stop)
-        if reason is not None or _due(job, run.checkpoint.save_interval):
-            job.save()
-        if reason is not None:
-            job.finish_save()
-            return reason
-    job.save()
-    job.finish_save()
-    return f"done: {job.progress.iteration} iterations"
+        _count_and_report(trainer, result, self._meter, begin, probe)
+        self._fault_checks.end(result)
+        return result
+
+    def _before_update(self) -> None:
+        self._fault_checks.before_update()
+        self._trainer.wait_for_copy()
+
+    def _audit_of_this_step(self) -> AbstractContextManager[None]:
+        if self._audit is None or self._trainer.progress.iteration != self._audited:
+            return nullcontext()
+        return self._audit(self._trainer.run, self._trainer.trained.model, self._trainer.reporter.message)
+
+
+def _check_precision(trainer: Trainer) -> None:
+    """Check all dtypes at the end of each `--check-precision-interval`."""
+    interval = trainer.run.precision.check_precision_interval
+    if interval and trainer.progress.iteration % interval == 0:
+        trainer.check_precision("training")
+
+
+def _evaluate(trainer: Trainer, stop: StopSignals, reason: str | None) -> None:
+    """Evaluate at the end of each `--eval-interval`; of a run that ends because of `reason`, the next start does it."""
+    if not trainer.run.training.eval_iters or not _due(trainer, trainer.run.training.eval_interval):
+        return
+    if reason is None:
+        trainer.evaluate("valid")
+    else:
+        trainer.evaluation_pending = agreed_stop(trainer.run, stop)
 
 
 def _nothing_learnt(iteration: int, last: StepResult) -> str:
-    """Why a run ends after `SKIPS_IN_A_ROW` steps without an update, by the last of them."""
+    """Return why a run ends after `SKIPS_IN_A_ROW` steps without an update, by the last of them."""
     if last.empty:
         what = "a global batch without one token that counts for the loss"
         remedy = "Look at the loss masks of the data (--eod-mask-loss, or labels that are all masked)."
@@ -117,67 +159,54 @@ def _nothing_learnt(iteration: int, last: StepResult) -> str:
     )
 
 
-def _audited(job: Trainer, audit: StepAudit | None) -> AbstractContextManager[None]:
-    """Return the audit's context of the process's second step: the first one pays what is paid once."""
-    if audit is None:
-        return nullcontext()
-    return audit(job.run, job.trained.model, job.reporter.message)
-
-
-def _probe(job: Trainer, num_micro_batches: int) -> HealthProbe | None:
-    """What measures the coming step, at the end of each `--health-interval`; None for the others."""
-    interval = derived.health_interval(job.run)
-    if not interval or (job.progress.iteration + 1) % interval:
+def _probe(trainer: Trainer, num_micro_batches: int) -> HealthProbe | None:
+    """Return what measures the coming step, at the end of each `--health-interval`; None for the others."""
+    interval = derived.health_interval(trainer.run)
+    if not interval or (trainer.progress.iteration + 1) % interval:
         return None
-    return HealthProbe(job.trained.model, job.run.logging.health_sample_tokens, num_micro_batches)
+    return HealthProbe(trainer.trained.model, trainer.run.logging.health_sample_tokens, num_micro_batches)
 
 
-def _advance(job: Trainer, result: StepResult, meter: Meter, begin: float, probe: HealthProbe | None) -> None:
-    """Count the step, skipped or not: its sequences are consumed. Then tell about it."""
-    size = job.schedule.global_batch_size(job.progress.consumed_samples)
-    past = job.progress
-    job.progress = TrainingProgress(
-        past.iteration + 1,
-        past.consumed_samples + size,
-        past.skipped_iterations + (not result.committed),
-        past.loss_scale_raised + (result.next_loss_scale > result.loss_scale),
-        past.loss_scale_lowered + (result.next_loss_scale < result.loss_scale),
-    )
-    job.saved = None
-    told = job.progress.iteration % job.run.logging.log_interval == 0
-    groups = job.trained.pg_collection
-    load = expert_load(result.router_update, groups) if told or probe is not None else NO_EXPERT_LOAD
-    health = None if probe is None else probe.health(load.tokens_per_expert, job.progress, groups.pp)
-    record = meter.record(
+def _count_and_report(
+    trainer: Trainer, result: StepResult, meter: Meter, begin: float, probe: HealthProbe | None
+) -> None:
+    """Count the step, then report its metrics."""
+    size = trainer.count(result)
+    progress, options = trainer.progress, trainer.run.logging
+    logged = progress.iteration % options.log_interval == 0
+    groups = trainer.trained.pg_collection
+    load = expert_load(result.router_update, groups) if logged or probe is not None else NO_EXPERT_LOAD
+    health = None if probe is None else probe.health(load.tokens_per_expert, progress, groups.pp)
+    record = agreed_record(
+        meter,
         result,
         load,
-        iteration=job.progress.iteration,
-        consumed_samples=job.progress.consumed_samples,
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
         global_batch_size=size,
         seconds=time.perf_counter() - begin,
         health=health,
     )
-    job.records.append(exact(record))
-    job.reporter.step(record)
-    if told:
-        level, interval = job.run.logging.timing_log_level, job.run.logging.log_interval
-        times = told_times(job.trained.model, level, interval)
+    trainer.records.append(exact(record))
+    trainer.reporter.step(record)
+    if logged:
+        times = interval_times(trainer.trained.model, options.timing_log_level, options.log_interval)
         if times is not None:
-            job.reporter.message(times)
+            trainer.reporter.message(times)
 
 
-def _due(job: Trainer, interval: int | None) -> bool:
-    """Whether this iteration ends an interval; the end of the run has its own evaluation and checkpoint."""
-    done = job.progress.iteration
-    return bool(interval) and done % interval == 0 and done < (job.run.training.train_iters or 0)
+def _due(trainer: Trainer, interval: int | None) -> bool:
+    """Return whether this iteration ends an interval; the end of the run has its own evaluation and checkpoint."""
+    done = trainer.progress.iteration
+    return bool(interval) and done % interval == 0 and done < (trainer.run.training.train_iters or 0)
 
 
-def exit_reason(job: Trainer, stop: StopSignals, started: float) -> str | None:
-    """Why to stop before `--train-iters`, agreed by all ranks; None to go on.
+def exit_reason(trainer: Trainer, stop: StopSignals, started: float) -> str | None:
+    """Return why to stop before `--train-iters`, agreed by all ranks; None to go on.
 
     Ranks get a signal, and see the clock pass, at different iterations; the first one decides for all.
     """
-    options, done = job.run.training, job.progress.iteration
+    options, done = trainer.run.training, trainer.progress.iteration
     if done >= (options.train_iters or 0):
         return None
     if options.exit_interval and done % options.exit_interval == 0:
@@ -193,12 +222,12 @@ def exit_reason(job: Trainer, stop: StopSignals, started: float) -> str | None:
 
 
 def agreed_stop(run: Run, stop: StopSignals) -> bool:
-    """Whether any rank was asked to stop. Collective over all ranks: a launcher may have asked one of them only."""
+    """Return whether any rank was asked to stop: a launcher may have asked one of them. Collective over all ranks."""
     return run.training.exit_signal_handler and bool(_of_any_rank(stop.stop_signal)[0])
 
 
 def _of_any_rank(*values: int) -> list[int]:
-    """The largest of each value over all ranks."""
+    """Return the largest of each value over all ranks."""
     largest = torch.tensor(values, device=platform.device())
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return largest.tolist()

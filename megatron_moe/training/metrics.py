@@ -1,9 +1,8 @@
-"""From what a step did to what is told about it: rates, FLOPs, expert load, time left."""
+"""What a step did, collected for its metrics: expert load over all stages, times, FLOPs, time left."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,35 +10,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe import platform
 from megatron_moe.config import derived
+from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
-from megatron_moe.report.records import Health, StepRecord, load_max_over_mean
+from megatron_moe.report.health import Health
+from megatron_moe.report.metric import MetricError
+from megatron_moe.report.records import ExpertLoad, StepFacts, StepRecord
+from megatron_moe.report.registry import added_metrics, computed
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
-
-_TERA = 1e12
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The routers of the whole model in one step: per MoE layer its E counts, over all ranks."""
-
-    tokens_per_expert: dict[int, list[int]]
-    expert_bias_max: float | None
-    aux_losses: dict[str, float]
-    dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
-    """Beside tokens_per_expert, of the layers whose experts have a capacity: the choices beyond it."""
-
-    @property
-    def worst(self) -> float | None:
-        """max / mean of the most uneven layer."""
-        loads = [load_max_over_mean(counts) for counts in self.tokens_per_expert.values()]
-        return max((load for load in loads if load is not None), default=None)
-
-    @property
-    def empty(self) -> int:
-        """(layer, expert) pairs without a token."""
-        return sum(counts.count(0) for counts in self.tokens_per_expert.values())
-
 
 NO_EXPERT_LOAD = ExpertLoad({}, None, {})
 
@@ -107,39 +85,69 @@ class Meter:
         seconds: float,
         health: Health | None = None,
     ) -> StepRecord:
-        """One step's record. Rates are those of the whole job, FLOPs those of one device."""
-        tokens = global_batch_size * self._run.model.seq_length
+        """Return one step's record.
+
+        Raises:
+            MetricError: a metric failed.
+        """
         # The first step also builds buffers and loads kernels: it says nothing about the others.
         if len(self._recent) == 1 and self._recent[0] > 2 * seconds:
             self._recent.clear()
         self._recent.append(seconds)
         per_step = sum(self._recent) / len(self._recent)
-        tflops = self._flops_per_token * tokens / seconds / self._world_size / _TERA
-        peak = self._run.logging.peak_tflops
-        return StepRecord(
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            loss=result.loss,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            loss_scale=result.loss_scale,
-            skipped=not result.committed,
-            tokens=tokens,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            model_tflops=tflops,
-            mfu=tflops / peak if peak else None,
-            tokens_per_expert=load.tokens_per_expert,
-            expert_load=load.worst,
-            empty_experts=load.empty,
-            expert_bias_max=load.expert_bias_max,
-            aux_losses=load.aux_losses,
-            seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
-            global_batch_size=global_batch_size,
-            memory_bytes=platform.max_memory_bytes(),
-            health=health,
-            dropped_per_expert=load.dropped_per_expert,
-            mtp_losses=list(result.mtp_losses),
-            data_hash=result.data_hash,
-            expert_bias_hash=result.expert_bias_hash,
+        return computed(
+            StepFacts(
+                run=self._run,
+                world_size=self._world_size,
+                iteration=iteration,
+                consumed_samples=consumed_samples,
+                global_batch_size=global_batch_size,
+                loss=result.loss,
+                mtp_losses=list(result.mtp_losses),
+                learning_rate=result.learning_rate,
+                grad_norm=result.grad_norm,
+                loss_scale=result.loss_scale,
+                skipped=not result.committed,
+                data_hash=result.data_hash,
+                expert_bias_hash=result.expert_bias_hash,
+                load=load,
+                health=health,
+                flops_per_token=self._flops_per_token,
+                seconds=seconds,
+                seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
+                memory_bytes=platform.max_memory_bytes(),
+            )
         )
+
+
+def agreed_record(meter: Meter, result: StepResult, load: ExpertLoad, **numbers: Any) -> StepRecord:
+    """Return `meter.record(...)`, where every rank could compute it.
+
+    Collective over all ranks where a program has added metrics: one of them may fail on one rank alone.
+
+    Raises:
+        RunFault: on all ranks, naming the metric.
+    """
+    record, failure = None, None
+    try:
+        record = meter.record(result, load, **numbers)
+    except MetricError as error:
+        failure = error
+    if added_metrics():
+        _raise_together(failure)
+    if record is None:
+        assert failure is not None
+        raise failure
+    return record
+
+
+def _raise_together(failure: MetricError | None) -> None:
+    """Raise the failure of any rank on all ranks. Collective over all ranks."""
+    failed = torch.tensor([failure is not None], dtype=torch.int32, device=platform.device())
+    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
+    if not failed.item():
+        return
+    reasons: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, None if failure is None else str(failure))
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    raise RunFault(f"{reason} (rank {rank}); the step is applied, and not reported") from failure

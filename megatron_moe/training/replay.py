@@ -20,7 +20,8 @@ from megatron_moe.data.batches import Batch, BatchIterator
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.global_batch import same_random_states
-from megatron_moe.training.step import Model, run_micro_batches
+from megatron_moe.training.step import run_micro_batches
+from megatron_moe.training.step_sums import Model
 from megatron_moe.training.timers import untimed
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.io.files import replacing
-from megatron_moe.training.job import Trainer
 from megatron_moe.training.replay import StepReplay
+from megatron_moe.training.trainer import Trainer
 
 WINDOW, LEAST = 128, 16
 _NORMAL, _FLOOR = 1.4826, 0.005
@@ -57,20 +57,20 @@ class SpikeWatch:
     for a step that is no spike.
 
     Args:
-        job: the run.
+        trainer: the run.
         replay: holds the micro-batches.
         folder: of the files.
     """
 
-    def __init__(self, job: Trainer, replay: StepReplay, folder: Path) -> None:
-        assert job.run.faults.loss_spike_factor is not None
-        self._detector = SpikeDetector(job.run.faults.loss_spike_factor)
-        self._job, self._replay, self._folder = job, replay, folder
+    def __init__(self, trainer: Trainer, replay: StepReplay, folder: Path) -> None:
+        assert trainer.run.faults.loss_spike_factor is not None
+        self._detector = SpikeDetector(trainer.run.faults.loss_spike_factor)
+        self._trainer, self._replay, self._folder = trainer, replay, folder
         self._per_token: list[Tensor] = []
         self.count = 0
-        groups = job.trained.pg_collection
+        groups = trainer.trained.pg_collection
         if groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0:
-            job.trained.model[-1].register_forward_hook(self._keep)
+            trainer.trained.model[-1].register_forward_hook(self._keep)
 
     def _keep(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -91,18 +91,18 @@ class SpikeWatch:
         if known is None:
             return
         self.count += 1
-        num_samples = self._job.progress.consumed_samples - first_sample
+        num_samples = self._trainer.progress.consumed_samples - first_sample
         losses, tokens = self._per_sequence(num_samples)
-        if self._job.place.rank != 0:
+        if self._trainer.rank_facts.rank != 0:
             return
         middle, deviation = known
-        iteration = self._job.progress.iteration
+        iteration = self._trainer.progress.iteration
         head = {
             "iteration": iteration,
             "loss": loss,
             "median": middle,
             "deviation": deviation,
-            "factor": self._job.run.faults.loss_spike_factor,
+            "factor": self._trainer.run.faults.loss_spike_factor,
             "first_sample": first_sample,
             "sequences": num_samples,
         }
@@ -113,13 +113,13 @@ class SpikeWatch:
             for place, (total, count) in enumerate(zip(losses, tokens)):
                 sample = first_sample + place
                 # Read again rather than gathered: a sample is the same whoever reads it.
-                ids = self._job.splits.train[sample]["tokens"].tolist()
+                ids = self._trainer.splits.train[sample]["tokens"].tolist()
                 mean = total / count if count else math.nan
                 told = mean if math.isfinite(mean) else None
                 file.write(
                     json.dumps({"sample": sample, "loss": told, "loss_tokens": int(count), "tokens": ids}) + "\n"
                 )
-        self._job.reporter.message(
+        self._trainer.reporter.message(
             f"iteration {iteration}: the loss jumped to {loss:.4f} from a median of {middle:.4f} (deviation "
             f"{deviation:.4f}); its {num_samples} sequences are in {path}; {self.count} spikes since the start"
         )
@@ -127,7 +127,7 @@ class SpikeWatch:
     def _per_sequence(self, num_samples: int) -> tuple[list[float], list[float]]:
         """Sum of losses and number of tokens with a loss of each sequence of the step, on every rank."""
         sums = torch.zeros(2, num_samples, dtype=torch.float64, device=platform.device())
-        dp = self._job.trained.pg_collection.dp
+        dp = self._trainer.trained.pg_collection.dp
         if self._per_token:
             for index, (losses, batch) in enumerate(zip(self._per_token, self._replay.held[-1], strict=True)):
                 mask = batch["loss_mask"]

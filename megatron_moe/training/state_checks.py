@@ -15,10 +15,10 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
-from megatron_moe.model.kept_fp32 import held_by_model, without_wrappers
+from megatron_moe.model.float16_module import model_dtypes, without_wrappers
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.precision.guard import HeldTensor, PrecisionGuard
+from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
 from megatron_moe.training.optimizer import named_moments_and_masters
 
 # ---- Weights, moments, expert_bias and gradients that hold a NaN or an infinity, by name.
@@ -139,15 +139,15 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
         PrecisionError: see `PrecisionGuard.check`. On this rank only: the launcher ends the others.
     """
 
-    def all_tensors() -> Iterator[HeldTensor]:
-        yield from held_by_model(run, trained.model)
-        yield from held_by_optimizer(trained.model, trained.optimizer)
+    def all_tensors() -> Iterator[TensorDtype]:
+        yield from model_dtypes(run, trained.model)
+        yield from optimizer_dtypes(trained.model, trained.optimizer)
 
     return guard.check(boundary, all_tensors())
 
 
-def held_by_optimizer(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[HeldTensor]:
-    """The weights that the optimizer updates and their moments, all fp32, named for the model's parameters."""
+def optimizer_dtypes(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[TensorDtype]:
+    """Yield the weights that the optimizer updates and their moments, all fp32, named for the model's parameters."""
     names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
     for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
-        yield HeldTensor(names[id(parameter)], kind, tensor.dtype, torch.float32)
+        yield TensorDtype(names[id(parameter)], kind, tensor.dtype, torch.float32)

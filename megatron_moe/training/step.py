@@ -1,4 +1,18 @@
-"""One optimizer step as a transaction: gradients, agreement of all ranks, then either everything changes or nothing."""
+"""One optimizer step as a transaction: gradients, agreement of all ranks, then either everything changes or nothing.
+
+`train_step` goes through a step in this order:
+
+1. `_prepare` clears the gradients and takes a snapshot of the routers, whose expert_bias moves before it is known
+   whether the step is sound.
+2. `_forward_and_backward` has the engine's schedule run the micro-batches (`run_micro_batches`). At its end the
+   schedule calls `finalize_model_grads`, which reduces the gradients over ranks and moves expert_bias.
+3. `_unscaled_grad_norm` copies the gradients into the optimizer's fp32 ones, divided by the loss scale, and takes their
+   norm. Nothing but gradients and routers has changed so far.
+4. `_own_sums` is what this rank has to say about the step; one all-reduce adds it up over all ranks (`StepSums`), so
+   that all of them decide alike.
+5. A sound step is applied (`_commit`); any other one is taken back by the snapshot.
+6. `_update_loss_scale` moves fp16's loss scale, and a `StepResult` says what happened.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +32,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, added, hex_of, words_of
+from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.platform.autocast import without_autocast
@@ -33,41 +47,58 @@ from megatron_moe.training.optimizer import (
     moments_and_masters,
     shared_loss_scale,
 )
+from megatron_moe.training.step_sums import (
+    Model,
+    StepSums,
+    local_bias_words,
+    local_loss,
+    local_mtp_sums,
+    sum_over_ranks,
+    take_further_losses,
+)
 from megatron_moe.training.timers import timed
-
-Model = Sequence[torch.nn.Module]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage.
-
-    loss is in nats per token over `tokens` tokens of the global batch. grad_norm is the joint norm of all parameters
-    before clipping. learning_rate and loss_scale are those the step used, next_loss_scale is the next one's. committed
-    is False where a loss or a gradient was not finite, and where the step is `empty`: weights, moments, expert_bias and
-    the learning-rate schedule are then as they were. mtp_losses: of each depth of multi-token prediction, unweighted,
-    in nats per target. data_hash: of the samples of the step (`data/batches.py`), none where the batches are not a
-    run's own. expert_bias_hash: of every layer's expert_bias after the step, none where there is none or the step was
-    not committed. overflow: not committed for what fp16 is expected to do now and then: a smaller loss scale follows.
-    damaged: not committed because a weight, moment or expert_bias was not finite before it, which no later step heals.
-    empty: not committed because no token of the global batch counts for the loss, which is NaN, a mean of nothing;
-    fp16's loss scale stays too.
-    """
+    """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage."""
 
     committed: bool
+    """False where a loss or a gradient was not finite, and where the step is `empty`: weights, moments, expert_bias and
+    the learning-rate schedule are then as they were."""
     loss: float
+    """In nats per token over `tokens` tokens of the global batch."""
     tokens: int
     grad_norm: float
+    """The joint norm of all parameters before clipping."""
     learning_rate: float
+    """The rate that the step used."""
     loss_scale: float
+    """The scale that the step used."""
     next_loss_scale: float
     router_update: RouterUpdate
     mtp_losses: tuple[float, ...] = ()
+    """The loss of each depth of multi-token prediction, unweighted, in nats per target."""
     data_hash: str | None = None
+    """The hash of the step's samples (`data/batches.py`); None where the batches are not a run's own."""
     expert_bias_hash: str | None = None
+    """The hash of every layer's expert_bias after the step; None where there is none or the step was not committed."""
     overflow: bool = False
+    """The step was not committed for what fp16 is expected to do now and then: a smaller loss scale follows."""
     damaged: bool = False
+    """A weight, moment or expert_bias was not finite before the step, which no later step heals: not committed."""
     empty: bool = False
+    """No token of the global batch counts for the loss, which is NaN, a mean of nothing: not committed, and fp16's loss
+    scale stays too."""
+
+
+@dataclass(frozen=True)
+class BackwardResult:
+    """What the forward and backward passes of a step leave behind on this rank, besides the gradients."""
+
+    losses: list[dict[str, Tensor]]
+    """The schedule's result, see `local_loss`."""
+    router_update: RouterUpdate
 
 
 class StepProbe(Protocol):
@@ -104,7 +135,7 @@ def train_step(
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run one global batch through forward, backward, reduction and update.
+    """Run one global batch through forward, backward, reduction and update; the module's docstring tells the order.
 
     Args:
         model: wrapped model chunks, one per virtual pipeline stage.
@@ -113,79 +144,131 @@ def train_step(
         probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
     """
+    snapshot = _prepare(model, optimizer)
+    micro_batches = partial(
+        run_micro_batches,
+        num_micro_batches=num_micro_batches,
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        pg_collection=pg_collection,
+    )
+    backward = _forward_and_backward(model, batches, micro_batches, probe)
+    if before_update is not None:
+        before_update()
+    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
+    grad_norm = _unscaled_grad_norm(optimizer, probe)
+    own = _own_sums(model, optimizer, batches[0], backward, grad_norm, snapshot, pg_collection)
+    sums = own.over_all_ranks()
+    if sums.committed:
+        _commit(model, optimizer, scheduler, grad_norm)
+    else:
+        snapshot.restore()
+    overflow = _update_loss_scale(optimizer, sums)
+    scale = shared_loss_scale(optimizer)
+    next_scale = used_scale if scale is None else float(scale.scale.item())
+    return StepResult(
+        committed=sums.committed,
+        loss=sums.loss,
+        tokens=int(sums.tokens),
+        grad_norm=grad_norm,
+        learning_rate=used_lr,
+        loss_scale=used_scale,
+        next_loss_scale=next_scale,
+        router_update=backward.router_update,
+        mtp_losses=sums.mtp_losses,
+        data_hash=hex_of(*sums.sample_words),
+        expert_bias_hash=hex_of(*sums.bias_words) if sums.committed else None,
+        overflow=overflow,
+        damaged=sums.damaged_ranks > 0,
+        empty=sums.empty,
+    )
+
+
+def _prepare(model: Model, optimizer: MegatronOptimizer) -> RouterSnapshot:
+    """Clear the gradients; return what the routers are put back to where the step is not applied."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    snapshot = RouterSnapshot.capture(model)
-    source = batches[0]
+    return RouterSnapshot.capture(model)
+
+
+def _forward_and_backward(
+    model: Model,
+    batches: Sequence[Iterator[Batch]],
+    micro_batches: Callable[..., list[dict[str, Tensor]]],
+    probe: StepProbe | None,
+) -> BackwardResult:
+    """Run all micro-batches; the gradients are reduced over ranks and expert_bias has moved when this returns.
+
+    Args:
+        micro_batches: `run_micro_batches` with the numbers of the step.
+    """
     updates: list[RouterUpdate] = []
 
     def finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         updates.append(finalize_model_grads(chunks, num_tokens, **options))
 
     with nullcontext() if probe is None else probe.watching():
-        losses = run_micro_batches(
-            model,
-            batches,
-            finalize,
-            num_micro_batches=num_micro_batches,
-            micro_batch_size=micro_batch_size,
-            seq_length=seq_length,
-            pg_collection=pg_collection,
-        )
-    if before_update is not None:
-        before_update()
+        losses = micro_batches(model, batches, finalize)
+    return BackwardResult(losses, updates[0])
 
-    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
+
+def _unscaled_grad_norm(optimizer: MegatronOptimizer, probe: StepProbe | None) -> float:
+    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale, and return their joint norm.
+
+    Collective over all ranks. NaN after an overflow of fp16 on any rank.
+    """
     overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
     if shared_loss_scale(optimizer) is not None:
         # The engine asks the ranks that share parts of one model; replicas may differ, and have to go one way.
-        overflow = sum_over_job(float(overflow))[0] > 0
+        overflow = sum_over_ranks(float(overflow))[0] > 0
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
     if probe is not None and not overflow:
         probe.see_gradients(optimizer)
-    loss_sum, tokens, bad_ranks, damaged_ranks, low, high, bias_low, bias_high, *further = sum_over_job(
-        *local_loss(losses, pg_collection),
-        0.0 if math.isfinite(grad_norm) and all_finite(main_gradients(optimizer)) else 1.0,
-        0.0 if all_finite((*moments_and_masters(optimizer), *snapshot.biases)) else 1.0,
-        *(source.take_sample_words() if isinstance(source, BatchIterator) else NOTHING),
-        *local_bias_words(updates[0], pg_collection),
-        *local_further_losses(model, pg_collection),
+    return grad_norm
+
+
+def _own_sums(
+    model: Model,
+    optimizer: MegatronOptimizer,
+    batches: Iterator[Batch],
+    backward: BackwardResult,
+    grad_norm: float,
+    snapshot: RouterSnapshot,
+    pg_collection: ProcessGroupCollection,
+) -> StepSums:
+    """Return what this rank contributes to the decision about the step."""
+    loss_sum, tokens = local_loss(backward.losses, pg_collection)
+    gradients_finite = math.isfinite(grad_norm) and all_finite(main_gradients(optimizer))
+    state_finite = all_finite((*moments_and_masters(optimizer), *snapshot.biases))
+    return StepSums(
+        loss_sum=loss_sum,
+        tokens=tokens,
+        non_finite_ranks=float(not gradients_finite),
+        damaged_ranks=float(not state_finite),
+        sample_words=batches.take_sample_words() if isinstance(batches, BatchIterator) else NOTHING,
+        bias_words=local_bias_words(backward.router_update, pg_collection),
+        mtp_sums=tuple(local_mtp_sums(model, pg_collection)),
     )
-    sound = bad_ranks == 0 and damaged_ranks == 0 and math.isfinite(loss_sum)
-    empty = sound and tokens == 0
-    committed = sound and not empty
-    if committed:
-        with timed(model, "optimizer"):
-            clip_gradients(optimizer, grad_norm)
-            optimizer.step_with_ready_grads()
-        scheduler.step(increment=1)
-    else:
-        snapshot.restore()
-    overflow = False
-    if (scale := shared_loss_scale(optimizer)) is not None:
-        overflow = bad_ranks > 0 and damaged_ranks == 0 and math.isfinite(loss_sum) and scale.can_fall
-        if not empty:
-            scale.commit(found_inf=not committed)
-    next_scale = used_scale if scale is None else float(scale.scale.item())
-    loss = loss_sum / tokens if tokens else math.nan
-    mtp_losses = tuple(total / count if count else math.nan for total, count in zip(further[::2], further[1::2]))
-    return StepResult(
-        committed,
-        loss,
-        int(tokens),
-        grad_norm,
-        used_lr,
-        used_scale,
-        next_scale,
-        updates[0],
-        mtp_losses,
-        hex_of(low, high),
-        hex_of(bias_low, bias_high) if committed else None,
-        overflow,
-        damaged_ranks > 0,
-        empty,
-    )
+
+
+def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float) -> None:
+    """Clip the gradients, update the weights and move the learning-rate schedule."""
+    with timed(model, "optimizer"):
+        clip_gradients(optimizer, grad_norm)
+        optimizer.step_with_ready_grads()
+    scheduler.step(increment=1)
+
+
+def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> bool:
+    """Count the step for fp16's loss scale; return whether it was an overflow that a smaller scale answers."""
+    scale = shared_loss_scale(optimizer)
+    if scale is None:
+        return False
+    overflow = sums.overflowed and scale.can_fall
+    if not sums.empty:
+        scale.commit(found_inf=not sums.committed)
+    return overflow
 
 
 def run_micro_batches(
@@ -249,51 +332,3 @@ def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tens
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp
     return output, partial(loss_func, batch["loss_mask"], shared_by=shared_by)
-
-
-def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """Loss sum and token count of this rank's micro-batches (under context parallelism of its part of them), counted
-    by one TP rank of the last stage and no other; not finite where that of any of them is not.
-
-    Args:
-        losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
-    """
-    if not losses:
-        return 0.0, 0.0
-    total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
-    if pg_collection.tp.rank() != 0:  # a copy of the first one's, but for a fault
-        return 0.0 if math.isfinite(total[0]) else math.nan, 0.0
-    return float(total[0]), float(total[1])
-
-
-def local_bias_words(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """The hash of the `expert_bias` of this stage's layers, counted by one rank of the stage."""
-    biases = [(n, bias) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
-    if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
-        return NOTHING
-    sizes = [len(bias) for _, bias in biases]
-    on_host = torch.cat([bias for _, bias in biases]).cpu().split(sizes)  # one copy from the device for all layers
-    return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(biases, on_host))
-
-
-def take_further_losses(model: Model) -> Tensor | None:
-    """[D, 2] loss sum and targets of each depth of multi-token prediction since they were last taken, of this rank's
-    tokens; None without such depths, and on every stage but the last."""
-    if not get_model_config(model[-1]).mtp_num_layers:
-        return None
-    return get_attr_wrapped_model(model[-1], "take_further_losses")()
-
-
-def local_further_losses(model: Model, pg_collection: ProcessGroupCollection) -> list[float]:
-    """Loss sum and targets of each depth in turn, as many numbers on every rank, counted as `local_loss` counts."""
-    taken = take_further_losses(model)
-    if taken is None or pg_collection.tp.rank() != 0:
-        return [0.0, 0.0] * (get_model_config(model[-1]).mtp_num_layers or 0)
-    return taken.flatten().tolist()
-
-
-def sum_over_job(*values: float) -> list[float]:
-    """Sums over all ranks, in fp64; a NaN of any rank is everyone's."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
-    torch.distributed.all_reduce(tensor)
-    return tensor.tolist()

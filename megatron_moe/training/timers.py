@@ -1,4 +1,4 @@
-"""Where a step's time goes: the engine's timers, told at log intervals (`--timing-log-level`)."""
+"""Where a step's time goes: the engine's timers, reported at log intervals (`--timing-log-level`)."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def untimed(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             config.timers = timers
 
 
-def told_times(model: Sequence[torch.nn.Module], level: int, iterations: int) -> str | None:
-    """Least and most time of any rank per iteration, in ms, since this was last asked. Collective over all ranks.
+def interval_times(model: Sequence[torch.nn.Module], level: int, iterations: int) -> str | None:
+    """Return the least and most time of any rank per iteration, in ms, since the last call. Collective over all ranks.
 
     None where timing is off.
     """

@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.parallel.sequence import in_order
@@ -123,7 +124,7 @@ def dtypes_sent() -> dict[str, set[str]]:
 
     def noting(name: str) -> object:
         def collective(output: torch.Tensor, *args: object, **options: object) -> object:
-            seen[name].add(table.SHORT[str(output.dtype).removeprefix("torch.")])
+            seen[name].add(SHORT[str(output.dtype).removeprefix("torch.")])
             return stock[name](output, *args, **options)
 
         return collective

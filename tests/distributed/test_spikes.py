@@ -40,17 +40,17 @@ def jumping_run(folder: str, flags: dict[str, Any], factor: float | None = 8.0) 
     losses: list[float] = []
 
     class Jumping(faults.FaultWatch):
-        def __init__(self, job: Any, batches: Any) -> None:
-            super().__init__(job, batches)
-            job.trained.model[0].register_forward_hook(self._harder, prepend=True)
-            dp = job.trained.pg_collection.dp
+        def __init__(self, trainer: Any, batches: Any) -> None:
+            super().__init__(trainer, batches)
+            trainer.trained.model[0].register_forward_hook(self._harder, prepend=True)
+            dp = trainer.trained.pg_collection.dp
             self.place, self.dp = dp.rank(), dp.size()
 
         def _harder(self, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
             # Micro-batch m of this rank begins at sequence (m x DP + its place) x 2.
             begin = ((len(self._replay.held[0]) - 1) * self.dp + self.place) * 2
             hard = torch.zeros_like(output)
-            if self._job.progress.iteration + 1 == SPIKE and begin <= SEQUENCE < begin + 2:
+            if self._trainer.progress.iteration + 1 == SPIKE and begin <= SEQUENCE < begin + 2:
                 hard[SEQUENCE - begin] = 40.0
             return output + hard
 

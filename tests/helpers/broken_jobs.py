@@ -216,13 +216,13 @@ def _act(kind: str) -> None:
 def _install(fault: dict[str, Any]) -> None:
     """Change the functions of the phase; the iteration is that of the step that runs."""
     from megatron_moe.checkpoint import save as save_file
-    from megatron_moe.training import evaluate, faults, step
+    from megatron_moe.training import evaluate, faults, step, step_sums
 
     kind, phase, now = fault["kind"], fault["phase"], {"iteration": 0}
     begin = faults.FaultWatch.begin
 
     def counted(self: Any) -> None:
-        now["iteration"] = self._job.progress.iteration + 1
+        now["iteration"] = self._trainer.progress.iteration + 1
         begin(self)
 
     faults.FaultWatch.begin = counted  # type: ignore[method-assign]
@@ -239,7 +239,7 @@ def _install(fault: dict[str, Any]) -> None:
         return wrapped
 
     if kind in ("skipped", "wrong shape", "wrong order"):
-        step.sum_over_job = first(step.sum_over_job, lambda *args: _odd_sum(kind, *args))
+        step_sums.sum_over_ranks = first(step_sums.sum_over_ranks, lambda *args: _odd_sum(kind, *args))
     elif phase == "forward":
         step.forward_step = first(step.forward_step)
     elif phase == "backward":

@@ -53,16 +53,16 @@ def _module(model: Any, end: str) -> torch.nn.Module:
 
 
 @contextmanager
-def embedding_output(job: Any, value: float) -> Iterator[None]:
-    module = _module(job.trained.model, "word_embeddings")
+def embedding_output(trainer: Any, value: float) -> Iterator[None]:
+    module = _module(trainer.trained.model, "word_embeddings")
     hook = module.register_forward_hook(lambda _m, _i, output: spoiled(output, value))
     yield
     hook.remove()
 
 
 @contextmanager
-def router_logits(job: Any, value: float) -> Iterator[None]:
-    router: Any = _module(job.trained.model, "layers.1.mlp.router")
+def router_logits(trainer: Any, value: float) -> Iterator[None]:
+    router: Any = _module(trainer.trained.model, "layers.1.mlp.router")
     gate = router.gate
     router.gate = lambda hidden: spoiled(gate(hidden), value)
     yield
@@ -70,8 +70,8 @@ def router_logits(job: Any, value: float) -> Iterator[None]:
 
 
 @contextmanager
-def expert_bias(job: Any, value: float) -> Iterator[None]:
-    router: Any = _module(job.trained.model, "layers.1.mlp.router")
+def expert_bias(trainer: Any, value: float) -> Iterator[None]:
+    router: Any = _module(trainer.trained.model, "layers.1.mlp.router")
     kept = router.expert_bias.clone()
     router.expert_bias[0] = value
     yield
@@ -79,8 +79,8 @@ def expert_bias(job: Any, value: float) -> Iterator[None]:
 
 
 @contextmanager
-def expert_weight(job: Any, value: float) -> Iterator[None]:
-    weight: Any = _module(job.trained.model, "layers.1.mlp.experts").weight2
+def expert_weight(trainer: Any, value: float) -> Iterator[None]:
+    weight: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight2
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[:, 0, 0] = value  # of every expert: one without a token would not matter
@@ -90,22 +90,22 @@ def expert_weight(job: Any, value: float) -> Iterator[None]:
 
 
 @contextmanager
-def expert_gradient(job: Any, value: float) -> Iterator[None]:
-    weight: Any = _module(job.trained.model, "layers.1.mlp.experts").weight1
+def expert_gradient(trainer: Any, value: float) -> Iterator[None]:
+    weight: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight1
     hook = weight.register_hook(lambda gradient: spoiled(gradient, value))
     yield
     hook.remove()
 
 
 @contextmanager
-def reduced_gradient(job: Any, value: float) -> Iterator[None]:
+def reduced_gradient(trainer: Any, value: float) -> Iterator[None]:
     from megatron_moe.training import step as step_file
 
     finalize = step_file.finalize_model_grads
 
     def spoiling(*args: Any, **kwargs: Any) -> Any:
         update = finalize(*args, **kwargs)
-        _module(job.trained.model, "layers.1.mlp.router").weight.main_grad[0, 0] = value
+        _module(trainer.trained.model, "layers.1.mlp.router").weight.main_grad[0, 0] = value
         return update
 
     step_file.finalize_model_grads = spoiling
@@ -114,18 +114,18 @@ def reduced_gradient(job: Any, value: float) -> Iterator[None]:
 
 
 @contextmanager
-def loss(job: Any, value: float) -> Iterator[None]:
-    hook = job.trained.model[0].register_forward_hook(lambda _m, _i, losses: spoiled(losses, value))
+def loss(trainer: Any, value: float) -> Iterator[None]:
+    hook = trainer.trained.model[0].register_forward_hook(lambda _m, _i, losses: spoiled(losses, value))
     yield
     hook.remove()
 
 
 @contextmanager
-def adam_moment(job: Any, value: float) -> Iterator[None]:
+def adam_moment(trainer: Any, value: float) -> Iterator[None]:
     from megatron_moe.training.optimizer import named_moments_and_masters
 
-    wanted: Any = _module(job.trained.model, "layers.1.mlp.experts").weight1
-    for parameter, kind, tensor in named_moments_and_masters(job.trained.model, job.trained.optimizer):
+    wanted: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight1
+    for parameter, kind, tensor in named_moments_and_masters(trainer.trained.model, trainer.trained.optimizer):
         if parameter is wanted and kind == "exp_avg":
             found, kept = tensor, tensor.clone()
             tensor.view(-1)[0] = value
@@ -154,13 +154,13 @@ NAMED = {
 }
 
 
-def digests(job: Any) -> dict[str, str]:
+def digests(trainer: Any) -> dict[str, str]:
     """Of all that a step may change."""
     from megatron_moe.moe.state import routers
     from megatron_moe.training.optimizer import moments_and_masters
     from tests.helpers.stepped_trainer import digest
 
-    trained = job.trained
+    trained = trainer.trained
     return {
         "weights": digest([list(chunk.state_dict().items()) for chunk in trained.model]),
         "optimizer": digest(list(moments_and_masters(trained.optimizer))),
@@ -188,30 +188,30 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
 
         def begin(self) -> None:
             super().begin()
-            number, self.due = divmod(self._job.progress.iteration, 2)
+            number, self.due = divmod(self._trainer.progress.iteration, 2)
             self.fault: Any = nullcontext()
             if self.due:
                 site, value, ranks = faults[number]
-                self.before = digests(self._job)
+                self.before = digests(self._trainer)
                 if ranks == "all" or rank == 1:
-                    self.fault = SITES[site](self._job, float(value))
+                    self.fault = SITES[site](self._trainer, float(value))
             self.fault.__enter__()
 
         def end(self, result: Any) -> None:
             said: list[str] = []
             raised = False
-            message = self._job.reporter.message
-            self._job.reporter.message = said.append
+            message = self._trainer.reporter.message
+            self._trainer.reporter.message = said.append
             try:
                 super().end(result)
             except RunFault as fault:
                 said, raised = [str(fault)], True
-            self._job.reporter.message = message
+            self._trainer.reporter.message = message
             self.fault.__exit__(None, None, None)
             if not self.due:
                 sound.append(result.committed)
                 return
-            after = digests(self._job)
+            after = digests(self._trainer)
             changed = [name for name in after if after[name] != self.before[name]]
             seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
 
@@ -226,27 +226,27 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
 
 def poisoned_saves(root: str) -> dict[str, Any]:
     """A run that saves every step; before the last save a NaN is put into rank 1's state, at each place in turn."""
-    from megatron_moe.training import job as job_file
+    from megatron_moe.training import trainer as trainer_file
     from megatron_moe.training.run import pretrain
 
     refusals: list[str] = []
-    save = job_file.Trainer.save
+    save = trainer_file.Trainer.save
 
-    def spoiling(job: Any) -> None:
-        if job.progress.iteration == 2 and job.saved is None:
+    def spoiling(trainer: Any) -> None:
+        if trainer.progress.iteration == 2 and trainer.saved is None:
             for site in DAMAGE:
-                with SITES[site](job, float("nan")) if torch.distributed.get_rank() == 1 else nullcontext():
+                with SITES[site](trainer, float("nan")) if torch.distributed.get_rank() == 1 else nullcontext():
                     try:
-                        save(job)
+                        save(trainer)
                     except RunFault as fault:
                         refusals.append(str(fault))
-        save(job)
+        save(trainer)
 
-    job_file.Trainer.save = spoiling  # type: ignore[method-assign]
+    trainer_file.Trainer.save = spoiling  # type: ignore[method-assign]
     try:
         pretrain(small(train_iters=2, save=root, save_interval=1))
     finally:
-        job_file.Trainer.save = save  # type: ignore[method-assign]
+        trainer_file.Trainer.save = save  # type: ignore[method-assign]
     return {"refusals": refusals, "steps": sorted(path.name for path in Path(root).glob("iter_*"))}
 
 
@@ -259,8 +259,8 @@ def stopped_run(site: str, flags: dict[str, Any]) -> str:
     class Spoiling(FaultWatch):
         def begin(self) -> None:
             super().begin()
-            if self._job.progress.iteration == 1 and torch.distributed.get_rank() == 1:
-                SITES[site](self._job, float("nan")).__enter__()
+            if self._trainer.progress.iteration == 1 and torch.distributed.get_rank() == 1:
+                SITES[site](self._trainer, float("nan")).__enter__()
 
     original = loop.FaultWatch
     loop.FaultWatch = Spoiling  # type: ignore[misc]

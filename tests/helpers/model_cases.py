@@ -60,7 +60,8 @@ def forward_backward(
 
     from megatron_moe.parallel.sequence import context_parallel_slice
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
-    from megatron_moe.training.step import forward_step, local_loss, sum_over_job
+    from megatron_moe.training.step import forward_step
+    from megatron_moe.training.step_sums import local_loss, sum_over_ranks
 
     dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
     cp = pg_collection.cp
@@ -84,7 +85,7 @@ def forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-    loss_sum, count = sum_over_job(*local_loss(losses, pg_collection))
+    loss_sum, count = sum_over_ranks(*local_loss(losses, pg_collection))
     return loss_sum / count
 
 

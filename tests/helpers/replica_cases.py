@@ -20,13 +20,13 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     bits[element] ^= mask - (1 << width) if bit == width - 1 else mask
 
 
-def copies(job: Any) -> list[tuple[str, torch.Tensor, Any]]:
+def copies(trainer: Any) -> list[tuple[str, torch.Tensor, Any]]:
     """Every tensor of this rank that has copies elsewhere, with its name and the group that holds them."""
     from megatron_moe.training.replicas import _by_group
 
     return [
         (name, tensor, group)
-        for group, named in _by_group(job.trained)
+        for group, named in _by_group(trainer.trained)
         if group is not None and group.size() > 1
         for name, tensor in named
     ]
@@ -52,15 +52,15 @@ def flipped_bits(flags: dict[str, Any], trials: int, seed: int = 0, compare: boo
     class Flipping(faults.FaultWatch):
         def begin(self) -> None:
             super().begin()
-            job = self._job
-            draw = random.Random(1000 * seed + job.progress.iteration)
+            trainer = self._trainer
+            draw = random.Random(1000 * seed + trainer.progress.iteration)
             self.undo: Any = None
             self.expected: tuple[str, int] | None = None
-            if job.progress.iteration % 2 and job.progress.iteration < 2 * trials:
+            if trainer.progress.iteration % 2 and trainer.progress.iteration < 2 * trials:
                 victim, place, bit = draw.randrange(world), draw.random(), draw.random()
                 chosen: list[Any] = [None]
                 if rank == victim:
-                    known = copies(job)
+                    known = copies(trainer)
                     name, tensor, group = known[int(place * len(known))]
                     element = int(draw.random() * tensor.numel())
                     self.undo = (tensor, element, int(bit * 8 * tensor.element_size()))

@@ -80,14 +80,14 @@ def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     train = runs.train
 
-    def saving_first(job: Any, stop: Any, audit: Any) -> str:
-        job.saved = None
-        job.save()
-        job.finish_save()
-        job.saver = None
-        before = len(job.records)
-        said = train(job, stop, audit)
-        found.extend(list(job.records)[before:])
+    def saving_first(trainer: Any, stop: Any, audit: Any) -> str:
+        trainer.saved = None
+        trainer.save()
+        trainer.finish_save()
+        trainer.saver = None
+        before = len(trainer.records)
+        said = train(trainer, stop, audit)
+        found.extend(list(trainer.records)[before:])
         return said
 
     runs.train = saving_first

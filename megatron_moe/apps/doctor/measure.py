@@ -27,7 +27,8 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.seeds import seed_everything
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
-from megatron_moe.training.step import connect, forward_step, take_further_losses, train_step
+from megatron_moe.training.step import connect, forward_step, train_step
+from megatron_moe.training.step_sums import take_further_losses
 
 _AT_ONCE = 128
 

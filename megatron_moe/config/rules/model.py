@@ -204,7 +204,7 @@ def fp32_patterns_name_modules(run: Run, world_size: int) -> None:
     """A pattern that names nothing would keep nothing, and nobody would be told."""
     for pattern in run.precision.keep_fp32 or ():
         if not module_names.matches(run, pattern):
-            near = module_names.near_names(run, pattern) or module_names.usable_aliases(run)
+            near = module_names.near_names(run, pattern)
             raise refuse(
                 run,
                 ("keep_fp32",),

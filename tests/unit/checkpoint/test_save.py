@@ -191,14 +191,14 @@ def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
 
     from megatron_moe.training import loop
 
-    told = loop._advance
+    told = loop._count_and_report
 
-    def signalled(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == iteration and torch.distributed.get_rank() == 0:
+    def signalled(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == iteration and torch.distributed.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(loop, "_advance", signalled):
+    with mock.patch.object(loop, "_count_and_report", signalled):
         return trained(flags, slow_rank=1, delay=1.0)
 
 
@@ -262,16 +262,16 @@ def overtaken(flags: dict[str, Any]) -> str:
     from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.training import loop
 
-    told, root = loop._advance, Path(flags["save"])
+    told, root = loop._count_and_report, Path(flags["save"])
 
-    def losing(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == 3:
+    def losing(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == 3:
             lock = root / ".writer.lock"
             lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "far", "token": "other"}))
             folder.hidden_folder(root, 4).mkdir()
 
-    with mock.patch.object(loop, "_advance", losing), pytest.raises(SaveError) as error:
+    with mock.patch.object(loop, "_count_and_report", losing), pytest.raises(SaveError) as error:
         trained(flags)
     return str(error.value)
 
@@ -287,14 +287,14 @@ def moved(flags: dict[str, Any]) -> str:
     from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.training import loop
 
-    told, root = loop._advance, Path(flags["save"])
+    told, root = loop._count_and_report, Path(flags["save"])
 
-    def moving(job: Any, *args: Any) -> None:
-        told(job, *args)
-        if job.progress.iteration == 3:
+    def moving(trainer: Any, *args: Any) -> None:
+        told(trainer, *args)
+        if trainer.progress.iteration == 3:
             root.rename(root.with_name("elsewhere"))
 
-    with mock.patch.object(loop, "_advance", moving), pytest.raises(SaveError) as error:
+    with mock.patch.object(loop, "_count_and_report", moving), pytest.raises(SaveError) as error:
         trained(flags)
     return str(error.value)
 

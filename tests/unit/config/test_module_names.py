@@ -1,43 +1,137 @@
-"""Module names from the run alone are those of the built model, and patterns choose among them."""
+"""The declared parts are those of the built model: names, parameters, buffers and dtypes; and patterns choose among
+them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_moe.config import module_names
+from megatron_moe.config.model_parts import NONE, SHORT, every_part
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
-from megatron_moe.model.build import build_model
-from megatron_moe.model.kept_fp32 import module_name
+from megatron_moe.model import build
+from megatron_moe.model.float16_module import model_dtypes, module_name
+from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel import groups
+from megatron_moe.precision import table
+from megatron_moe.precision.contract import PrecisionError
 
 TINY = PRESETS["tiny"]
 MODELS = {
     "latent, experts": TINY,
     "no query latent": {**TINY, "q_lora_rank": None, "qk_layernorm": False, "moe_shared_expert_gate": True},
+    "no query latent, norms": {**TINY, "q_lora_rank": None, "qk_layernorm": True},
     "grouped, experts": PRESETS["tiny-gqa"],
+    "every second layer": {**TINY, "moe_layer_freq": 2},
+    "capacity, no bias, no shared expert": {
+        **TINY,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_router_enable_expert_bias": False,
+        "moe_shared_expert_intermediate_size": None,
+    },
     "dense, biased": {"num_layers": 2, "add_bias_linear": True, "qk_layernorm": True},
     "dense, tied": {"num_layers": 1, "add_qkv_bias": True},
     "further predictions, experts": {**TINY, "mtp_num_layers": 2},
     "further predictions, tied": {"num_layers": 1, "mtp_num_layers": 1},
+    "further predictions, the last layer dense": {**TINY, "moe_layer_freq": 2, "mtp_num_layers": 1},
+}
+# Published models with the layers that differ: names do not depend on how many there are.
+FEW_LAYERS = {
+    name: {
+        **flags,
+        "num_layers": 3,
+        "moe_layer_freq": "[0]+[1]*2" if isinstance(flags.get("moe_layer_freq"), str) else 1,
+    }
+    for name, flags in PRESETS.items()
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+def built(flags):
+    """A run and its model in whole, on the meta device: names, shapes and dtypes without storage."""
+    run = replace(Run(), **flags)
+    with torch.device("meta"):
+        return run, build.build_model(run, groups.initialize(run), 128, wrap=False, draw=False)[0]
+
+
+@pytest.mark.parametrize("model", [*MODELS, *FEW_LAYERS])
 def test_names_from_the_run_are_those_of_the_built_model(model, one_process):
-    run = replace(Run(), **MODELS[model])
-    chunk = build_model(run, groups.initialize(run), 128, wrap=False)[0]
-    built = {}
+    run, chunk = built({**MODELS, **FEW_LAYERS}[model])
+    seen = {}
     for path, module in chunk.named_modules():
-        own = tuple(name for name, _ in module.named_parameters(recurse=False))
+        own = {name for name, _ in module.named_parameters(recurse=False)}
         if any(True for _ in module.parameters()) or path.endswith("core_attention") or path == "output_layer":
-            built[module_name(chunk, path)] = own
+            seen[module_name(chunk, path)] = own
     for chain in ("", "decoder", "decoder.layers", "mtp", "mtp.layers"):
-        built.pop(chain, None)
+        seen.pop(chain, None)
     known = {name: set(own) for name, own in module_names.modules(run).items()}
     if not run.model.untie_embeddings_and_output_weights:
         known["output_layer"] = set()  # its weight is the embedding's
-    assert known == {name: set(own) for name, own in built.items()}
+    assert known == seen
+
+
+@pytest.mark.parametrize("model", [*MODELS, *FEW_LAYERS])
+def test_the_buffers_of_the_built_model_are_the_declared_fp32_state(model, one_process):
+    run, chunk = built({**MODELS, **FEW_LAYERS}[model])
+    declared, saved = {}, set()
+    for name, part in module_names.parts(run).items():
+        for buffer, tensor_class in part.state.items():
+            if tensor_class.when(run):
+                declared[f"{name}.{buffer}"] = tensor_class.stored
+            if tensor_class.when(run) and tensor_class.saved != NONE:
+                saved.add(f"{name}.{buffer}")
+    buffers = {
+        f"{module_name(chunk, path)}.{name}": SHORT[str(buffer.dtype).removeprefix("torch.")]
+        for path, module in chunk.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    assert buffers == declared
+    prefix = {module_name(chunk, path): path for path, _ in chunk.named_modules()}
+    assert {f"{prefix[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}" for name in saved} == {
+        key for key in torch.nn.Module.state_dict(chunk) if key.rpartition(".")[2] in TopKRouter.fp32_state
+    }
+
+
+def test_the_router_owns_the_state_that_is_declared():
+    declared = {name for part in every_part() for name in part.state}
+    assert declared == set(TopKRouter.fp32_state)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {},
+        {"bf16": True},
+        {"fp16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
+        {"bf16": True, "keep_fp32": ("embedding", "output_layer", "attention"), "qk_layernorm": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["latent, experts", "grouped, experts", "further predictions, experts"])
+def test_weights_have_the_dtype_that_the_contract_prints_and_the_guard_wants(model, precision, one_process):
+    flags = {**MODELS[model], "untie_embeddings_and_output_weights": True, **precision}
+    if "moe_shared_expert_intermediate_size" not in flags and "keep_fp32" in flags:
+        flags["keep_fp32"] = tuple(word for word in flags["keep_fp32"] if word != "shared_experts")
+    run, chunk = built(flags)
+    printed = {row.name: row.stored for row in table.contract(run)}
+    classes = {}
+    for name, part in module_names.parts(run).items():
+        around = [classes[outer] for outer in classes if name.startswith(f"{outer}.") and classes[outer]]
+        classes[name] = part.tensors[0].name if part.tensors else (around[-1] if around else None)
+    wanted = {
+        f"{name}.{parameter}": printed[classes[name]]
+        for name, own in module_names.modules(run).items()
+        for parameter in own
+    }
+    inventory = [entry for entry in model_dtypes(run, [chunk]) if entry.what == "weight"]
+    assert {entry.name: SHORT[str(entry.dtype).removeprefix("torch.")] for entry in inventory} == wanted
+    assert all(entry.dtype == entry.wanted for entry in inventory)
+
+
+def test_the_guard_notices_a_module_that_was_not_kept(one_process, monkeypatch):
+    monkeypatch.setattr(build, "keep_in_fp32", lambda *_: [])
+    with pytest.raises(PrecisionError, match=r"layers\.1\.mlp\.experts\.weight1 .*bfloat16, must be torch\.float32"):
+        built({**TINY, "bf16": True, "keep_fp32": ("experts",)})
 
 
 def kept(*patterns, **changes):
@@ -61,6 +155,22 @@ def test_what_lies_inside_a_kept_module_is_not_named_again():
     )
 
 
-def test_every_short_word_names_something_in_a_model_that_has_all_parts():
-    run = replace(Run(), **TINY)
-    assert module_names.usable_aliases(run) == list(module_names.aliases(run))
+# The patterns that the words of `--keep-fp32` have always stood for.
+WORDS = {
+    "embedding": "embedding",
+    "output_layer": "output_layer",
+    "norms": "*norm",
+    "router": "*.mlp.router",
+    "experts": "*.mlp.experts",
+    "shared_experts": "*.mlp.shared_experts",
+    "attention": "*.self_attention",
+    "softmax": "*.core_attention",
+    "first_layer": "decoder.layers.0",
+    "last_layer": "decoder.layers.3",
+}
+
+
+def test_every_word_names_the_modules_of_its_kind_in_a_model_that_has_all_parts():
+    run = replace(Run(), **TINY, mtp_num_layers=1)
+    assert module_names.aliases(run) == {word: module_names.matches(run, pattern) for word, pattern in WORDS.items()}
+    assert all(module_names.aliases(run).values())

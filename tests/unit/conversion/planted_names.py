@@ -288,10 +288,10 @@ NUMBERS = [
     *each("one element of the embedding", numbers("embed_tokens", element(64 * 5 + 3, 3.0)), "qwen3-moe-tied"),
     *each(
         "a NaN", numbers(r"experts\.3\.up_proj", element(5, float("nan"))), "qwen3-moe",
-        reason=r"experts\.3\.up_proj.* holds NaN", caught=COVERAGE,
+        reason=r"experts\.3\.up_proj.* contains NaN", caught=COVERAGE,
     ),
     *each(
         "an infinity", numbers("kv_b_proj", element(5, float("inf"))), "moonlight",
-        reason="kv_b_proj.* holds NaN or infinity", caught=COVERAGE,
+        reason="kv_b_proj.* contains NaN or infinity", caught=COVERAGE,
     ),
 ]  # fmt: skip

@@ -20,7 +20,7 @@ PARITY, COVERAGE, RULES = "parity", "coverage", "rules"
 EXPERTS = r"tokens go to other experts"
 WEIGHTS = r"weights of the same experts differ"
 LOGITS = r"logits differ by"
-UNUSED, MISSING, SHAPE = r"nothing is made of it: ", r"missing: ", r"shape \[.*\], its configuration says"
+UNUSED, MISSING, SHAPE = r"unexpected: ", r"missing: ", r"shape \[.*\], its configuration says"
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

@@ -118,7 +118,7 @@ def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_fr
 
 
 def test_without_a_step_there_is_nothing_to_take(tmp_path):
-    assert "holds no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
+    assert "has no step yet" in message_of("--load", str(tmp_path), "--use-checkpoint-args")
 
 
 def test_a_folder_that_gives_the_architecture_is_read_without_torch(tmp_path):

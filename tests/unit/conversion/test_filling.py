@@ -64,11 +64,11 @@ def test_a_block_that_comes_twice_is_told() -> None:
         (Block("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
         (
             Block("bias", (1,), torch.ones(4), "thing"),
-            "thing: [4] at [1] does not lie in bias, which has the shape [4]",
+            "thing: [4] at [1] is not within bias, which has the shape [4]",
         ),
-        (Block("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] does not lie in bias"),
-        (Block("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing holds NaN or infinity"),
-        (Block("bias", (0,), torch.tensor([0, 1, 2, -torch.inf]), "thing"), "thing holds NaN or infinity"),
+        (Block("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
+        (Block("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
+        (Block("bias", (0,), torch.tensor([0, 1, 2, -torch.inf]), "thing"), "thing contains NaN or infinity"),
     ],
 )
 def test_a_block_that_cannot_be_one_is_told(block: Block, message: str) -> None:

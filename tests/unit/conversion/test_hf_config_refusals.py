@@ -90,7 +90,7 @@ ROWS: list[tuple[str, dict, list[str]]] = [
     (EVERY, {"n_group": MISSING}, ["n_group is missing"]),
     (EVERY, {"n_group": 3}, ["n_group 3", "divide the 16 experts"]),
     (EVERY, {"topk_group": 5}, ["topk_group 5", "at most n_group 4"]),
-    (EVERY, {"topk_group": 1, "num_experts_per_tok": 5}, ["topk_group 1", "hold fewer than the 5"]),
+    (EVERY, {"topk_group": 1, "num_experts_per_tok": 5}, ["topk_group 1", "have fewer than the 5"]),
     (EVERY, {"n_group": 16, "topk_group": 4}, ["n_group 16", "fewer groups work"]),
     # grouped-query attention
     ("mixtral", {"num_key_value_heads": MISSING}, ["num_key_value_heads is missing"]),

@@ -263,12 +263,12 @@ def test_limits_hold_for_all_files_together(folders, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(hf_folder, "LARGEST_COMPANIONS", 1000)
     with pytest.raises(
-        ConfigError, match=r"has \d+ bytes; files beside the weights may have \d+ each and 1000 together"
+        ConfigError, match=r"has \d+ bytes; files next to the weights may have \d+ each and 1000 together"
     ):
         HFFolder.open(folders / "bf16")
     monkeypatch.undo()
     monkeypatch.setattr(hf_folder, "LARGEST_COMPANION", 700)
-    with pytest.raises(ConfigError, match=r"config.json has \d+ bytes; files beside the weights may have 700 each"):
+    with pytest.raises(ConfigError, match=r"config.json has \d+ bytes; files next to the weights may have 700 each"):
         HFFolder.open(folders / "bf16")
     monkeypatch.undo()
     monkeypatch.setattr(hf_folder, "MOST_FILES", 5)

@@ -21,7 +21,7 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.fingerprint import changed_since, data_fingerprint, require_same_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
-from megatron_moe.training.job import Trainer
+from megatron_moe.training.trainer import Trainer
 from tests.helpers import data_faults as faults
 from tests.helpers.data_faults import VOCABULARY, Scene
 from tests.helpers.plain_steps import write_step
@@ -173,11 +173,11 @@ def test_a_resume_on_a_replaced_file_exits_with_status_2(scene: Scene) -> None:
 
 def test_a_file_replaced_during_the_run_stops_it_before_it_saves(scene: Scene) -> None:
     scene.restore()
-    job = SimpleNamespace(data=data_fingerprint(scene.run()), place=SimpleNamespace(rank=0))
-    Trainer.check_data(job)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(data=data_fingerprint(scene.run()), rank_facts=SimpleNamespace(rank=0))
+    Trainer.check_data(trainer)  # type: ignore[arg-type]
     faults.write(scene.folder, "data", faults.documents(3))
     with pytest.raises(ConfigError, match=f"{scene.prefix}.bin was written to after the run began.*none is saved"):
-        Trainer.check_data(job)  # type: ignore[arg-type]
+        Trainer.check_data(trainer)  # type: ignore[arg-type]
 
 
 def test_a_file_that_disappears_during_the_run_is_named(scene: Scene) -> None:

@@ -71,7 +71,7 @@ def test_paths_per_split_keep_their_split() -> None:
         (DataConfig(data_path=("1", "a", "nan", "b")), "weight nan of b"),
         (DataConfig(data_path=("inf", "a", "1", "b")), "weight inf of a"),
         (DataConfig(data_path=("1", "a", "b", "c")), "weight b of c"),
-        (DataConfig(data_path=("1", "2", "3", "4")), "2 stands where a prefix should"),
+        (DataConfig(data_path=("1", "2", "3", "4")), "2 is a number where a prefix is expected"),
         (DataConfig(data_path=("a", "1", "b")), "1 looks like a weight"),
         (DataConfig(train_data_path=("1", "a", "-2", "b")), "--train-data-path 1 a -2 b: weight -2"),
         (DataConfig(data_path=("a",), split="0,0,0"), "--split 0,0,0: the shares sum to zero"),

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 
-from megatron_moe.precision.contract import PrecisionError
+from megatron_moe.precision.contract import PrecisionError, PrecisionGuard, TensorDtype
 from megatron_moe.precision.gates import install_gates, require_dtype
-from megatron_moe.precision.guard import HeldTensor, PrecisionGuard
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -19,15 +18,15 @@ def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -
     guard = PrecisionGuard()
     assert (
         guard.check(
-            "building", [HeldTensor("a.weight", "weight", BF16, BF16), HeldTensor("b.bias", "fp32 state", FP32, FP32)]
+            "building", [TensorDtype("a.weight", "weight", BF16, BF16), TensorDtype("b.bias", "fp32 state", FP32, FP32)]
         )
         == 2
     )
-    guard.check("loading", [HeldTensor("b.bias", "fp32 state", FP32, FP32)])
+    guard.check("loading", [TensorDtype("b.bias", "fp32 state", FP32, FP32)])
     with pytest.raises(PrecisionError) as caught:
         guard.check(
             "iteration 20",
-            [HeldTensor("a.weight", "weight", BF16, BF16), HeldTensor("b.bias", "fp32 state", BF16, FP32)],
+            [TensorDtype("a.weight", "weight", BF16, BF16), TensorDtype("b.bias", "fp32 state", BF16, FP32)],
         )
     assert str(caught.value) == (
         "precision contract broken at iteration 20: b.bias (fp32 state) is torch.bfloat16, must be torch.float32: "
@@ -37,19 +36,19 @@ def test_a_violation_is_told_with_the_boundaries_between_which_it_came_about() -
 
 def test_a_tensor_that_was_never_right_is_told_so() -> None:
     with pytest.raises(PrecisionError, match="so from the start, building"):
-        PrecisionGuard().check("building", [HeldTensor("a", "weight", FP32, BF16)])
+        PrecisionGuard().check("building", [TensorDtype("a", "weight", FP32, BF16)])
 
 
 def test_every_broken_tensor_is_named_up_to_ten() -> None:
     with pytest.raises(PrecisionError, match=r"t0 .*t9 .*and 2 more"):
-        PrecisionGuard().check("x", [HeldTensor(f"t{i}", "weight", FP32, BF16) for i in range(12)])
+        PrecisionGuard().check("x", [TensorDtype(f"t{i}", "weight", FP32, BF16) for i in range(12)])
 
 
 def test_one_tensor_may_be_held_to_two_things() -> None:
     guard = PrecisionGuard()
-    guard.check("a", [HeldTensor("w", "weight", BF16, BF16), HeldTensor("w", "accumulated gradient", FP32, FP32)])
+    guard.check("a", [TensorDtype("w", "weight", BF16, BF16), TensorDtype("w", "accumulated gradient", FP32, FP32)])
     with pytest.raises(PrecisionError, match=r"w \(accumulated gradient\).*between a and b"):
-        guard.check("b", [HeldTensor("w", "weight", BF16, BF16), HeldTensor("w", "accumulated gradient", BF16, FP32)])
+        guard.check("b", [TensorDtype("w", "weight", BF16, BF16), TensorDtype("w", "accumulated gradient", BF16, FP32)])
 
 
 class Widens(torch.nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_moe.config import cli
+from megatron_moe.config.model_parts import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.precision import table
@@ -46,7 +47,7 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     seen: dict[str, str] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        seen[name] = table.SHORT.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype))
+        seen[name] = SHORT.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype))
 
     classes = {
         "word_embeddings.weight": "embedding",

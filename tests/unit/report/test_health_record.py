@@ -11,17 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.report.console import ConsoleSink
+from megatron_moe.report.health import Health, LayerHealth, glance, load_health, scalars
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.records import (
-    Health,
-    LayerHealth,
-    StepRecord,
-    glance,
-    load_health,
-    scalars,
-    step_from_json,
-    to_json,
-)
+from megatron_moe.report.records import StepRecord, step_from_json, to_json
 
 LAYER = LayerHealth(
     load=load_health([3, 0, 5, 0]),
@@ -90,9 +82,7 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl(tmp_path: Path) 
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     unknown = dataclasses.replace(LAYER, load=None, margin_mean=None, margin_p5=None, max_logit=None)
     odd = dataclasses.replace(HEALTH, dense_grad_norm=None, layers={5: unknown})
-    written = [
-        dataclasses.replace(STEP, health=health, iteration=8 + i) for i, health in enumerate((HEALTH, odd, None))
-    ]
+    written = [STEP.replace(health=health, iteration=8 + i) for i, health in enumerate((HEALTH, odd, None))]
     for record in written:
         sink.step(record)
     sink.close(None)
@@ -102,7 +92,7 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl(tmp_path: Path) 
 def test_a_line_of_an_earlier_version_still_loads() -> None:
     line = json.loads(json.dumps(to_json(STEP)))
     del line["health"]
-    assert step_from_json(line) == dataclasses.replace(STEP, health=None)
+    assert step_from_json(line) == STEP.replace(health=None)
 
 
 def test_the_worst_layer_is_told() -> None:
@@ -115,7 +105,7 @@ def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from megatron_moe.report.tensorboard import TensorBoardSink
+    from megatron_moe.report.sink import TensorBoardSink
 
     sink = TensorBoardSink(tmp_path, 0)
     sink.step(STEP)
@@ -134,7 +124,7 @@ def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Pa
 def log_line(**changes: object) -> str:
     stream = io.StringIO()
     ConsoleSink(stream, train_iters=8, log_interval=1).step(
-        dataclasses.replace(STEP, health=dataclasses.replace(HEALTH, **changes))  # type: ignore[arg-type]
+        STEP.replace(health=dataclasses.replace(HEALTH, **changes))  # type: ignore[arg-type]
     )
     return stream.getvalue()
 

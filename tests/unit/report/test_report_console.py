@@ -1,6 +1,5 @@
 """A log has plain lines; a terminal has the same lines and a progress line, and never a mixture."""
 
-import dataclasses
 import io
 import os
 
@@ -35,7 +34,7 @@ STEP = StepRecord(
 
 def steps(sink, start, stop, **changes):
     for iteration in range(start, stop + 1):
-        sink.step(dataclasses.replace(STEP, iteration=iteration, **changes))
+        sink.step(STEP.replace(iteration=iteration, **changes))
 
 
 def plain(**options):
@@ -85,8 +84,8 @@ def test_a_line_names_everything_a_reader_steers_by():
 def test_the_losses_of_further_predictions_stand_beside_the_loss_and_are_means_as_it_is():
     stream, sink = plain(log_interval=2)
     steps(sink, 2, 2, mtp_losses=[3.5, 4.0])
-    sink.step(dataclasses.replace(STEP, iteration=3, loss=2.0, mtp_losses=[3.0, 4.0]))
-    sink.step(dataclasses.replace(STEP, iteration=4, loss=1.0, mtp_losses=[2.0, 3.0]))
+    sink.step(STEP.replace(iteration=3, loss=2.0, mtp_losses=[3.0, 4.0]))
+    sink.step(STEP.replace(iteration=4, loss=1.0, mtp_losses=[2.0, 3.0]))
     lines = text(stream).splitlines()
     assert "| loss 3.0000 | mtp 3.5000 4.0000 | lr" in lines[0]
     assert "| loss 1.5000 | mtp 2.5000 3.5000 | lr" in lines[1]
@@ -114,9 +113,9 @@ def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
 def test_a_line_shows_the_mean_loss_and_speed_of_its_interval_and_counts_what_was_skipped():
     stream, sink = plain(log_interval=4)
     steps(sink, 1, 1)
-    sink.step(dataclasses.replace(STEP, iteration=2, loss=2.0, seconds=1.5))
-    sink.step(dataclasses.replace(STEP, iteration=3, loss=float("nan"), skipped=True, seconds=0.5))
-    sink.step(dataclasses.replace(STEP, iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5))
+    sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5))
+    sink.step(STEP.replace(iteration=3, loss=float("nan"), skipped=True, seconds=0.5))
+    sink.step(STEP.replace(iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5))
     line = text(stream).splitlines()[-1]
     assert "loss 3.0000" in line
     assert "1,000 tok/s" in line  # 3000 tokens in 3 seconds
@@ -166,7 +165,7 @@ def test_a_terminal_gets_whole_lines_and_a_progress_line_that_is_taken_away(term
 def test_the_progress_line_keeps_the_last_known_load_between_counted_steps(terminal):
     sink = console_sink(terminal.stream, train_iters=3, log_interval=100, start_iteration=0)
     steps(sink, 1, 2)
-    sink.step(dataclasses.replace(STEP, iteration=3, expert_load=None))
+    sink.step(STEP.replace(iteration=3, expert_load=None))
     last_drawn = terminal.output().rsplit("3/3", 1)[1]
     assert "load 1.25" in last_drawn
 

@@ -40,7 +40,7 @@ def write(path, start, stop, *, loss=3.0):
     """Steps start+1..stop of one incarnation, an evaluation after every second one; killed, so never closed."""
     sink = JsonlSink(path, start)
     for iteration in range(start + 1, stop + 1):
-        sink.step(dataclasses.replace(BASE, iteration=iteration, loss=loss))
+        sink.step(BASE.replace(iteration=iteration, loss=loss))
         if iteration % 2 == 0:
             sink.evaluation(EvalRecord(iteration, "valid", loss, 10, 0.1))
     return sink
@@ -143,7 +143,7 @@ def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_pa
     totals = Totals()
     totals.add(BASE)
     sink = SummarySink(tmp_path / "summary.json", totals)
-    sink.step(dataclasses.replace(BASE, iteration=2, seconds=1.5))
+    sink.step(BASE.replace(iteration=2, seconds=1.5))
     sink.close({"valid_loss": 2.5, "train_seconds": 9.0, "perplexity": float("inf")})
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["iterations"] == 2

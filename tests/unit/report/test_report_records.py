@@ -1,21 +1,12 @@
 """Records survive the way to JSON and back with every bit."""
 
-import dataclasses
 import json
 import math
 
 import pytest
 
-from megatron_moe.report.records import (
-    EvalRecord,
-    StepRecord,
-    dropped_share,
-    eval_from_json,
-    exact,
-    load_max_over_mean,
-    step_from_json,
-    to_json,
-)
+from megatron_moe.report.builtin_metrics import dropped_share, load_max_over_mean
+from megatron_moe.report.records import EvalRecord, StepRecord, eval_from_json, exact, step_from_json, to_json
 
 STEP = StepRecord(
     iteration=7,
@@ -51,12 +42,12 @@ def test_a_step_comes_back_equal_from_its_json_line():
 
 
 def test_losses_of_further_predictions_come_back_and_older_lines_have_none():
-    further = dataclasses.replace(STEP, mtp_losses=[0.1 + 0.2, 3.0])
+    further = STEP.replace(mtp_losses=[0.1 + 0.2, 3.0])
     line = through_json(further)
     assert step_from_json(line) == further
     del line["mtp_losses"]
     assert step_from_json(line) == STEP
-    no_number = step_from_json(through_json(dataclasses.replace(STEP, mtp_losses=[math.nan])))
+    no_number = step_from_json(through_json(STEP.replace(mtp_losses=[math.nan])))
     assert math.isnan(no_number.mtp_losses[0])
 
 
@@ -73,14 +64,14 @@ def test_a_json_line_carries_the_exact_bits_of_loss_and_grad_norm():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_null_in_json_and_comes_back_as_it_was(value):
-    line = through_json(dataclasses.replace(STEP, loss=value, skipped=True))
+    line = through_json(STEP.replace(loss=value, skipped=True))
     assert line["loss"] is None
     back = step_from_json(line).loss
     assert math.isnan(back) if math.isnan(value) else back == value
 
 
 def test_a_step_without_a_grad_norm_has_no_bits_of_one():
-    line = through_json(dataclasses.replace(STEP, grad_norm=None))
+    line = through_json(STEP.replace(grad_norm=None))
     assert "grad_norm_hex" not in line
     assert step_from_json(line).grad_norm is None
 
@@ -93,11 +84,11 @@ def test_load_is_max_over_mean_and_unknown_for_a_layer_without_tokens():
 
 def test_the_share_of_dropped_choices_is_of_the_layers_that_drop():
     assert dropped_share(STEP) == 2 / 10  # layer 2 has no capacity
-    assert dropped_share(dataclasses.replace(STEP, dropped_per_expert={})) is None
+    assert dropped_share(STEP.replace(dropped_per_expert={})) is None
 
 
 def test_what_two_runs_must_agree_on_is_kept_exactly_nan_and_all():
-    kept = exact(dataclasses.replace(STEP, loss=math.nan, grad_norm=0.1, data_hash="00ff", expert_bias_hash=None))
+    kept = exact(STEP.replace(loss=math.nan, grad_norm=0.1, data_hash="00ff", expert_bias_hash=None))
     assert (kept["loss_hex"], kept["grad_norm_hex"]) == ("nan", (0.1).hex())
     assert json.loads(json.dumps(kept, allow_nan=False)) == kept
     assert exact(step_from_json(to_json(STEP))) == exact(STEP)

@@ -1,6 +1,5 @@
 """The reporter passes a run on to what the flags ask for, on one rank only, and again after a resume."""
 
-import dataclasses
 import io
 import json
 import math
@@ -56,7 +55,7 @@ def tell(run, start, stop, summary=None):
     with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
         reporter.start({"device": "cpu", "unigram_entropy": 5.0})
         for iteration in range(start + 1, stop + 1):
-            reporter.step(dataclasses.replace(STEP, iteration=iteration, loss=3.0 - 0.1 * iteration))
+            reporter.step(STEP.replace(iteration=iteration, loss=3.0 - 0.1 * iteration))
             if iteration % 2 == 0:
                 reporter.evaluation(EvalRecord(iteration, "valid", 3.1 - 0.1 * iteration, 100, 0.1))
         reporter.close(summary)
@@ -176,7 +175,7 @@ def test_a_picture_of_a_run_that_counts_every_second_step_shows_those(tmp_path, 
     with Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
         for iteration in range(1, 7):
             counts = STEP.tokens_per_expert if iteration % 2 == 0 else {}
-            reporter.step(dataclasses.replace(STEP, iteration=iteration, tokens_per_expert=counts))
+            reporter.step(STEP.replace(iteration=iteration, tokens_per_expert=counts))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
     plot.draw(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     _, balance, load = figures[0].axes[:3]
@@ -192,8 +191,7 @@ def test_a_dense_run_with_a_skipped_step_is_drawn_too(tmp_path):
         for iteration in range(1, 41):
             skipped = iteration == 5
             reporter.step(
-                dataclasses.replace(
-                    STEP,
+                STEP.replace(
                     iteration=iteration,
                     loss=99.0 if skipped else 3.0,
                     skipped=skipped,

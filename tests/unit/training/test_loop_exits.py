@@ -15,7 +15,7 @@ from megatron_moe.report.jsonl import read_evaluations, read_steps
 from megatron_moe.training.loop import exit_reason
 
 
-def job(iteration: int, **flags: Any) -> Any:
+def trainer(iteration: int, **flags: Any) -> Any:
     return SimpleNamespace(run=replace(Run(), train_iters=100, **flags), progress=TrainingProgress(iteration, 0))
 
 
@@ -23,7 +23,9 @@ QUIET = SimpleNamespace(stop_signal=0)
 
 
 def test_an_exit_interval_stops_after_the_iteration_it_divides():
-    reasons = [exit_reason(job(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)]
+    reasons = [
+        exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
+    ]
     assert reasons == [None, "stopped at iteration 5 (--exit-interval 5)", None, None]
 
 
@@ -33,7 +35,7 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
 
     rank = torch.distributed.get_rank()
     stop = SimpleNamespace(stop_signal=int(signal.SIGTERM) if rank == asked else 0)
-    return exit_reason(job(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
+    return exit_reason(trainer(7, **flags), stop, time.monotonic() - (120 if rank == late else 0))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +59,10 @@ def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
 
     decide = loop.exit_reason
 
-    def asked(job: Any, stop: Any, started: float) -> str | None:
-        if job.progress.iteration == stopped_at:
+    def asked(trainer: Any, stop: Any, started: float) -> str | None:
+        if trainer.progress.iteration == stopped_at:
             stop.stop_signal = int(signal.SIGTERM)
-        return decide(job, stop, started)
+        return decide(trainer, stop, started)
 
     loop.exit_reason = asked
     try:

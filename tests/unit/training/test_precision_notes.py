@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.training.run import _precision_notes
+from megatron_moe.training.build import _precision_notes
 
 
 def notes(**flags):

@@ -1,9 +1,9 @@
-"""A run in progress: what it was built from, how far it has come, and how it saves and evaluates."""
+"""The trainer: a run in progress, with what it was built from, and how it saves and evaluates."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,25 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.fingerprint import Fingerprint, changed_since
 from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.precision.guard import PrecisionGuard
+from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
 from megatron_moe.training.state_checks import check_precision, require_finite_state
+from megatron_moe.training.step import StepResult
 from megatron_moe.training.watchdog import Watchdog
 
 RECORDS_KEPT = 512
-"""Steps whose exact records a checkpoint keeps: what tools/verify_resume.py holds a replay against."""
+"""Steps whose exact records a checkpoint keeps: tools/verify_resume.py compares a replay with them."""
+
+
+def fault_folder(run: Run) -> Path | None:
+    """Return the folder for what is written down about faults; None where the flags name none."""
+    if run.faults.fault_dir is not None:
+        return Path(run.faults.fault_dir)
+    return None if run.checkpoint.save is None else Path(run.checkpoint.save) / "faults"
 
 
 @dataclass(frozen=True)
@@ -41,57 +49,70 @@ class Splits:
     test: Any
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """Everything the loop works on. `progress` moves; the rest is built once."""
+    """A run in progress: what it was built from, complete when it is constructed, and how far it has come."""
 
     run: Run
-    place: RankFacts
+    rank_facts: RankFacts
     trained: Trained
     schedule: BatchSchedule
     splits: Splits
+    vocab_size: int
+    """Tokens of the vocabulary, without padding; kept in every checkpoint, where no flag may say it."""
     padded_vocab_size: int
-    progress: TrainingProgress
+    tokenizer: dict[str, str]
+    """Kind and hash of the tokenizer; kept in every checkpoint."""
+    data: Fingerprint
+    """The data files as they were at the start; kept in every checkpoint."""
     reporter: Reporter
     guard: PrecisionGuard
-    watchdog: Watchdog | None = None
+    watchdog: Watchdog | None
     """Ends the job when a rank dies or hangs; None with --no-watchdog."""
-    saver: Saver | None = None
+    saver: Saver | None
     """Writes the checkpoints of a run that has `--save`."""
-    saved: Path | None = None
+    unigram_entropy: float | None
+    """Entropy of the validation's tokens in nats; known to rank 0."""
+    precision_warnings: list[str]
+    """fp32 state that was rounded before it came into this run; shown at the start, kept in every checkpoint."""
+    checkpoint_warnings: list[str]
+    """Damaged steps that were passed over, and a check that was left out; shown at the start and in the summary."""
+
+    # What moves.
+    progress: TrainingProgress
+    saved: Path | None
     """The step that holds the present weights, once there is one or it is on its way."""
-    vocab_size: int | None = None
-    """Tokens of the vocabulary, without padding; kept in every checkpoint, where no flag may say it."""
-    tokenizer: dict[str, str] = field(default_factory=dict)
-    """Kind and hash of the tokenizer; kept in every checkpoint."""
-    evaluation_owed: bool = False
+    evaluation_pending: bool
     """A signal stopped the run where an evaluation was due: the next start makes it up."""
-    unigram_entropy: float | None = None
-    """Entropy of the validation's tokens, nats; known to rank 0."""
-    data: Fingerprint = field(default_factory=dict)
-    """The data files as they were at the start; kept in every checkpoint."""
-    records: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECORDS_KEPT))
+    records: deque[dict[str, Any]]
     """`report.records.exact` of the last steps, those of earlier incarnations among them."""
-    precision_warnings: list[str] = field(default_factory=list)
-    """fp32 state that was rounded before it came into this run; told at the start, kept in every checkpoint."""
-    checkpoint_warnings: list[str] = field(default_factory=list)
-    """Damaged steps that were passed over, and a check that was left out; told at the start and in the summary."""
 
     @property
-    def fault_folder(self) -> Path | None:
-        """For what is written down about faults."""
-        flags = self.run
-        if flags.faults.fault_dir is not None:
-            return Path(flags.faults.fault_dir)
-        return None if flags.checkpoint.save is None else Path(flags.checkpoint.save) / "faults"
+    def finished(self) -> bool:
+        """Whether `--train-iters` steps are done."""
+        return self.progress.iteration >= (self.run.training.train_iters or 0)
+
+    def count(self, result: StepResult) -> int:
+        """Count a step, skipped or not: its sequences are consumed. Return how many these were."""
+        size = self.schedule.global_batch_size(self.progress.consumed_samples)
+        past = self.progress
+        self.progress = TrainingProgress(
+            iteration=past.iteration + 1,
+            consumed_samples=past.consumed_samples + size,
+            skipped_iterations=past.skipped_iterations + (not result.committed),
+            loss_scale_raised=past.loss_scale_raised + (result.next_loss_scale > result.loss_scale),
+            loss_scale_lowered=past.loss_scale_lowered + (result.next_loss_scale < result.loss_scale),
+        )
+        self.saved = None
+        return size
 
     def at(self, mark: str, limited: bool = True) -> None:
-        """Tell the watchdog how far the run has come; not limited where what begins may take longer than a timeout."""
+        """Report to the watchdog how far the run has come; `limited`: what begins has to end within the timeout."""
         if self.watchdog is not None:
             self.watchdog.at(mark, limited)
 
     def batches(self, dataset: Any, consumed_samples: int) -> list[BatchIterator]:
-        """One iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
+        """Return one iterator of micro-batches per model chunk, all beginning behind `consumed_samples` sequences."""
         return batch_iterators(
             dataset,
             self.run,
@@ -101,7 +122,7 @@ class Trainer:
         )
 
     def evaluate(self, split: str) -> EvalRecord:
-        """Mean loss over the first `--eval-iters` global batches of a split: the same sequences every time."""
+        """Report the mean loss over the first `--eval-iters` global batches of a split, the same ones every time."""
         batches = self.batches(getattr(self.splits, split), 0)
         for iterator in batches:
             iterator.observer = lambda _: self.at(f"iteration {self.progress.iteration}, evaluation ({split})")
@@ -110,7 +131,7 @@ class Trainer:
             batches,
             split=split,
             iteration=self.progress.iteration,
-            num_micro_batches=self.run.training.eval_iters * self.final_micro_batches,
+            num_micro_batches=self.run.training.eval_iters * self.schedule.final_micro_batches,
             micro_batch_size=self.run.training.micro_batch_size,
             seq_length=self.run.model.seq_length,
             pg_collection=self.trained.pg_collection,
@@ -121,7 +142,7 @@ class Trainer:
         return record
 
     def check_precision(self, boundary: str) -> None:
-        """Hold every dtype of model and optimizer to the contract; `boundary` and the iteration are for messages."""
+        """Check every dtype of model and optimizer against the contract; `boundary` is for messages."""
         check_precision(self.guard, f"{boundary} (iteration {self.progress.iteration})", self.run, self.trained)
 
     def check_data(self) -> None:
@@ -130,18 +151,13 @@ class Trainer:
         Raises:
             ConfigError: on every rank, naming the file.
         """
-        verdict = [changed_since(self.data) if self.place.rank == 0 else None]
-        torch.distributed.broadcast_object_list(verdict, src=0)
-        if verdict[0] is not None:
+        changed = [changed_since(self.data) if self.rank_facts.rank == 0 else None]
+        torch.distributed.broadcast_object_list(changed, src=0)
+        if changed[0] is not None:
             raise ConfigError(
-                f"{verdict[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
+                f"{changed[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
                 "and resume from there"
             )
-
-    @property
-    def final_micro_batches(self) -> int:
-        """Micro-batches per rank of a global batch after any ramp-up."""
-        return self.schedule.final // (self.schedule.micro_batch_size * self.schedule.data_parallel_size)
 
     def save(self) -> None:
         """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given."""
@@ -151,7 +167,7 @@ class Trainer:
         self.at(f"iteration {self.progress.iteration}, saving", limited=False)
         self.check_precision("saving")
         self.check_data()
-        require_finite_state(self.trained, self.place, f"saving iteration {self.progress.iteration}")
+        require_finite_state(self.trained, self.rank_facts, f"saving iteration {self.progress.iteration}")
         facts: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "padded_vocab_size": self.padded_vocab_size,
@@ -163,7 +179,7 @@ class Trainer:
         }
         if self.precision_warnings:
             facts["precision_warnings"] = self.precision_warnings
-        if self.evaluation_owed:
+        if self.evaluation_pending:
             facts["evaluation_owed"] = True
         self.reporter.flush()
         with gathered_parameters(self.trained.model):
@@ -172,17 +188,17 @@ class Trainer:
             self.saved = step_folder(Path(self.run.checkpoint.save or ""), self.progress.iteration)
 
     def poll_save(self) -> None:
-        """At a step boundary: see whether a checkpoint in the background is written."""
+        """Look, at a step boundary, whether a checkpoint in the background is written."""
         if self.saver is not None:
             self.saver.poll()
 
     def wait_for_copy(self) -> None:
-        """Before the state changes: until a checkpoint in the background has what it needs of it."""
+        """Wait, before the state changes, until a checkpoint in the background has what it needs of it."""
         if self.saver is not None:
             self.saver.wait_until_copied()
 
     def leave_save(self) -> None:
-        """Where a run ends with an error of its own: a checkpoint in the background is finished, or told as lost."""
+        """Finish a checkpoint in the background, or report it as lost, where a run ends with an error of its own."""
         if self.saver is not None:
             try:
                 self.saver.finish()
@@ -190,7 +206,7 @@ class Trainer:
                 self.reporter.message(str(error))
 
     def finish_save(self) -> None:
-        """At the end: wait for a checkpoint in the background.
+        """Wait, at the end, for a checkpoint in the background.
 
         Raises:
             SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.

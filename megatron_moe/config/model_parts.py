@@ -1,0 +1,285 @@
+"""What a model is made of: one record for each kind of module, read by all that names modules or states dtypes.
+
+The names and parameters of modules, the words of `--keep-fp32`, what a module kept in fp32 emits, the state that is
+always fp32 and the printed precision contract follow from these records; a test compares them with built models. A new
+kind of module is a record here, its class, and how its parameters are split over tensor-parallel ranks
+(`model/initialize.py`). No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_moe.config import derived
+from megatron_moe.config.schema import Run
+
+Condition = Callable[[Run], bool]
+
+# ---- Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run.
+
+SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+NONE = "-"
+MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
+OWN = "{own}"
+"""The dtype of a part's own weights: the model's, or fp32 where `--keep-fp32` names the part."""
+INPUT = "{input}"
+"""The dtype of a module's first floating input."""
+
+
+def dtype_words(run: Run) -> dict[str, str]:
+    """Return the dtype that each word stands for in this run, without those that depend on the module."""
+    model = SHORT[derived.params_dtype_name(run)]
+    return {
+        "model": model,
+        "residual": "fp32" if run.precision.fp32_residual_connection else model,
+        "router": run.moe.moe_router_dtype,
+        "gradients": "fp32" if derived.grads_in_fp32(run) else model,
+        "evaluation": "fp32" if run.precision.eval_in_fp32 else model,
+    }
+
+
+def _always(run: Run) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """One line of the precision contract. "-" stands where there is nothing to say.
+
+    stored: between steps. computed: what the arithmetic is done in, before the result is rounded to what is stored or
+    handed on. accumulated: sums on one rank. reduced: sums over ranks. saved: in a checkpoint. when: in which runs.
+    """
+
+    name: str
+    stored: str
+    computed: str = NONE
+    accumulated: str = NONE
+    reduced: str = NONE
+    saved: str = NONE
+    note: str = ""
+    when: Condition = _always
+
+
+def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduced: str = NONE) -> TensorClass:
+    """Return a class of weights. A product adds in fp32 inside the kernel and rounds to the dtype it computes in."""
+    return TensorClass(name, OWN, computed, accumulated, reduced, OWN)
+
+
+# ---- Kinds of modules, as a token meets them.
+
+
+def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
+    return INPUT
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """One kind of module of the model.
+
+    parameters: those that the module holds itself, by name, and in which runs.
+    when: in which runs a module that may contain this part does.
+    alias: the word of `--keep-fp32` that names all modules of this kind.
+    tensors: its lines of the precision contract; the first is that of its weights and of those inside it.
+    state: buffers that are fp32 under every cast, and their lines of the contract, which say when they exist.
+    emits: as an fp32 island, the dtype of what it returns; OWN leaves it in fp32, ROUTER is for a router, which casts
+        for itself. It is given the run and the modules that are kept.
+    parts: the modules inside, by name.
+    """
+
+    parameters: Mapping[str, Condition] = field(default_factory=dict)
+    when: Condition = _always
+    alias: str | None = None
+    tensors: tuple[TensorClass, ...] = ()
+    state: Mapping[str, TensorClass] = field(default_factory=dict)
+    emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
+    parts: Mapping[str, ModelPart] = field(default_factory=dict)
+
+
+WEIGHT: Mapping[str, Condition] = {"weight": _always}
+
+
+def _is_latent(run: Run) -> bool:
+    return run.model.multi_latent_attention
+
+
+def _has_query_latent(run: Run) -> bool:
+    return _is_latent(run) and run.model.q_lora_rank is not None
+
+
+def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
+    """With an fp32 residual stream a norm reads the stream for a module of the model's dtype."""
+    return MODEL if run.precision.fp32_residual_connection else INPUT
+
+
+def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
+    """Nothing between a final norm and an output layer that is kept needs the model's dtype."""
+    return OWN if "output_layer" in kept else _norm_emits(run, kept)
+
+
+NORM = ModelPart(
+    WEIGHT,
+    alias="norms",
+    tensors=(replace(_weights("norms", computed="fp32"), note="rounded once"),),
+    emits=_norm_emits,
+)
+FINAL_NORM = replace(NORM, emits=_final_norm_emits)
+LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
+
+EMBEDDING = ModelPart(
+    alias="embedding",
+    tensors=(_weights("embedding"), TensorClass("residual stream", RESIDUAL, RESIDUAL)),
+    emits=lambda run, kept: RESIDUAL,  # it starts the stream
+    parts={"word_embeddings": ModelPart(WEIGHT, emits=lambda run, kept: RESIDUAL)},
+)
+
+ATTENTION = ModelPart(
+    alias="attention",
+    tensors=(
+        _weights("attention weights", reduced=OWN),
+        TensorClass("attention softmax", NONE, "fp32", "fp32"),
+        TensorClass(
+            "keys and values over CP ranks",
+            OWN,
+            reduced="fp32",
+            note="reduced: their gradients",
+            when=lambda run: run.parallel.context_parallel_size > 1,
+        ),
+    ),
+    parts={
+        # grouped-query attention
+        "linear_qkv": ModelPart(
+            {**WEIGHT, "bias": lambda run: run.model.add_bias_linear or run.model.add_qkv_bias},
+            when=lambda run: not _is_latent(run),
+        ),
+        # multi-latent attention
+        "linear_q_proj": ModelPart(WEIGHT, when=lambda run: _is_latent(run) and not _has_query_latent(run)),
+        "linear_q_down_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_q_up_proj": ModelPart(WEIGHT, when=_has_query_latent),
+        "linear_kv_down_proj": ModelPart(WEIGHT, when=_is_latent),
+        "linear_kv_up_proj": ModelPart(WEIGHT, when=_is_latent),
+        "kv_layernorm": replace(NORM, when=lambda run: _is_latent(run) and run.model.qk_layernorm),
+        # both
+        "q_layernorm": replace(
+            NORM, when=lambda run: run.model.qk_layernorm and (_has_query_latent(run) or not _is_latent(run))
+        ),
+        "k_layernorm": replace(NORM, when=lambda run: run.model.qk_layernorm and not _is_latent(run)),
+        "core_attention": ModelPart(alias="softmax"),
+        "linear_proj": LINEAR,
+    },
+)
+
+DENSE_MLP = ModelPart(
+    tensors=(_weights("dense MLP weights", reduced=OWN),),
+    parts={"linear_fc1": LINEAR, "linear_fc2": LINEAR},
+)
+
+_COUNTS = TensorClass("token counts", "fp32", "int64", "fp32", "int64", note="whole numbers, exact; 0 between steps")
+_DROPPED = replace(
+    _COUNTS,
+    name="dropped choices",
+    note="as the token counts, beside them",
+    when=lambda run: run.moe.moe_expert_capacity_factor is not None,
+)
+_BIAS = TensorClass(
+    "expert_bias",
+    "fp32",
+    "fp32",
+    saved="fp32",
+    note="sign of the step in int64",
+    when=lambda run: run.moe.moe_router_enable_expert_bias,
+)
+
+TOP_K_ROUTER = ModelPart(
+    WEIGHT,
+    alias="router",
+    tensors=(
+        _weights("router weight", computed=ROUTER, accumulated=ROUTER),
+        TensorClass("router logits", ROUTER, ROUTER, ROUTER),
+        TensorClass("router scores", ROUTER, ROUTER, ROUTER),
+        TensorClass("router probs", ROUTER, ROUTER, ROUTER),
+        TensorClass("auxiliary losses", ROUTER, ROUTER, ROUTER, "fp64"),
+    ),
+    state={"local_tokens_per_expert": _COUNTS, "local_dropped_per_expert": _DROPPED, "expert_bias": _BIAS},
+    emits=lambda run, kept: ROUTER,
+)
+
+EXPERTS = ModelPart(
+    {"weight1": _always, "weight2": _always},
+    alias="experts",
+    tensors=(
+        _weights("expert weights", reduced="fp32"),
+        TensorClass("experts' activation", MODEL, "fp32", note="rounded once"),
+        TensorClass("combine of the experts", MODEL, "fp32", "fp32", "fp32", note="rounded once"),
+    ),
+)
+
+SHARED_EXPERTS = replace(
+    DENSE_MLP,
+    parameters={"gate_weight": lambda run: run.moe.moe_shared_expert_gate},
+    when=lambda run: bool(run.moe.moe_shared_expert_intermediate_size),
+    alias="shared_experts",
+    tensors=(_weights("shared expert weights", reduced=OWN),),
+)
+
+MOE_MLP = ModelPart(parts={"router": TOP_K_ROUTER, "experts": EXPERTS, "shared_experts": SHARED_EXPERTS})
+
+
+def _layer(mlp: ModelPart) -> ModelPart:
+    parts = {"input_layernorm": NORM, "self_attention": ATTENTION, "pre_mlp_layernorm": NORM, "mlp": mlp}
+    return ModelPart(parts=parts)
+
+
+DENSE_LAYER, MOE_LAYER = _layer(DENSE_MLP), _layer(MOE_MLP)
+
+OUTPUT_LAYER = ModelPart(
+    WEIGHT,
+    alias="output_layer",
+    tensors=(
+        _weights("output layer"),
+        TensorClass("loss", "fp32", "fp32", "fp32", "fp64", note="sums and token counts over ranks in fp64"),
+    ),
+    emits=lambda run, kept: OWN,  # the loss alone reads logits, in fp32
+)
+
+# Its transformer layer is like the model's last, and placed by `placed`.
+PREDICTION = ModelPart(
+    parts={
+        "enorm": NORM,
+        "hnorm": NORM,
+        "eh_proj": ModelPart(
+            WEIGHT,
+            tensors=(
+                _weights("merge of further predictions", reduced=OWN),
+                TensorClass("further losses", "fp32", "fp32", "fp32", "fp64", note="logged sums and counts in fp64"),
+            ),
+        ),
+        "final_layernorm": FINAL_NORM,
+    }
+)
+
+# ---- The model.
+
+MODEL_PARTS = (EMBEDDING, DENSE_LAYER, MOE_LAYER, FINAL_NORM, OUTPUT_LAYER, PREDICTION)
+"""The outermost parts, in the order of the precision contract's lines."""
+
+
+def placed(run: Run) -> Iterator[tuple[str, ModelPart]]:
+    """Yield the outermost modules of a run's model: name in the whole model, and kind."""
+    pattern = derived.moe_layer_pattern(run)
+    kinds = [MOE_LAYER if is_moe else DENSE_LAYER for is_moe in pattern]
+    yield "embedding", EMBEDDING
+    for layer, kind in enumerate(kinds):
+        yield f"decoder.layers.{layer}", kind
+    yield "decoder.final_layernorm", FINAL_NORM
+    for depth in range(run.model.mtp_num_layers or 0):
+        yield f"mtp.layers.{depth}", PREDICTION
+        yield f"mtp.layers.{depth}.transformer_layer", kinds[-1]
+    yield "output_layer", OUTPUT_LAYER
+
+
+def every_part(parts: Iterable[ModelPart] = MODEL_PARTS) -> Iterator[ModelPart]:
+    """Yield every kind of module, each before those inside it; one that is in several is yielded several times."""
+    for part in parts:
+        yield part
+        yield from every_part(part.parts.values())

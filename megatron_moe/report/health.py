@@ -1,0 +1,155 @@
+"""What a health measurement found about routing, rounding and gradients, as plain values (no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoadHealth:
+    """How one layer's K x T choices fell on its E experts in one step.
+
+    effective_experts is the exponential of the load's entropy: E where all are equal, 1 where one takes everything.
+    dead_experts got no token, hot_experts more than twice the mean. max_violation is the largest load over the mean,
+    less 1 (MaxVio, arXiv 2408.15664).
+    """
+
+    effective_experts: float
+    dead_experts: int
+    hot_experts: int
+    max_violation: float
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """One MoE layer in one step, over all ranks.
+
+    load is none for a layer that got no token. Of `sampled_tokens`: margin_mean and margin_p5, mean and 5th percentile
+    (good to 9 %) of the K-th less the (K+1)-th biased choice score, none where no token had an alternative; flip_rate,
+    the share whose set of experts fp64 would have chosen differently. max_logit is the largest |router logit| of all
+    tokens, none where it was not finite. bias_min, bias_max and bias_mean are those of expert_bias after the step,
+    none where the layer has no bias.
+    """
+
+    load: LoadHealth | None
+    sampled_tokens: int
+    margin_mean: float | None
+    margin_p5: float | None
+    flip_rate: float | None
+    max_logit: float | None
+    bias_min: float | None
+    bias_max: float | None
+    bias_mean: float | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """One measured step of the whole job.
+
+    An addition is an element of an in-place addition in bf16 or fp16 to which something other than zero was added; it
+    was swallowed where rounding left the element as it was. gradient_* are those into the gradient buffers, other_*
+    all others, over all ranks. Where the gradient buffers are fp32, gradient_* are 0 of 0 and the others are not
+    watched: none. expert_grad_norm and dense_grad_norm are before clipping, of the experts' parameters and of all
+    others; their squares add up to the square of the step's grad_norm; none where a gradient was not finite.
+    skipped_iterations, loss_scale_raised and loss_scale_lowered count since iteration 0.
+    """
+
+    gradient_additions: int
+    gradient_swallowed: int
+    other_additions: int | None
+    other_swallowed: int | None
+    dense_grad_norm: float | None
+    expert_grad_norm: float | None
+    skipped_iterations: int
+    skip_rate: float
+    loss_scale_raised: int
+    loss_scale_lowered: int
+    layers: dict[int, LayerHealth]
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst layer's value of each figure: what goes first to 0 or to infinity. Figures that none has are left
+        out; dead_experts and hot_experts are sums over the layers."""
+        layers, loads = self.layers.values(), [layer.load for layer in self.layers.values() if layer.load is not None]
+        found = {
+            "max_violation": _most(load.max_violation for load in loads),
+            "effective_experts": _least(load.effective_experts for load in loads),
+            "dead_experts": float(sum(load.dead_experts for load in loads)) if loads else None,
+            "hot_experts": float(sum(load.hot_experts for load in loads)) if loads else None,
+            "flip_rate": _most(layer.flip_rate for layer in layers),
+            "margin_mean": _least(layer.margin_mean for layer in layers),
+            "margin_p5": _least(layer.margin_p5 for layer in layers),
+            "max_logit": _most(layer.max_logit for layer in layers),
+            "bias_min": _least(layer.bias_min for layer in layers),
+            "bias_max": _most(layer.bias_max for layer in layers),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def load_health(counts: list[int]) -> LoadHealth | None:
+    """One layer's load from its E counts; none where no token was counted."""
+    total = sum(counts)
+    if not total:
+        return None
+    shares = [count / total for count in counts if count]
+    return LoadHealth(
+        effective_experts=math.exp(-math.fsum(share * math.log(share) for share in shares)),
+        dead_experts=counts.count(0),
+        hot_experts=sum(count * len(counts) > 2 * total for count in counts),
+        max_violation=max(counts) * len(counts) / total - 1,
+    )
+
+
+def health_from_json(line: dict[str, Any] | None) -> Health | None:
+    """The inverse of `dataclasses.asdict` through JSON; none stays none."""
+    if line is None:
+        return None
+    layers = {
+        int(number): LayerHealth(**{**layer, "load": None if layer["load"] is None else LoadHealth(**layer["load"])})
+        for number, layer in line["layers"].items()
+    }
+    return Health(**{**line, "layers": layers})
+
+
+def scalars(health: Health) -> dict[str, float]:
+    """One name per figure, `health/NAME` for the job and the worst layer, `health_by_layer/NAME_LAYER` for each."""
+    plain = dataclasses.asdict(health)
+    layers = plain.pop("layers")
+    found = {f"health/{name}": value for name, value in {**plain, **health.worst}.items()}
+    for number, layer in layers.items():
+        for name, value in {**layer, **(layer["load"] or {})}.items():
+            if name != "load":
+                found[f"health_by_layer/{name}_{number}"] = value
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def glance(health: Health) -> list[str]:
+    """What a person needs to see at once, the worst layer's, as parts of a log line."""
+    worst = health.worst
+    parts = []
+    if "max_violation" in worst:
+        parts.append(f"MaxVio {worst['max_violation']:.2f}")
+        parts.append(f"effective {worst['effective_experts']:.1f}")
+        parts.append(f"dead {worst['dead_experts']:.0f}")
+    if "flip_rate" in worst:
+        parts.append(f"flips {100 * worst['flip_rate']:.1f}%")
+    if any(layer.sampled_tokens for layer in health.layers.values()):
+        broken = any(layer.sampled_tokens and layer.max_logit is None for layer in health.layers.values())
+        parts.append("max logit inf" if broken else f"max logit {worst['max_logit']:.3g}")
+    if health.expert_grad_norm is not None and health.dense_grad_norm is not None:
+        parts.append(f"dense/expert norm {health.dense_grad_norm:.2g}/{health.expert_grad_norm:.2g}")
+    if health.gradient_swallowed:
+        parts.append(f"LOST {100 * health.gradient_swallowed / health.gradient_additions:.2g}% of gradient additions")
+    return parts
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

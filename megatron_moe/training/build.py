@@ -1,0 +1,288 @@
+"""The trainer of a run, built from its plan: process groups, model, optimizer, data, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_moe import platform
+from megatron_moe.checkpoint import origin
+from megatron_moe.checkpoint.async_save import Saver
+from megatron_moe.checkpoint.errors import read_on_rank_zero
+from megatron_moe.checkpoint.load import Loaded, load
+from megatron_moe.checkpoint.load import verified as verified_checkpoint
+from megatron_moe.checkpoint.lock import WriterLock
+from megatron_moe.checkpoint.origin import Origin
+from megatron_moe.checkpoint.plan import CheckpointPlan
+from megatron_moe.checkpoint.save import claim, target
+from megatron_moe.checkpoint.state import Trained, TrainingProgress
+from megatron_moe.config import derived
+from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.schema import Run
+from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.index_file import label_entropy
+from megatron_moe.hf.importing import Import, fill
+from megatron_moe.model.build import build_model
+from megatron_moe.parallel import groups
+from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.platform import advisories
+from megatron_moe.precision.contract import PrecisionGuard
+from megatron_moe.report.reporter import Reporter
+from megatron_moe.report.sink import Sink
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_notes
+from megatron_moe.training.state_checks import check_precision
+from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
+from megatron_moe.training.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class RunRanks:
+    """The ranks of a run that have met, and what they hold together until it ends."""
+
+    pg_collection: Any
+    facts: RankFacts
+    watchdog: Watchdog | None
+    lock: WriterLock | None
+    """The lock of the folder of `--save`, on rank 0."""
+    lock_notes: list[str]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Model, optimizer and schedule with the state that they start from."""
+
+    trained: Trained
+    guard: PrecisionGuard
+    loaded: Loaded
+    """What came from a checkpoint or an imported folder; empty for a fresh model."""
+    origin: Origin
+    """What the steps keep of the source that the model was imported from."""
+    origin_notes: list[str]
+
+
+def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) -> Trainer:
+    """Build everything a run needs and load what it starts from; the run's start is reported.
+
+    Collective over all ranks. `resources` is what is given back when the run ends.
+    """
+    run = planned.run
+    ranks = _meet(run, resources)
+    planned = _verified(planned)
+    built = _build_and_load(planned, ranks)
+    splits = _build_splits(planned, ranks)
+    progress, source = built.loaded.progress, planned.start_from.source
+    reporter = Reporter(run, is_writer=ranks.facts.rank == 0, start_iteration=progress.iteration, also=also)
+    resumed = source.state if source is not None and not run.checkpoint.finetune else {}
+    trainer = Trainer(
+        run=run,
+        rank_facts=ranks.facts,
+        trained=built.trained,
+        schedule=planned.schedule,
+        splits=splits,
+        vocab_size=planned.vocab_size,
+        padded_vocab_size=derived.padded_vocab_size(planned.vocab_size, run),
+        tokenizer={"type": planned.tokenizer.name, "sha256": planned.tokenizer.sha256},
+        data=planned.data,
+        reporter=reporter,
+        guard=built.guard,
+        watchdog=ranks.watchdog,
+        saver=_build_saver(planned, ranks, built.origin, reporter),
+        unigram_entropy=_unigram_entropy(planned, ranks, splits),
+        precision_warnings=built.loaded.precision_warnings,
+        checkpoint_warnings=planned.start_from.warnings,
+        progress=progress,
+        saved=source.step if source is not None and planned.start_from.continues else None,
+        evaluation_pending=bool(resumed.get("evaluation_owed")),
+        records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
+    )
+    if ranks.watchdog is not None:
+        ranks.watchdog.folder = fault_folder(run)  # not earlier: a folder for checkpoints is claimed first
+    _report_start(trainer, planned, ranks, built)
+    return trainer
+
+
+def _meet(run: Run, resources: ExitStack) -> RunRanks:
+    """Have the ranks meet, watch one another, and be the only job that writes to the folder of `--save`."""
+    pg_collection = groups.initialize(run)
+    facts = groups.rank_facts()
+    watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
+    lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
+    if lock is not None:
+        resources.enter_context(lock)
+    return RunRanks(pg_collection, facts, watchdog, lock, lock_notes)
+
+
+def _verified(planned: RunPlan) -> RunPlan:
+    """Return the plan with a checkpoint whose content is sound; that may be an earlier step than was planned."""
+    start_from = verified_checkpoint(planned.run, planned.start_from, _say)
+    data_notes = planned.data_notes
+    if start_from.known_bad:
+        data_notes = [*data_notes, *same_data_notes(planned.run, planned.data, start_from)]
+    return replace(planned, start_from=start_from, data_notes=data_notes)
+
+
+def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
+    """Build model, optimizer and schedule, and load or import the state that they start from."""
+    run, source = planned.run, planned.start_from.source
+    seed_everything(run)
+    guard = PrecisionGuard()
+    model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard)
+    optimizer = build_optimizer(run, model, ranks.pg_collection)
+    trained = Trained(model, optimizer, build_scheduler(run, optimizer), ranks.pg_collection)
+    check_precision(guard, "building the optimizer", run, trained)
+    loaded = Loaded(TrainingProgress(), [], [])
+    if planned.imported is not None:
+        filled = fill(run, planned.imported, trained, _say)
+        loaded = Loaded(TrainingProgress(), [*planned.imported.notes, *filled.notes], filled.precision_warnings)
+        check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
+    elif source is not None:
+        loaded = load(run, source, trained)
+        check_precision(guard, f"loading {source.step}", run, trained)
+    nothing: tuple[Origin, list[str]] = (Origin(), [])
+    comes_from, notes = read_on_rank_zero(lambda: _origin(planned.start_from, planned.imported), nothing)
+    return LoadedModel(trained, guard, loaded, comes_from, notes)
+
+
+def _build_splits(planned: RunPlan, ranks: RunRanks) -> Splits:
+    """Build the datasets, each with as many samples as the run will read."""
+    run = planned.run
+    evaluated = run.training.eval_iters * planned.schedule.final
+    train_samples = planned.schedule.samples_after(run.training.train_iters or 0)
+    tested = evaluated if evaluates_test_split(run) else 0
+    return Splits(
+        *build_datasets(run, planned.tokenizer, train_samples, evaluated, tested, pg_collection=ranks.pg_collection)
+    )
+
+
+def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter: Reporter) -> Saver | None:
+    """Return what writes the checkpoints of a run that has `--save`."""
+    run, start_from = planned.run, planned.start_from
+    if run.checkpoint.save is None:
+        return None
+    loaded_step = start_from.start_iteration if start_from.continues else None
+    return Saver(run, target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from), reporter.message)
+
+
+def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float | None:
+    """Return the entropy in nats per token of the tokens that the validation predicts, under their own frequencies.
+
+    Computed where rank 0 reads; None where there is no validation, and on the other ranks.
+    """
+    evaluations = planned.run.training.eval_iters
+    if ranks.facts.rank != 0 or not evaluations or splits.valid is None:
+        return None
+    return label_entropy(splits.valid, evaluations * planned.schedule.final)
+
+
+def _origin(start_from: CheckpointPlan, imported: Import | None) -> tuple[Origin, list[str]]:
+    """Return what the steps keep of the source that the model was imported from, and notes about it."""
+    if imported is not None:
+        return imported.origin()
+    source = start_from.source
+    if source is None:
+        return Origin(), []
+    return origin.of_step(source.step, source.state)
+
+
+def _watchdog(run: Run, facts: RankFacts) -> Watchdog:
+    """Return what watches this rank from the moment when the ranks have met."""
+    return Watchdog(
+        groups.side_store(),
+        facts.rank,
+        facts.world_size,
+        60 * run.parallel.distributed_timeout_minutes,
+        prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+# ---- What is reported at the start of a run.
+
+
+def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: LoadedModel) -> None:
+    run = trainer.run
+    trainer.reporter.start(_facts(trainer))
+    cuda = platform.has_cuda()
+    known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
+    for note in (
+        *ranks.lock_notes,
+        *planned.data_notes,
+        *planned.start_from.notes,
+        *built.loaded.notes,
+        *built.origin_notes,
+        *_precision_notes(run),
+        *_balancing_notes(trainer),
+        *known,
+    ):
+        trainer.reporter.message(note)
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    """Return what is worth knowing at the start, in the order to show."""
+    run, ranks = trainer.run, trainer.rank_facts
+    parameters = derived.parameter_count(run, trainer.padded_vocab_size)
+    facts: dict[str, Any] = {
+        "device": str(platform.device()),
+        "ranks": ranks.world_size,
+        "layout": ", ".join(
+            f"{axis} {getattr(ranks, f'{axis.lower()}_size')}" for axis in ("TP", "CP", "PP", "DP", "EP", "ETP")
+        ),
+        "dtype": derived.params_dtype_name(run),
+        "parameters": parameters,
+        "active_parameters": derived.active_parameter_count(run, trainer.padded_vocab_size),
+        "vocabulary": trainer.padded_vocab_size,
+        "global_batch_size": trainer.schedule.final,
+        "tokens_per_step": trainer.schedule.final * run.model.seq_length,
+        "start_iteration": trainer.progress.iteration,
+        "train_iters": run.training.train_iters,
+    }
+    if trainer.unigram_entropy is not None:
+        facts["unigram_entropy"] = trainer.unigram_entropy
+    return facts
+
+
+def _precision_notes(run: Run) -> list[str]:
+    """Say where this run departs from the model's dtype, a line each."""
+    notes = []
+    if derived.params_dtype_name(run) != "float32" and not derived.grads_in_fp32(run):
+        short = "bf16" if run.precision.bf16 else "fp16"
+        notes.append(
+            f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"
+        )
+    if kept := kept_in_fp32(run):
+        more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
+        notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")
+    return notes
+
+
+def _balancing_notes(trainer: Trainer) -> list[str]:
+    """Say what the balancing of the experts costs or leaves out, a line each."""
+    moe = trainer.run.moe
+    notes: list[str] = []
+    if moe.num_experts is None:
+        return notes
+    if moe.moe_router_force_load_balancing:
+        notes.append(
+            "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
+            "something, losses are not, and no model is trained"
+        )
+    if "global_aux_loss" in moe.moe_router_load_balancing_type and trainer.schedule.final_micro_batches > 1:
+        notes.append(
+            "global_aux_loss counts the whole global batch before each step, which costs one more forward pass: a "
+            "third more than forward and backward alone; --moe-global-aux-loss-counts running does without"
+            if moe.moe_global_aux_loss_counts == "batch"
+            else "global_aux_loss goes by the micro-batches so far in a step (--moe-global-aux-loss-counts running): "
+            "its gradient depends on the micro-batch size and the number of ranks"
+        )
+    if moe.moe_input_jitter_eps is not None:
+        notes.append("--moe-input-jitter-eps draws other noise on another layout, as dropout does")
+    return notes

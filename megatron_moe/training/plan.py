@@ -1,0 +1,90 @@
+"""What a run comes to, found from flags, data and folders before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_moe.checkpoint.plan import CheckpointPlan
+from megatron_moe.checkpoint.plan import plan as plan_checkpoint
+from megatron_moe.config.schema import Run
+from megatron_moe.data.checks import check_data
+from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
+from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_moe.hf.importing import Import, plan_import
+from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known of a run before its ranks meet."""
+
+    run: Run
+    schedule: BatchSchedule
+    start_from: CheckpointPlan
+    """The checkpoint to load, if there is one, as far as its small files tell."""
+    imported: Import | None
+    """The Hugging Face folder to load, where there is no checkpoint of the training yet."""
+    tokenizer: Tokenizer
+    data: Fingerprint
+    data_notes: list[str]
+    """What the checks of the data have to say."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        return self.run.model.vocab_size or self.tokenizer.vocab_size
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say about the plan."""
+        return [*self.start_from.notes, *(self.imported.notes if self.imported else ()), *self.data_notes]
+
+
+def plan_run(run: Run) -> RunPlan:
+    """Look at the folders, the tokenizer and the data of a run; change nothing.
+
+    Raises:
+        ConfigError: one of them does not fit the flags.
+    """
+    schedule = batch_schedule(run, int(os.environ.get("WORLD_SIZE", "1")))
+    start_from = plan_checkpoint(run)
+    # A step that training has saved since goes before the folder that the training began with.
+    is_imported = run.checkpoint.load_hf is not None and start_from.source is None
+    imported = plan_import(run) if is_imported else None
+    tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+    data_notes = check_data(run, tokenizer)
+    data = data_fingerprint(run)
+    return RunPlan(
+        run=run,
+        schedule=schedule,
+        start_from=start_from,
+        imported=imported,
+        tokenizer=tokenizer,
+        data=data,
+        data_notes=[*data_notes, *same_data_notes(run, data, start_from)],
+    )
+
+
+def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> list[str]:
+    """Refuse to continue on other data than the checkpoint was trained on; return notes where that is accepted.
+
+    Raises:
+        ConfigError: the data differ.
+    """
+    source = start_from.source
+    if source is None or source.weights_only or run.checkpoint.finetune:
+        return []
+    saved = source.state.get("data", {})
+    return [
+        *require_same_data(run, data, saved, str(source.step)),
+        *require_same_order(run, data, source.config, saved, str(source.step)),
+    ]
+
+
+def evaluates_test_split(run: Run) -> bool:
+    """Return whether the run evaluates a test split: it was named, or `--split` gives it a share."""
+    if run.training.eval_iters == 0 or run.data.mock_data:
+        return False
+    shares = [float(share) for share in (run.data.split or "").split(",") if share]
+    return run.data.test_data_path is not None or (len(shares) > 2 and shares[2] > 0)
