@@ -92,7 +92,7 @@ def ours(problem: Problem, backend: str) -> Contestant:
     from megatron_moe.moe.layer import MoELayer
 
     config = engine_config(problem)
-    config.moe_expert_backend = backend  # a field of our own configuration class, read by name
+    config.moe_expert_backend = backend  # the engine has none: MoEOptions reads it by its name
     module = MoELayer(config, layer_number=1).to(problem.x.device)
     experts, shared = module.experts, module.shared_experts
     with torch.no_grad():

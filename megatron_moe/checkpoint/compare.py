@@ -7,57 +7,16 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import kept_in_fp32
-from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, flatten, replace
+from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, fields_by_name, flatten, replace
 
-_FREE = {
-    # may differ between the runs that share a checkpoint: they change neither a weight's shape nor its meaning
-    "seq_length",
-    "max_position_embeddings",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "mtp_loss_scaling_factor",
-    "attention_softmax_in_fp32",
-    "make_vocab_size_divisible_by",
-    "transformer_impl",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_chunk_tokens",
-    "moe_router_bias_update_rate",
-    "moe_router_bias_center",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_global_aux_loss_counts",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_token_drop_policy",
-    "moe_pad_expert_input_to_capacity",
-    "moe_router_force_load_balancing",
-    "moe_token_dispatcher_type",
-    "moe_expert_backend",
-}
 _TRAINING_STATE = ("bf16", "fp16")
 """Settings that the optimizer's state depends on; free where only weights are loaded."""
 
-_NOT_TOLD = {
-    "load",
-    "load_hf",
-    "use_checkpoint_args",
-    "save",
-    "ckpt_step",
-    "metrics_file",
-    "plot_file",
-    "summary_file",
-    "tensorboard_dir",
-    "dry_run",
-}
-
 
 def architecture_keys() -> list[str]:
-    """The configuration keys that a checkpoint and the run that loads it must agree on."""
-    names = [field.name for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
-    return [name for name in names if name not in _FREE]
+    """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
+    compared = [field for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
+    return [field.name for field in compared if not field.metadata["free"]]
 
 
 def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: bool = False) -> None:
@@ -102,10 +61,11 @@ def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
 
 
 def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
-    """What else differs and is allowed to, as `name: old -> new`; worth telling on a resume."""
+    """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
     current = flatten(run)
+    reported = {name for name, (_, field) in fields_by_name().items() if field.metadata["reported"]}
     return [
         f"{name}: {saved[name]} -> {current[name]}"
-        for name in sorted(saved.keys() & current.keys() - _NOT_TOLD)
+        for name in sorted(saved.keys() & reported)
         if saved[name] != current[name]
     ]

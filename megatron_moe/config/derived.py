@@ -179,15 +179,23 @@ def padded_vocab_size(vocab_size: int, run: Run) -> int:
 def norm_topk_prob(run: Run) -> bool:
     """Whether a token's K weights sum to one (before the scaling factor).
 
-    Left open, it follows Megatron-LM: sigmoid scores are normalised when K > 1, a softmax over all experts is not, and
-    a softmax over the chosen experts sums to one by itself.
+    Left open, it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
+    experts is not normalised, and other scores are when K > 1.
     """
     given = run.moe.moe_router_norm_topk_prob
     if given is not None:
         return given
-    if run.moe.moe_router_score_function == "sigmoid":
+    if run.moe.moe_router_score_function != "softmax":
         return run.moe.moe_router_topk > 1
     return not run.moe.moe_router_pre_softmax
+
+
+def recomputed_modules(run: Run) -> tuple[str, ...]:
+    """Modules that `--recompute-granularity selective` recomputes; none without it. The default is Megatron-LM's."""
+    if run.training.recompute_granularity != "selective":
+        return ()
+    given = run.training.recompute_modules
+    return ("core_attn",) if given is None else given
 
 
 def moe_layer_pattern(run: Run) -> list[int]:

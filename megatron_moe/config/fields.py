@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,10 +35,15 @@ class Field:
     repeated: bool
     optional: bool
     default: Any
-    choices: tuple | None
+    allowed: Collection | None
     help: str
     unit: str
     spelling: str | None
+
+    @property
+    def choices(self) -> tuple | None:
+        """The values that are allowed, those of a registry as it is now; None where any is."""
+        return None if self.allowed is None else tuple(self.allowed)
 
     @property
     def flag(self) -> str:

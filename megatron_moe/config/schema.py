@@ -2,24 +2,35 @@
 
 One field is one flag is one key in the checkpoint's config. A field `moe_router_topk` is the flag
 `--moe-router-topk`; flags carry Megatron-LM's names wherever Megatron-LM has one. Field names are unique over all
-sections, so `flatten(run)` is a plain dict and `build(flat)` is its inverse. Values are checked in `rules.py`, parsed
-in `cli.py`; nothing here imports torch.
+sections, so `flatten(run)` is a plain dict and `build(flat)` is its inverse. Values are checked by `rules/`, parsed
+by `cli.py`; nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS
 
-def _flag(default: Any, help: str, *, choices: tuple | None = None, spelling: str | None = None, unit: str = "") -> Any:
-    """A field with the metadata the command line needs.
 
-    `spelling` overrides the flag's name where Megatron-LM's differs from the field's. A mutable default is not
-    possible in a frozen dataclass: lists are tuples.
+def _flag(default: Any, help: str, *, free: bool = False, reported: bool = True, **shown: Any) -> Any:
+    """Declare a field with its default and what others need to know of it; lists are tuples.
+
+    Args:
+        free: see `_free`. reported: whether a resumed run says that it differs from the checkpoint's.
+        shown: choices; spelling, the flag's name where Megatron-LM's differs from the field's; unit.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "spelling": spelling, "unit": unit})
+    absent = {"choices": None, "spelling": None, "unit": ""}
+    assert shown.keys() <= absent.keys(), shown
+    return field(default=default, metadata={"help": help, "free": free, "reported": reported, **absent, **shown})
+
+
+_free = partial(_flag, free=True)
+"""Runs that share a checkpoint may differ in it: it changes neither a weight's shape nor its meaning."""
+_mute = partial(_flag, reported=False)
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,8 @@ class ModelConfig:
     group_query_attention: bool = _flag(False, "grouped-query attention; needs --num-query-groups")
     num_query_groups: int | None = _flag(None, "key/value heads; default: one per attention head")
     kv_channels: int | None = _flag(None, "width of one head; default hidden-size / num-attention-heads")
-    seq_length: int = _flag(256, "tokens per sequence (S)")
-    max_position_embeddings: int | None = _flag(None, "largest position the model is built for; default seq-length")
+    seq_length: int = _free(256, "tokens per sequence (S)")
+    max_position_embeddings: int | None = _free(None, "largest position the model is built for; default seq-length")
     position_embedding_type: str = _flag("rope", "position embedding", choices=("rope", "none"))
     rotary_base: float = _flag(10000.0, "base of the rotary frequencies")
     rotary_percent: float = _flag(1.0, "share of a head's width that is rotated")
@@ -60,27 +71,27 @@ class ModelConfig:
     qk_head_dim: int = _flag(128, "MLA: width of a head's part without position")
     qk_pos_emb_head_dim: int = _flag(64, "MLA: width of a head's rotary part")
     v_head_dim: int = _flag(128, "MLA: width of a head's value")
-    attention_dropout: float = _flag(0.0, "dropout on attention weights")
-    hidden_dropout: float = _flag(0.0, "dropout on the residual branches")
-    init_method_std: float = _flag(0.02, "standard deviation of the weight initialisation")
+    attention_dropout: float = _free(0.0, "dropout on attention weights")
+    hidden_dropout: float = _free(0.0, "dropout on the residual branches")
+    init_method_std: float = _free(0.02, "standard deviation of the weight initialisation")
     untie_embeddings_and_output_weights: bool = _flag(False, "separate tables for the embedding and the output layer")
     vocab_size: int | None = _flag(None, "size of the vocabulary before padding; default: the tokenizer's")
-    make_vocab_size_divisible_by: int = _flag(128, "pad the vocabulary to a multiple of this times TP")
-    transformer_impl: str = _flag(
+    make_vocab_size_divisible_by: int = _free(128, "pad the vocabulary to a multiple of this times TP")
+    transformer_impl: str = _free(
         "local",
         "linear, norm and attention modules; the MoE layer is ours in both",
         choices=("local", "transformer_engine"),
     )
-    cross_entropy_loss_fusion: bool = _flag(
+    cross_entropy_loss_fusion: bool = _free(
         False, "output layer and cross entropy in one, over chunks of tokens: the logits are never held whole"
     )
-    cross_entropy_chunk_tokens: int | None = _flag(
+    cross_entropy_chunk_tokens: int | None = _free(
         None, "tokens per chunk of the fused loss; default 1024, with which a chunk's fp32 logits take at most 32 MiB"
     )
     mtp_num_layers: int | None = _flag(
         None, "multi-token prediction: layers that predict further tokens (DeepSeek-V3); none: the next token only"
     )
-    mtp_loss_scaling_factor: float = _flag(0.1, "weight of the mean loss of the multi-token prediction layers")
+    mtp_loss_scaling_factor: float = _free(0.1, "weight of the mean loss of the multi-token prediction layers")
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class MoEConfig:
     )
     moe_ffn_hidden_size: int | None = _flag(None, "width of one expert (F); default ffn-hidden-size")
     moe_router_topk: int = _flag(2, "experts per token (K)")
-    moe_router_score_function: str = _flag("softmax", "scores from logits", choices=("softmax", "sigmoid"))
+    moe_router_score_function: str = _flag("softmax", "scores from logits", choices=SCORE_FUNCTIONS)
     moe_router_pre_softmax: bool = _flag(False, "softmax over all experts before the choice, not over the chosen ones")
     moe_router_norm_topk_prob: bool | None = _flag(
         None, "make a token's K weights sum to one; default as Megatron-LM: sigmoid with K > 1 yes, pre-softmax no"
@@ -107,50 +118,46 @@ class MoEConfig:
         choices=("max", "top2", "megatron"),
     )
     moe_router_topk_scaling_factor: float | None = _flag(None, "multiply the K weights by this")
-    moe_router_enable_expert_bias: bool = _flag(
-        False, "balance by a bias that chooses and never weighs (sigmoid scores)"
-    )
-    moe_router_bias_update_rate: float = _flag(1e-3, "step of the expert bias, per optimizer step")
-    moe_router_dtype: str = _flag("fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"))
-    moe_router_load_balancing_type: tuple[str, ...] = _flag(
+    moe_router_enable_expert_bias: bool = _flag(False, "balance by a bias on the scores that chooses and never weighs")
+    moe_router_bias_update_rate: float = _free(1e-3, "step of the expert bias, per optimizer step")
+    moe_router_dtype: str = _free("fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"))
+    moe_router_load_balancing_type: tuple[str, ...] = _free(
         ("none",),
         "auxiliary losses, or sinkhorn: a choice of experts that is balanced within the micro-batch",
         choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"),
     )
-    moe_aux_loss_coeff: tuple[float, ...] = _flag((0.0,), "coefficient of each auxiliary loss")
-    moe_z_loss_coeff: float | None = _flag(None, "coefficient of the router z-loss")
-    moe_token_dispatcher_type: str = _flag(
-        "alltoall", "how tokens reach their experts", choices=("alltoall", "allgather")
-    )
-    moe_expert_backend: str = _flag(
+    moe_aux_loss_coeff: tuple[float, ...] = _free((0.0,), "coefficient of each auxiliary loss")
+    moe_z_loss_coeff: float | None = _free(None, "coefficient of the router z-loss")
+    moe_token_dispatcher_type: str = _free("alltoall", "how tokens reach their experts", choices=DISPATCHERS)
+    moe_expert_backend: str = _free(
         "grouped_mm",
         "kernel of the experts: torch's grouped_mm, Transformer Engine's, or a plain loop",
-        choices=("grouped_mm", "te", "loop"),
+        choices=EXPERT_BACKENDS,
     )
     moe_shared_expert_intermediate_size: int | None = _flag(None, "width of the shared expert; none: no shared expert")
     moe_shared_expert_gate: bool = _flag(False, "gate the shared expert's output (Qwen2-MoE)")
-    moe_router_bias_center: bool = _flag(False, "take the mean off the expert bias after every update")
-    moe_global_aux_loss_counts: str = _flag(
+    moe_router_bias_center: bool = _free(False, "take the mean off the expert bias after every update")
+    moe_global_aux_loss_counts: str = _free(
         "batch",
         "global_aux_loss: balance the whole global batch, at the price of one more forward pass where it has several "
         "micro-batches per rank, or the micro-batches so far (Megatron-LM's)",
         choices=("batch", "running"),
     )
-    moe_input_jitter_eps: float | None = _flag(
+    moe_input_jitter_eps: float | None = _free(
         None, "multiply the router's input by noise out of [1 - eps, 1 + eps] in training"
     )
-    moe_expert_capacity_factor: float | None = _flag(
+    moe_expert_capacity_factor: float | None = _free(
         None, "an expert takes at most this times its even share of a micro-batch's choices; none: no token is dropped"
     )
-    moe_token_drop_policy: str = _flag(
+    moe_token_drop_policy: str = _free(
         "probs",
         "which choices are dropped beyond the capacity: those of least weight, or the last of the sequence",
         choices=("probs", "position"),
     )
-    moe_pad_expert_input_to_capacity: bool = _flag(
+    moe_pad_expert_input_to_capacity: bool = _free(
         False, "pad each expert's rows to the capacity, so that shapes never change"
     )
-    moe_router_force_load_balancing: bool = _flag(
+    moe_router_force_load_balancing: bool = _free(
         False, "for benchmarks only: send tokens round robin whatever the router says; such a model is not trained"
     )
 
@@ -308,14 +315,14 @@ class DataConfig:
 class CheckpointConfig:
     """What survives."""
 
-    save: str | None = _flag(None, "folder for checkpoints")
+    save: str | None = _mute(None, "folder for checkpoints")
     save_interval: int | None = _flag(None, "iterations between checkpoints; default: only at the end")
-    load: str | None = _flag(None, "folder to continue from: its latest step")
-    load_hf: str | None = _flag(
+    load: str | None = _mute(None, "folder to continue from: its latest step")
+    load_hf: str | None = _mute(
         None, "Hugging Face folder to start from: architecture and weights; a step that --load holds goes before it"
     )
-    use_checkpoint_args: bool = _flag(False, "take architecture and vocabulary from the step that --load reads")
-    ckpt_step: int | None = _flag(None, "load this step instead of the latest")
+    use_checkpoint_args: bool = _mute(False, "take architecture and vocabulary from the step that --load reads")
+    ckpt_step: int | None = _mute(None, "load this step instead of the latest")
     exit_on_missing_checkpoint: bool = _flag(False, "fail when --load holds no checkpoint, instead of starting fresh")
     finetune: bool = _flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
     no_load_optim: bool = _flag(False, "do not load the optimizer")
@@ -359,14 +366,14 @@ class LoggingConfig:
     """What a person sees."""
 
     log_interval: int = _flag(1, "iterations between log lines")
-    tensorboard_dir: str | None = _flag(None, "folder for TensorBoard events")
-    metrics_file: str | None = _flag(None, "JSONL file, one line per iteration")
-    plot_file: str | None = _flag(None, "PNG of the loss and of the expert load, drawn at the end")
-    summary_file: str | None = _flag(None, "JSON with the run's result, written at the end")
+    tensorboard_dir: str | None = _mute(None, "folder for TensorBoard events")
+    metrics_file: str | None = _mute(None, "JSONL file, one line per iteration")
+    plot_file: str | None = _mute(None, "PNG of the loss and of the expert load, drawn at the end")
+    summary_file: str | None = _mute(None, "JSON with the run's result, written at the end")
     sample_prompt: str | None = _flag(None, "text to continue at the end of the run")
     sample_tokens: int = _flag(48, "tokens to generate after --sample-prompt")
     peak_tflops: float | None = _flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
-    dry_run: bool = _flag(False, "check the configuration and stop")
+    dry_run: bool = _mute(False, "check the configuration and stop")
     timing_log_level: int = _flag(
         0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )

@@ -239,7 +239,8 @@ def _group_score(run: Run) -> str:
     logits = False
     if summed is None:
         summed = moe.moe_router_topk // (moe.moe_router_group_topk or 1)
-        logits = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+        after_choice = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+        logits = after_choice and not moe.moe_router_enable_expert_bias
     if summed == 1:
         return "its best expert"  # by its logit or its score
     return f"the sum of its best {'two' if summed == 2 else summed}" + (" logits" if logits else "")

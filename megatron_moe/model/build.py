@@ -26,8 +26,9 @@ from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import FurtherPredictions, without_second_table
-from megatron_moe.model.spec import LOCAL, block_spec, prediction_spec
+from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionGuard, returns_wider
 from megatron_moe.precision.gates import install_gates
@@ -93,7 +94,13 @@ class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
 
     Parallel linear layers and all Transformer Engine modules carry an `_extra_state` that is empty without FP8. It is
     left out, so that the keys are those of the weights, whichever classes were chosen.
+
+    Attributes:
+        moe_options: what the model's MoE layers are asked to do, on every pipeline stage, also on one that has none of
+            them; None for a dense model.
     """
+
+    moe_options: MoEOptions | None = None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -154,11 +161,13 @@ def build_model(
     Raises:
         ConfigError: for Transformer Engine where it is missing.
     """
-    config = transformer_config(run)
+    config, settings = transformer_config(run), LayerSettings.from_run(run)
     vocabulary = _Vocabulary(vocab_size, padded_vocab_size or derived.padded_vocab_size(vocab_size, run))
     num_chunks = derived.virtual_pipeline_size(run)
     stages = [None] if num_chunks is None else list(range(num_chunks))
-    chunks: list[torch.nn.Module] = [_chunk(run, config, pg_collection, vocabulary, stage, draw) for stage in stages]
+    chunks: list[torch.nn.Module] = [
+        _chunk(run, config, settings, pg_collection, vocabulary, stage, draw) for stage in stages
+    ]
     guard = guard or PrecisionGuard()
     guard.check("building", model_dtypes(run, chunks))
     if not wrap:
@@ -185,7 +194,13 @@ def build_model(
 
 
 def _chunk(
-    run: Run, config: Any, pg_collection: Any, vocabulary: _Vocabulary, vp_stage: int | None, draw: bool
+    run: Run,
+    config: Any,
+    settings: LayerSettings,
+    pg_collection: Any,
+    vocabulary: _Vocabulary,
+    vp_stage: int | None,
+    draw: bool,
 ) -> LanguageModel:
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
@@ -195,7 +210,7 @@ def _chunk(
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
         chunk = model_class(
             config=config,
-            transformer_layer_spec=block_spec(config, pg_collection, vp_stage),
+            transformer_layer_spec=block_spec(config, settings, pg_collection, vp_stage),
             vocab_size=vocabulary.padded,
             max_sequence_length=derived.max_position_embeddings(run),
             pre_process=pp_rank == 0 and vp_stage in (None, 0),
@@ -205,10 +220,11 @@ def _chunk(
             position_embedding_type=run.model.position_embedding_type,
             rotary_percent=run.model.rotary_percent,
             rotary_base=run.model.rotary_base,
-            mtp_block_spec=prediction_spec(config, pg_collection) if is_last else None,
+            mtp_block_spec=prediction_spec(config, settings, pg_collection) if is_last else None,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+    chunk.moe_options = settings.moe
     without_second_table(chunk)
     if chunk.post_process:
         OutputLayer.take_over(chunk.output_layer, vocabulary.size)

@@ -1,12 +1,11 @@
-"""From a run to the engine's configurations: the only translation there is.
+"""From a run to the engine's configurations: what the engine's own code reads, and nothing of what ours does.
 
-`TRANSLATED` says where every field of the run's model, moe, parallel, precision and optimizer sections (and what of
-training concerns the engine) goes, or why it goes nowhere; a test holds that no field is missing.
+The MoE layer, its router and our attention get their settings from the run (`moe/options.py`, `model/spec.py`), so that
+the engine's checks of settings that it would not act on refuse nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,119 +20,13 @@ from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
 
 
-@dataclass
-class EngineConfig(TransformerConfig):
-    """The engine's configuration with what this project adds to it."""
-
-    moe_router_group_score: str = "top2"
-    """A group's score: "max", its best expert, "top2", the sum of its best two, or "megatron", which is megatron-core's
-    own, and what a configuration without this field means."""
-    moe_router_norm_topk_prob: bool = True
-    """Whether a token's weights sum to one."""
-    moe_expert_backend: str = "grouped_mm"
-    """Kernel of the experts: "grouped_mm", "te" or "loop"."""
-    moe_router_bias_center: bool = False
-    """Whether the expert bias is moved to mean zero after every update."""
-    moe_global_aux_loss_counts: str = "batch"
-    """What global_aux_loss goes by: "batch", counted ahead of the step, or "running", counted so far in it."""
-    position_embedding_type: str = "rope"
-    """"rope" or "none"; read by GPTModel and by latent attention."""
-    recomputed_modules: tuple[str, ...] = ()
-    """Modules that are recomputed; `recompute_modules` has only those that the engine's own classes recompute."""
-
-
-@dataclass
-class LatentEngineConfig(MLATransformerConfig):
-    """The same for latent attention."""
-
-    moe_router_group_score: str = "top2"
-    moe_router_norm_topk_prob: bool = True
-    moe_expert_backend: str = "grouped_mm"
-    moe_router_bias_center: bool = False
-    moe_global_aux_loss_counts: str = "batch"
-    position_embedding_type: str = "rope"
-    recomputed_modules: tuple[str, ...] = ()
-
-
-# Where each field of the run goes: "config" (transformer_config), "ddp", "optimizer", "model" (build.py and spec.py),
-# or a reason why the engine has no use for it.
-TRANSLATED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups "
-            "kv_channels rotary_interleaved rope_type rotary_base rotary_percent rotary_scaling_factor "
-            "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim position_embedding_type "
-            "normalization norm_epsilon swiglu add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention "
-            "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim attention_dropout hidden_dropout "
-            "init_method_std transformer_impl "
-            "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_score_function "
-            "moe_router_pre_softmax moe_router_norm_topk_prob moe_router_num_groups moe_router_group_topk "
-            "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
-            "moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff "
-            "moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend moe_shared_expert_intermediate_size "
-            "moe_shared_expert_gate moe_router_bias_center moe_global_aux_loss_counts moe_input_jitter_eps "
-            "moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity "
-            "moe_router_force_load_balancing mtp_num_layers mtp_loss_scaling_factor "
-            "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size "
-            "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size "
-            "bf16 fp16 attention_softmax_in_fp32 fp32_residual_connection calculate_per_token_loss "
-            "recompute_granularity recompute_method recompute_num_layers recompute_modules"
-        ).split(),
-        "config",
-    ),
-    **dict.fromkeys(
-        (
-            "overlap_grad_reduce overlap_param_gather ddp_bucket_size accumulate_allreduce_grads_in_fp32 "
-            "grad_reduce_in_bf16"
-        ).split(),
-        "ddp",
-    ),
-    **dict.fromkeys(
-        (
-            "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad use_distributed_optimizer "
-            "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
-        ).split(),
-        "optimizer",
-    ),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings untie_embeddings_and_output_weights seed cross_entropy_loss_fusion "
-            "cross_entropy_chunk_tokens keep_fp32"
-        ).split(),
-        "model",
-    ),
-    **dict.fromkeys(
-        "eval_in_fp32 check_precision_interval print_precision audit_precision audit_precision_output".split(),
-        "the loop, training/",
-    ),
-    "seq_length": "given to the schedules with every step",
-    "vocab_size": "the padded vocabulary is an argument of build_model",
-    "make_vocab_size_divisible_by": "the padded vocabulary is an argument of build_model",
-    "distributed_backend": "parallel/groups.py",
-    "distributed_timeout_minutes": "parallel/groups.py",
-    **dict.fromkeys(
-        (
-            "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_warmup_init lr_wsd_decay_style "
-            "lr_wsd_decay_iters"
-        ).split(),
-        "the schedule, training/optimizer.py",
-    ),
-    **dict.fromkeys("micro_batch_size global_batch_size rampup_batch_size".split(), "training/batch_size.py"),
-    **dict.fromkeys(
-        "train_iters eval_interval eval_iters exit_interval exit_duration_in_mins exit_signal_handler".split(),
-        "the loop, training/",
-    ),
-}
-
-
 def params_dtype(run: Run) -> torch.dtype:
     """Dtype of weights and activations."""
     return getattr(torch, derived.params_dtype_name(run))
 
 
-def transformer_config(run: Run) -> EngineConfig | LatentEngineConfig:
-    """The engine's model configuration, for this machine's device."""
+def transformer_config(run: Run) -> TransformerConfig:
+    """Return the engine's model configuration, for this machine's device."""
     fields = {
         **_sizes(run),
         **_moe(run),
@@ -147,8 +40,8 @@ def transformer_config(run: Run) -> EngineConfig | LatentEngineConfig:
         "init_method_std": run.model.init_method_std,
     }
     if run.model.multi_latent_attention:
-        return LatentEngineConfig(**fields, **_latent_attention(run))
-    return EngineConfig(**fields)
+        return MLATransformerConfig(**fields, **_latent_attention(run))
+    return TransformerConfig(**fields)
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -162,7 +55,6 @@ def _sizes(run: Run) -> dict[str, Any]:
         "num_query_groups": model.num_attention_heads if latent else derived.num_query_groups(run),
         "kv_channels": derived.head_size(run),
         "rotary_interleaved": model.rotary_interleaved and not latent,  # latent attention always rotates pairs
-        "position_embedding_type": model.position_embedding_type,
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "gated_linear_unit": model.swiglu,
@@ -180,38 +72,36 @@ def _sizes(run: Run) -> dict[str, Any]:
 
 
 def _latent_attention(run: Run) -> dict[str, Any]:
-    names = (
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent "
-        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
-    )
-    return {name: getattr(run.model, name) for name in names.split()}
+    model = run.model
+    return {
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": model.rope_type,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "rotary_scaling_factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.original_max_position_embeddings,
+        "beta_fast": model.beta_fast,
+        "beta_slow": model.beta_slow,
+        "mscale": model.mscale,
+        "mscale_all_dim": model.mscale_all_dim,
+    }
 
 
 def _moe(run: Run) -> dict[str, Any]:
     # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
     pattern = {"moe_layer_freq": derived.moe_layer_pattern(run)}
-    moe = run.moe
-    if moe.num_experts is None:
+    if run.moe.num_experts is None:
         return pattern
-    same = (
-        "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-        "moe_router_group_score moe_router_topk_scaling_factor moe_router_enable_expert_bias "
-        "moe_router_bias_update_rate moe_router_dtype moe_z_loss_coeff moe_token_dispatcher_type moe_expert_backend "
-        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_bias_center moe_global_aux_loss_counts "
-        "moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy moe_pad_expert_input_to_capacity "
-        "moe_router_force_load_balancing"
-    )
-    kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
-    # In a list the engine does not find its "sinkhorn", and asks K = 1 for a softmax that sinkhorn does not use.
-    sinkhorn = kinds == ("sinkhorn",)
     return {
         **pattern,
-        **{name: getattr(moe, name) for name in same.split()},
-        "num_moe_experts": moe.num_experts,
+        "num_moe_experts": run.moe.num_experts,  # the schedules then scale auxiliary losses
+        # Read by nothing that runs here; without them the engine warns of its defaults.
         "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(run),
-        "moe_router_norm_topk_prob": derived.norm_topk_prob(run),
-        "moe_router_load_balancing_type": "sinkhorn" if sinkhorn else list(kinds),
-        "moe_aux_loss_coeff": 0.0 if sinkhorn else list(coeffs),
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -243,16 +133,14 @@ def _layout(run: Run) -> dict[str, Any]:
 
 def _recomputation(run: Run) -> dict[str, Any]:
     training = run.training
-    # Megatron-LM's default.
-    modules = ("core_attn",) if training.recompute_modules is None else training.recompute_modules
+    # Told of "mlp", the engine would recompute our MoE layers too, which it does not know; "moe_act" it refuses without
+    # its own grouped experts. Those are recomputed by the modules themselves.
+    engines = [module for module in derived.recomputed_modules(run) if module in ("core_attn", "layernorm")]
     return {
         "recompute_granularity": training.recompute_granularity,
         "recompute_method": training.recompute_method,
         "recompute_num_layers": training.recompute_num_layers,
-        "recomputed_modules": modules if training.recompute_granularity == "selective" else (),
-        # Told of "mlp", the engine would recompute our MoE layers too, which it does not know; "moe_act" it refuses
-        # without its own grouped experts.
-        "recompute_modules": [module for module in modules if module in ("core_attn", "layernorm")],
+        "recompute_modules": engines,
     }
 
 

@@ -10,6 +10,7 @@ and then forgets to sum the gradient of k_pos, which all heads share.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
-from megatron_moe.moe.recompute import forgetting, recomputes
+from megatron_moe.moe.recompute import forgetting
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.half_products import linear
@@ -54,6 +55,8 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         layer_number: global, one-based.
         attn_mask_type, cp_comm_type, pp_layer_offset, name: the engine's protocol.
         pg_collection: process groups; `tp` is used, and `cp` where a sequence is split over ranks.
+        recomputed: modules that are recomputed in the backward pass; "core_attn" and "mla_up_proj" are here.
+        rotary: whether the rotary part of queries and keys is rotated; without it there are no positions.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         pg_collection: Any = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
+        recomputed: Collection[str] = (),
+        rotary: bool = True,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -75,9 +80,9 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
         cp_place = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
-        self.rotary = Rotary(config, *cp_place) if config.position_embedding_type == "rope" else None
-        self.recompute_core = recomputes(config, "core_attn")
-        self.recompute_up = recomputes(config, "mla_up_proj")
+        self.rotary = Rotary(config, *cp_place) if rotary else None
+        self.recompute_core = "core_attn" in recomputed
+        self.recompute_up = "mla_up_proj" in recomputed
         self._build_projections(config, submodules)
         self.core_attention = submodules.core_attention(
             config=config,

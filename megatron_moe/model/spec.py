@@ -1,4 +1,4 @@
-"""Which classes a layer is built from, for each layer of a pipeline stage.
+"""Which classes a layer is built from and what they are asked to do, for each layer of a pipeline stage.
 
 Every norm, linear layer and attention has its own place and name, so the checkpoint's keys are the same for the
 engine's classes and for Transformer Engine's: nothing is fused into something that would rename it.
@@ -26,13 +26,15 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_moe import platform
+from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.mtp import PredictionLayer, PredictionParts
 from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.moe.layer import MoELayer, MoESubmodules
-from megatron_moe.moe.recompute import recomputes
+from megatron_moe.moe.options import MoEOptions
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,25 @@ def parts(transformer_impl: str) -> Parts:
     return Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention)
 
 
+@dataclass(frozen=True)
+class LayerSettings:
+    """What our own modules in a layer are asked to do, for which the engine's configuration has no word.
+
+    moe: of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary: whether
+    attention rotates queries and keys.
+    """
+
+    moe: MoEOptions | None
+    recomputed: tuple[str, ...]
+    rotary: bool
+
+    @classmethod
+    def from_run(cls, run: Run) -> LayerSettings:
+        """Read the settings from a run that has passed `config.rules.check`."""
+        rotary = run.model.position_embedding_type == "rope"
+        return cls(MoEOptions.from_run(run), derived.recomputed_modules(run), rotary)
+
+
 class RecomputedMLP(MLP):
     """The engine's dense MLP; in training only its input is kept."""
 
@@ -97,11 +118,14 @@ class MLPSpec:
         return self.module(config=config, submodules=self.submodules, **self.params)
 
 
-def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, or of one of its virtual stages.
+def block_spec(
+    config: Any, settings: LayerSettings, pg_collection: Any, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return the layers of this rank's pipeline stage, or of one of its virtual stages.
 
     Args:
         config: from `engine_config.transformer_config`; its moe_layer_freq has one entry per layer of the model.
+        settings: of the same run.
         pg_collection: process groups; `pp` says which stage this is.
         vp_stage: which chunk of the stage, with the interleaved schedule.
     """
@@ -110,44 +134,49 @@ def block_spec(config: Any, pg_collection: Any, vp_stage: int | None = None) -> 
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [
-        layer_spec(config, chosen, pg_collection, bool(moe)) for moe in config.moe_layer_freq[first : first + count]
+        layer_spec(config, settings, chosen, pg_collection, bool(moe))
+        for moe in config.moe_layer_freq[first : first + count]
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
 
 
-def prediction_spec(config: Any, pg_collection: Any) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers of multi-token prediction, each with a transformer layer of the kind of the model's last; None
+def prediction_spec(
+    config: Any, settings: LayerSettings, pg_collection: Any
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the layers of multi-token prediction, each with a transformer layer of the kind of the model's last; None
     without the flag."""
     if not config.mtp_num_layers:
         return None
     chosen = parts(config.transformer_impl)
-    last = layer_spec(config, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
+    last = layer_spec(config, settings, chosen, pg_collection, bool(config.moe_layer_freq[-1]))
     submodules = PredictionParts(chosen.norm, chosen.column_linear, last, pg_collection)
     depth = ModuleSpec(module=PredictionLayer, submodules=submodules)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * config.mtp_num_layers)
 
 
-def layer_spec(config: Any, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
-    """One transformer layer: attention, then the MoE layer or a dense MLP, each behind its norm."""
+def layer_spec(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each behind its norm."""
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=chosen.norm,
-            self_attention=_attention(config, chosen),
+            self_attention=_attention(config, settings, chosen),
             self_attn_bda=add,
             pre_mlp_layernorm=chosen.norm,
-            mlp=_moe(chosen, pg_collection) if moe else _dense(config, chosen, pg_collection),
+            mlp=(_moe if moe else _dense)(config, settings, chosen, pg_collection),
             mlp_bda=add,
         ),
     )
 
 
-def _attention(config: Any, chosen: Parts) -> ModuleSpec:
+def _attention(config: Any, settings: LayerSettings, chosen: Parts) -> ModuleSpec:
     head_norm = chosen.norm if config.qk_layernorm else None
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if config.multi_latent_attention:
         module: type = LatentAttention
         submodules: Any = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, chosen.core_attention)
+        params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
     else:
         module = SelfAttention
         submodules = SelfAttentionSubmodules(
@@ -157,15 +186,15 @@ def _attention(config: Any, chosen: Parts) -> ModuleSpec:
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         )
-    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+    return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
-def _dense(config: Any, chosen: Parts, pg_collection: Any) -> MLPSpec:
+def _dense(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any) -> MLPSpec:
     linears = MLPSubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
-    module = RecomputedMLP if recomputes(config, "mlp") else MLP
+    module = RecomputedMLP if "mlp" in settings.recomputed else MLP
     return MLPSpec(module, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
 
 
-def _moe(chosen: Parts, pg_collection: Any) -> MLPSpec:
+def _moe(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any) -> MLPSpec:
     linears = MoESubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
-    return MLPSpec(MoELayer, linears, {"pg_collection": pg_collection})
+    return MLPSpec(MoELayer, linears, {"pg_collection": pg_collection, "options": settings.moe})

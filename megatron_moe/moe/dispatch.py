@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.config.registry import DISPATCHERS
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
@@ -313,10 +314,15 @@ class AllGatherDispatcher(Dispatcher):
         return reduce_scatter_rows(sums, self.groups.expert).to(rows.dtype)
 
 
+DISPATCHERS.register("alltoall", AllToAllDispatcher)
+DISPATCHERS.register("allgather", AllGatherDispatcher)
+
+
 def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
-    """The dispatcher for `--moe-token-dispatcher-type`; without expert parallelism, the local one.
+    """Return the dispatcher for `--moe-token-dispatcher-type`; without expert parallelism, the local one.
 
     Args:
+        kind: an entry of `DISPATCHERS`.
         drops: whether experts have a capacity.
 
     Raises:
@@ -326,8 +332,5 @@ def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool
         raise ValueError(
             f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size {groups.ep_size}"
         )
-    kinds: dict[str, type[Dispatcher]] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
-    if kind not in kinds:
-        raise ValueError(f"--moe-token-dispatcher-type {kind}: not one of {', '.join(kinds)}")
-    chosen = LocalDispatcher if groups.expert.size() == 1 else kinds[kind]
-    return chosen(num_experts, groups, drops)
+    build = DISPATCHERS[kind]
+    return (LocalDispatcher if groups.expert.size() == 1 else build)(num_experts, groups, drops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.config.derived import grouped_product_refusal
+from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import grouped_linear
-from megatron_moe.moe.groups import MoEGroups, moe_groups
+from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_loop, grouped_linear_torch
+from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.recompute import forgetting
 from megatron_moe.parallel.copying import CopiesShareGroups
@@ -93,15 +95,16 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
 
     Args:
         config: the engine's TransformerConfig.
+        options: the layer's.
         groups: the layer's process groups.
 
     Raises:
         ValueError: the experts' width does not divide among the ETP ranks.
     """
 
-    def __init__(self, config: Any, groups: MoEGroups) -> None:
+    def __init__(self, config: Any, options: MoEOptions, groups: MoEGroups) -> None:
         super().__init__(config)
-        self.options = options = MoEOptions.from_engine_config(config)
+        self.options = options
         self.groups = groups
         if options.ffn_hidden_size % groups.etp_size:
             raise ValueError(
@@ -147,15 +150,20 @@ class GroupedExperts(LocalExperts):
 
     Args:
         config: the engine's TransformerConfig.
-        groups: the layer's process groups; the engine's default ones if None.
+        options: the layer's.
+        groups: the layer's process groups.
+        kernel: the product of groups of rows with one matrix per group.
 
     Raises:
         ValueError: the grouped product cannot take these widths in the dtype of the weights, when they are built or
             when they are cast (by `Float16Module`, `.to(dtype)`).
     """
 
-    def __init__(self, config: Any, groups: MoEGroups | None = None) -> None:
-        super().__init__(config, groups or moe_groups())
+    def __init__(
+        self, config: Any, options: MoEOptions, groups: MoEGroups, kernel: GroupedLinear = grouped_linear_torch
+    ) -> None:
+        super().__init__(config, options, groups)
+        self.grouped_linear = kernel
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
         self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
@@ -163,7 +171,6 @@ class GroupedExperts(LocalExperts):
         if config.perform_initialization:
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
-        self.grouped_linear = grouped_linear(self.options.backend)
 
     def forward(self, expert_input: ExpertInput) -> Tensor:
         """See `LocalExperts.forward`."""
@@ -183,7 +190,7 @@ class GroupedExperts(LocalExperts):
     def _require_whole_rows(self) -> None:
         options, dtype = self.options, str(self.weight1.dtype).removeprefix("torch.")
         refusal = grouped_product_refusal(dtype, options.hidden_size, self.local_ffn_size)
-        if options.backend == "grouped_mm" and refusal is not None:
+        if self.grouped_linear is grouped_linear_torch and refusal is not None:
             raise ValueError(
                 f"--moe-expert-backend grouped_mm, --hidden-size {options.hidden_size}, --moe-ffn-hidden-size "
                 f"{options.ffn_hidden_size}, --expert-tensor-parallel-size {self.groups.etp_size}: {refusal}"
@@ -231,3 +238,17 @@ def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+
+# ---- Backends: a function (config, options, groups) -> LocalExperts each.
+
+
+def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
+    from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
+
+    return TEGroupedExperts(config, options, groups)
+
+
+EXPERT_BACKENDS.register("grouped_mm", GroupedExperts)
+EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop))
+EXPERT_BACKENDS.register("te", _te_experts)

@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix per group. The only file that picks a grouped-GEMM kernel."""
+"""Products of groups of rows with one matrix per group, and the product of a gate."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
+which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The plain reference: one product per expert. Same arguments as `grouped_linear`."""
+    """Return the products one expert after the other, the plain reference; arguments as in `GroupedLinear`."""
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     # unbind, not weights[e]: indexing would make the backward write a zero-filled stack for every expert.
@@ -98,7 +100,7 @@ def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor
 
 
 def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """torch's grouped product (`torch.nn.functional.grouped_mm`). Same arguments as `grouped_linear`.
+    """Return torch's grouped product (`torch.nn.functional.grouped_mm`); arguments as in `GroupedLinear`.
 
     The kernel wants rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
 
@@ -108,21 +110,3 @@ def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tens
     if rows.dtype == torch.float64:
         raise ValueError("--moe-expert-backend grouped_mm: torch's grouped product has no fp64; loop has")
     return _GroupedMM.apply(rows, weights, offsets)
-
-
-_BACKENDS: dict[str, GroupedLinear] = {"grouped_mm": grouped_linear_torch, "loop": grouped_linear_loop}
-
-
-def grouped_linear(backend: str) -> GroupedLinear:
-    """The kernel for `--moe-expert-backend`: a function of
-
-    rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows
-
-    that returns [R, out]. The last offset is R. An expert without rows is allowed; its gradient is zero.
-
-    Raises:
-        ValueError: for a backend that is none of these.
-    """
-    if backend not in _BACKENDS:
-        raise ValueError(f"--moe-expert-backend {backend}: not one of {', '.join(_BACKENDS)}")
-    return _BACKENDS[backend]

@@ -11,9 +11,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
-from megatron_moe.moe.experts import GroupedExperts
-from megatron_moe.moe.groups import MoEGroups, moe_groups
+from megatron_moe.moe.experts import LocalExperts
+from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -37,11 +38,12 @@ class MoELayer(CopiesShareGroups, MegatronModule):
     the dtype of its weights, to which under autocast an input of another dtype is cast.
 
     Args:
-        config: the engine's TransformerConfig (plain, or ours with three more fields).
+        config: the engine's TransformerConfig; dtype, sequence parallelism and initialisation are read from it.
         submodules: linear classes of the shared expert.
         layer_number: global, one-based number of the layer; the engine sets it.
         pg_collection: the engine's process groups; its default ones if None.
-        is_mtp_layer: accepted for the engine's protocol.
+        is_mtp_layer, name: accepted for the engine's protocol.
+        options: what the layer does; None in a megatron-core program, where `config` says it.
     """
 
     def __init__(
@@ -52,19 +54,19 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         pg_collection: Any = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
+        options: MoEOptions | None = None,
     ) -> None:
         super().__init__(config)
-        options = MoEOptions.from_engine_config(config)
+        options = options or MoEOptions.from_engine_config(config)
         groups = moe_groups(pg_collection)
-        self.router = TopKRouter(config, pg_collection, is_mtp_layer)
+        self.router = TopKRouter(config, pg_collection, is_mtp_layer, options)
         self.dispatcher = build_layer_dispatcher(options, groups)
-        self.experts = _build_experts(config, options, groups)
+        self.experts: LocalExperts = EXPERT_BACKENDS[options.backend](config, options, groups)
         self.shared_experts: SharedExperts | None = None
         if options.shared_ffn_hidden_size:
             linears = submodules or MoESubmodules()
-            self.shared_experts = SharedExperts(
-                config, MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2), groups.tp
-            )
+            products = MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2)
+            self.shared_experts = SharedExperts(config, options, products, groups.tp)
         self.recompute = options.recompute
         self.recompute_shared_experts = options.recompute_shared_experts
         self.layer_number = layer_number
@@ -116,11 +118,3 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         if self.recompute_shared_experts and self.training:
             return tensor_parallel.checkpoint(shared_experts, False, hidden)
         return shared_experts(hidden)
-
-
-def _build_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> MegatronModule:
-    if options.backend == "te":
-        from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
-
-        return TEGroupedExperts(config, groups)
-    return GroupedExperts(config, groups)

@@ -1,4 +1,5 @@
-"""Load balancing, as pure functions: counts, the bias update, the auxiliary losses."""
+"""Load balancing: counts, the bias update and the auxiliary losses as pure functions, then what a router keeps of a
+step: its tokens (`StepTokens`) and its auxiliary losses (`AuxLosses`)."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
 from megatron_moe.parallel.collectives import sum_over_ranks
 
 EXACT_FP32_INTEGER = 2**24
@@ -45,6 +47,13 @@ def count_tokens(
         cell = expert_ids + sequence.unsqueeze(-1) * num_experts
     # Integer addition: atomics on a GPU may add in any order and still give the same bits, without a host sync.
     return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
+
+
+def demand_of(routed: RoutedTokens) -> Tensor:
+    """Return what the tokens ask for, [B, E] int64, also where an expert has no room for it: balance is a matter of
+    the demand."""
+    ids, micro_batch = routed.decision.expert_ids, routed.micro_batch
+    return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
 
 
 def updated_expert_bias(
@@ -118,7 +127,7 @@ def z_loss_share(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a step tells its routers before the first micro-batch.
+    """What a step announces to its routers before the first micro-batch.
 
     num_tokens: tokens, without padding, that every router will route, over all ranks and micro-batches.
     loss_weight: what one token's auxiliary loss is multiplied by when it is attached, so that after the engine's
@@ -132,8 +141,36 @@ class GlobalBatch:
     tokens_per_expert: Tensor | None = None
 
 
+class StepTokens:
+    """How many tokens a router was given since the last committed or abandoned step, and of which global batch.
+
+    num_tokens: on this rank, padding too; known on the host. num_valid: those without padding, a tensor where there was
+    padding, which is not counted on the host. global_batch: None until a step announces it.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_valid: int | Tensor = 0
+        self.global_batch: GlobalBatch | None = None
+
+    def add(self, num_tokens: int, is_padding: Tensor | None, where: str) -> None:
+        """Count a micro-batch of `num_tokens` tokens; `where` names the layer for the message.
+
+        Raises:
+            OverflowError: before a count could pass 2^24, from where fp32 rounds integers. An expert gets at most one
+                choice per token, so the number of tokens bounds every count without a sync.
+        """
+        if self.num_tokens + num_tokens > EXACT_FP32_INTEGER:
+            raise OverflowError(
+                f"{where}: {self.num_tokens + num_tokens} tokens on one rank in one step; counts are exact up to "
+                f"{EXACT_FP32_INTEGER}. Use a smaller --global-batch-size or more data-parallel ranks."
+            )
+        self.num_tokens += num_tokens
+        self.num_valid += num_tokens if is_padding is None else (~is_padding).sum()
+
+
 @dataclass(frozen=True)
-class RoutedMicroBatch:
+class BalancedTokens:
     """What the losses are made of. logits, scores: [T, E] of this rank, each row of `scores` a distribution, or zeros
     for padding. counts: [B, E] int64, choices per sequence and expert over all ranks of the micro-batch."""
 
@@ -145,17 +182,18 @@ class RoutedMicroBatch:
 
 
 class AuxLosses:
-    """The losses of one router, and what they have come to since the last step.
+    """The auxiliary losses of one router, and their sums since the last step.
 
-    totals: by name this rank's share of the sum over tokens, fp64. A router that no step tells about its global batch
+    totals: by name this rank's share of the sum over tokens, fp64. A router to which no global batch is announced
     weighs as Megatron-LM does: each micro-batch alike, or each token where the loss is per token.
     """
 
     def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
         self.options, self.groups = options, groups
+        self.sums_to_one = SCORE_FUNCTIONS[options.score_function].sums_to_one
         self.totals: dict[str, Tensor] = {}
         self._counted: Tensor | None = None  # [1, E]: global_aux_loss without counts ahead
-        shares: dict[str, Callable[[RoutedMicroBatch], Tensor]] = {
+        shares: dict[str, Callable[[BalancedTokens], Tensor]] = {
             "aux_loss": self._micro_batch_share,
             "seq_aux_loss": self._sequence_share,
             "global_aux_loss": self._global_batch_share,
@@ -165,37 +203,32 @@ class AuxLosses:
             self._terms.append(("z_loss", options.z_loss_coeff, _z_loss_share))
 
     def reset(self) -> None:
-        """The step is over, or given up."""
+        """Forget the step, which is over or given up."""
         self.totals = {}
         self._counted = None
 
-    def attach(
-        self,
-        decision: RoutingDecision,
-        logits: Tensor,
-        scores: Tensor,
-        counts: Tensor,
-        is_padding: Tensor | None,
-        global_batch: GlobalBatch | None,
-    ) -> RoutingDecision:
+    def attach(self, routed: RoutedTokens, demand: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
         """Let the losses' gradients enter the graph at the probs, with the scale that the engine's schedule sets.
 
         Args:
-            counts: [B, E] int64, this rank's choices per sequence and expert, dropped ones too.
+            demand: [B, E] int64, this rank's choices per sequence and expert, dropped ones too.
+            global_batch: what the step has announced; None if it has not.
         """
-        counts = sum_over_ranks(counts, self.groups.tp_cp)
-        seen = RoutedMicroBatch(logits, self._distributions(scores, is_padding), counts, is_padding, global_batch)
+        is_padding = routed.micro_batch.is_padding
+        counts = sum_over_ranks(demand, self.groups.tp_cp)
+        scores = self._distributions(routed.scores, is_padding)
+        seen = BalancedTokens(routed.logits, scores, counts, is_padding, global_batch)
         weight = self._weight(seen)
-        probs = decision.probs
+        probs = routed.decision.probs
         for name, coeff, share in self._terms:
             value = share(seen)
             previous = self.totals.get(name)
             now = value.detach().double()
             self.totals[name] = now if previous is None else previous + now
             probs = _Attached.apply(probs, value * coeff * weight)
-        return decision._replace(probs=probs)
+        return routed.decision._replace(probs=probs)
 
-    def _weight(self, seen: RoutedMicroBatch) -> float | Tensor:
+    def _weight(self, seen: BalancedTokens) -> float | Tensor:
         if seen.global_batch is not None:
             weight = seen.global_batch.loss_weight
             return weight.to(seen.scores.dtype) if isinstance(weight, Tensor) else weight
@@ -204,20 +237,20 @@ class AuxLosses:
         return self.options.topk / seen.counts.sum().clamp(min=1).to(seen.scores.dtype)
 
     def _distributions(self, scores: Tensor, is_padding: Tensor | None) -> Tensor:
-        if self.options.score_function == "sigmoid":
+        if not self.sums_to_one:
             scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
         return scores if is_padding is None else scores.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
-    def _sequence_share(self, seen: RoutedMicroBatch) -> Tensor:
+    def _sequence_share(self, seen: BalancedTokens) -> Tensor:
         return balance_share(seen.scores, seen.counts)
 
-    def _micro_batch_share(self, seen: RoutedMicroBatch) -> Tensor:
+    def _micro_batch_share(self, seen: BalancedTokens) -> Tensor:
         return balance_share(seen.scores, seen.counts.sum(dim=0, keepdim=True))
 
-    def _global_batch_share(self, seen: RoutedMicroBatch) -> Tensor:
-        told = seen.global_batch
-        if told is not None and told.tokens_per_expert is not None:
-            return balance_share(seen.scores, told.tokens_per_expert.unsqueeze(0))
+    def _global_batch_share(self, seen: BalancedTokens) -> Tensor:
+        announced = seen.global_batch
+        if announced is not None and announced.tokens_per_expert is not None:
+            return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
         # Nothing was counted ahead: the whole global batch if this is its only micro-batch, else what was seen of it.
         # `counts` is the same on all ranks of the micro-batch; their first stands for them.
         mine = seen.counts.sum(dim=0, keepdim=True) * int(self.groups.tp_cp.rank() == 0)
@@ -227,7 +260,7 @@ class AuxLosses:
 
 
 class _Attached(torch.autograd.Function):
-    """Hands on the probs; in the backward pass the loss gets the scale that the engine's schedule has set, or 1.
+    """Pass the probs on; in the backward pass the loss gets the scale that the engine's schedule has set, or 1.
 
     The engine's function of this kind sets a scale itself where there is none. It would outlive the pass, and the next
     schedule in the process cannot write its own into it.
@@ -245,10 +278,10 @@ class _Attached(torch.autograd.Function):
         return grad, torch.ones_like(loss) if scale is None else torch.ones_like(loss) * scale
 
 
-def _z_loss_share(seen: RoutedMicroBatch) -> Tensor:
+def _z_loss_share(seen: BalancedTokens) -> Tensor:
     return z_loss_share(seen.logits, seen.is_padding)
 
 
 def build_aux_losses(options: MoEOptions, groups: MoEGroups) -> AuxLosses | None:
-    """The losses that the options ask for; None if there is none."""
+    """Return the losses that the options ask for; None if there is none."""
     return AuxLosses(options, groups) if options.aux_losses or options.z_loss_coeff else None

@@ -1,4 +1,11 @@
-"""What the MoE room needs to know, read once from the engine's configuration."""
+"""MoEOptions: what a MoE layer and its parts are asked to do.
+
+`from_run` reads them from the run's sections, once per model (`model/build.py`); the layer's spec hands them to every
+MoE layer, and the layer to its router, dispatcher, experts and shared expert. A field of the schema is read here, under
+its own name, and nowhere else between the command line and the part that obeys it.
+
+`from_engine_config` serves a megatron-core program that our layer or router is plugged into, and that has no run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_moe.moe.recompute import recomputes
+from megatron_moe.config import derived
+from megatron_moe.config.registry import SCORE_FUNCTIONS
+from megatron_moe.config.schema import Run
 
 _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -55,31 +64,77 @@ class MoEOptions:
         return not (self.sinkhorn or self.force_load_balancing)
 
     @classmethod
+    def from_run(cls, run: Run) -> MoEOptions | None:
+        """Read the options from a run that has passed `config.rules.check`; None for a dense model."""
+        moe = run.moe
+        if moe.num_experts is None:
+            return None
+        kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+        score_function, pre_softmax = moe.moe_router_score_function, moe.moe_router_pre_softmax
+        norm_topk_prob = derived.norm_topk_prob(run)
+        if "sinkhorn" in kinds:
+            score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(moe.moe_router_topk)
+        recomputed = derived.recomputed_modules(run)
+        return cls(
+            num_experts=moe.num_experts,
+            topk=moe.moe_router_topk,
+            hidden_size=run.model.hidden_size,
+            ffn_hidden_size=derived.moe_ffn_hidden_size(run),
+            shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
+            shared_gate=moe.moe_shared_expert_gate,
+            score_function=score_function,
+            pre_softmax=pre_softmax,
+            norm_topk_prob=norm_topk_prob,
+            num_groups=moe.moe_router_num_groups,
+            group_topk=moe.moe_router_group_topk,
+            group_score=moe.moe_router_group_score,
+            scaling_factor=moe.moe_router_topk_scaling_factor,
+            enable_expert_bias=moe.moe_router_enable_expert_bias,
+            bias_update_rate=moe.moe_router_bias_update_rate,
+            bias_center=moe.moe_router_bias_center,
+            router_dtype=_ROUTER_DTYPES[moe.moe_router_dtype],
+            aux_losses=_aux_losses(kinds, coeffs),
+            z_loss_coeff=moe.moe_z_loss_coeff or 0.0,
+            global_counts=moe.moe_global_aux_loss_counts,
+            sinkhorn="sinkhorn" in kinds,
+            force_load_balancing=moe.moe_router_force_load_balancing,
+            input_jitter_eps=moe.moe_input_jitter_eps,
+            capacity_factor=moe.moe_expert_capacity_factor,
+            drop_policy=moe.moe_token_drop_policy,
+            pad_to_capacity=moe.moe_pad_expert_input_to_capacity,
+            per_token_loss=run.optimizer.calculate_per_token_loss,
+            dispatcher=moe.moe_token_dispatcher_type,
+            backend=moe.moe_expert_backend,
+            recompute="moe" in recomputed,
+            recompute_activation="moe_act" in recomputed,
+            recompute_shared_experts="shared_experts" in recomputed,
+        )
+
+    @classmethod
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
-        A plain TransformerConfig works: it lacks the fields that this project adds (probability normalisation, expert
-        backend, centred bias, counts of the global loss), which then take the defaults of `config/schema.py`. Without
+        It lacks what this project adds (probability normalisation, expert backend, centred bias, counts of the global
+        loss): an attribute of the schema's name that is set on it is read, and else the schema's default holds. Without
         the group score, groups are scored as megatron-core scores them, and not by that default. The gate is computed
         in fp32 unless the configuration asks for fp64; there is no way to ask for less. Sinkhorn brings weights of its
-        own, Megatron-LM's: the sigmoid for K = 1, else the softmax over all experts, not normalised.
+        own, see `_sinkhorn_weights`.
 
         Raises:
-            ValueError: a score function that is not computed here (megatron-core 0.19.2 has a third one), or
+            ValueError: a score function that is not registered (megatron-core 0.19.2 has a third one), or
                 megatron-core's group score with fewer experts per token than groups, of which it would choose any.
         """
         topk = config.moe_router_topk
-        sigmoid = config.moe_router_score_function == "sigmoid"
+        score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
         norm_topk_prob = getattr(config, "moe_router_norm_topk_prob", None)
         if norm_topk_prob is None:  # Megatron-LM's rule
-            norm_topk_prob = topk > 1 if sigmoid else not config.moe_router_pre_softmax
+            norm_topk_prob = not pre_softmax if score_function == "softmax" else topk > 1
         kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
-        score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
         if "sinkhorn" in kinds:
-            score_function, pre_softmax = "sigmoid" if topk == 1 else "softmax", topk > 1
-            norm_topk_prob = False
+            score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(topk)
+        recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         return cls(
             num_experts=config.num_moe_experts,
             topk=topk,
@@ -98,7 +153,7 @@ class MoEOptions:
             bias_update_rate=config.moe_router_bias_update_rate,
             bias_center=bool(getattr(config, "moe_router_bias_center", False)),
             router_dtype=_ROUTER_DTYPES[config.moe_router_dtype],
-            aux_losses=tuple((k, c) for k, c in zip(kinds, coeffs) if k != "none" and c),
+            aux_losses=_aux_losses(kinds, coeffs),
             z_loss_coeff=config.moe_z_loss_coeff or 0.0,
             global_counts=getattr(config, "moe_global_aux_loss_counts", "batch"),
             sinkhorn="sinkhorn" in kinds,
@@ -110,21 +165,32 @@ class MoEOptions:
             per_token_loss=config.calculate_per_token_loss,
             dispatcher=config.moe_token_dispatcher_type,
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
-            recompute=recomputes(config, "moe"),
-            recompute_activation=recomputes(config, "moe_act"),
-            recompute_shared_experts=recomputes(config, "shared_experts"),
+            recompute="moe" in recomputed,
+            recompute_activation="moe_act" in recomputed,
+            recompute_shared_experts="shared_experts" in recomputed,
         )
+
+
+def _aux_losses(kinds: Any, coeffs: Any) -> tuple[tuple[str, float], ...]:
+    """Return the losses that have a coefficient; "none" and "sinkhorn" are no losses and have none."""
+    return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
+
+
+def _sinkhorn_weights(topk: int) -> tuple[str, bool, bool]:
+    """Return score function, pre-softmax and normalisation of Megatron-LM's Sinkhorn routing: it weighs by the sigmoid
+    for K = 1, else by the softmax over all experts, not normalised."""
+    return "sigmoid" if topk == 1 else "softmax", topk > 1, False
 
 
 def _score_function(config: Any) -> str:
     name = config.moe_router_score_function
-    if name not in ("softmax", "sigmoid"):
-        raise ValueError(f"moe_router_score_function {name}: our router has softmax and sigmoid")
+    if name not in SCORE_FUNCTIONS:
+        raise ValueError(f"moe_router_score_function {name}: our router has {', '.join(SCORE_FUNCTIONS)}")
     return name
 
 
 def _group_score(config: Any) -> str:
-    """The rule that scores groups of experts: megatron-core's own where the configuration is a plain one of its."""
+    """Return the rule that scores groups of experts: megatron-core's own where the configuration names none."""
     rule = getattr(config, "moe_router_group_score", "megatron")
     topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
     if rule == "megatron" and group_topk is not None and topk < group_topk:

@@ -14,19 +14,6 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
 
-def recomputes(config: Any, module: str) -> bool:
-    """Whether a module is among those of `--recompute-modules`.
-
-    Args:
-        config: the engine's TransformerConfig. Ours says so in `recomputed_modules`, because the engine's own list
-            makes the engine act, or refuse, where it is not the engine's module.
-    """
-    modules = getattr(config, "recomputed_modules", None)
-    if modules is None:
-        modules = config.recompute_modules
-    return config.recompute_granularity == "selective" and module in (modules or ())
-
-
 def forgetting(produce: Callable[..., Any], consume: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """consume(*produce(*inputs)), with the same numbers, without keeping what `produce` returned.
 

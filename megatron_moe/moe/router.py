@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +13,15 @@ from torch import Tensor
 from megatron_moe.moe.capacity import build_limit
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.groups import moe_groups
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch, build_aux_losses, count_tokens
+from megatron_moe.moe.load_balance import StepTokens, build_aux_losses, demand_of
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.routing import MicroBatch, RoutingDecision, build_choice, route
-from megatron_moe.moe.routing_probe import RoutingProbe
+from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.autocast import without_autocast
 from megatron_moe.precision.fp32_state import Fp32State
+
+Observer = Callable[["TopKRouter", RoutedTokens], None]
+"""What looks at every pass of a router, see `TopKRouter.observed_by`."""
 
 
 class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
@@ -27,25 +31,36 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         expert_bias: [E], saved in checkpoints; None where the bias is not enabled.
         local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`: what
             the experts got.
-        local_dropped_per_expert: [E], beside it the choices that were beyond the experts' capacity; None without one.
+        local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without one.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
 
-    Used alone or inside megatron-core's own MoE layer (`MoESubmodules(router=TopKRouter)`), `forward` speaks the
+    Used alone or inside megatron-core's own MoE layer (`MoESubmodules(router=TopKRouter)`), `forward` follows the
     engine's protocol. Our MoE layer calls `route`, which needs no dense map.
 
     Args:
-        config: the engine's TransformerConfig.
+        config: the engine's TransformerConfig; dtype, sequence parallelism and initialisation are read from it.
         pg_collection: the engine's process groups; the default ones if None.
         is_mtp_layer: accepted for the engine's protocol; routing is the same.
+        options: what our layer was built with; None for a router alone, which reads them from `config`.
+
+    Attributes:
+        step: the tokens since the last step, and the global batch that they belong to.
+        aux_losses: the auxiliary losses since the last step; None where there are none.
     """
 
     fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
 
-    def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
+        options: MoEOptions | None = None,
+    ) -> None:
         super().__init__(config)
-        self.options = options = MoEOptions.from_engine_config(config)
+        self.options = options = options or MoEOptions.from_engine_config(config)
         self.groups = moe_groups(pg_collection)
         self.layer_number: int | None = None
         self.weight = torch.nn.Parameter(
@@ -64,18 +79,34 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.choose = build_choice(options, self.groups)
         self.limit = build_limit(options, self.groups)
         self.aux_losses = build_aux_losses(options, self.groups)
-        self.counted_tokens = 0
-        self.valid_tokens: int | Tensor = 0  # a tensor where there was padding, which is not counted on the host
-        self.global_batch: GlobalBatch | None = None  # told by a step for its own time
-        self.ahead: Tensor | None = None  # [E] int64, held while a global batch is counted ahead of its step
-        self.probe: RoutingProbe | None = None  # held during the steps that are measured
+        self.step = StepTokens()
+        self._observers: list[Observer] = []
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""
         self.layer_number = layer_number
 
+    @contextmanager
+    def observed_by(self, see: Observer, every_pass: bool = False) -> Iterator[None]:
+        """Show `see` the router's passes within the block, before the auxiliary losses are attached.
+
+        Args:
+            see: is given this router and the pass, and changes neither.
+            every_pass: also those that do not count for a step: without gradients, or in evaluation.
+        """
+
+        def observer(router: TopKRouter, routed: RoutedTokens) -> None:
+            if routed.counted or every_pass:
+                see(router, routed)
+
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
     def gate(self, hidden: Tensor) -> Tensor:
-        """Router logits [T, E] in the router's dtype, from [T, H] in the model's."""
+        """Return the router logits [T, E] in the router's dtype, from [T, H] in the model's."""
         return gate_product(hidden, self.weight, self.options.router_dtype)
 
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
@@ -96,32 +127,18 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         """
         micro_batch = MicroBatch(is_padding, num_sequences, self.training)
         with without_autocast(hidden.device.type):
-            return self._decide(hidden, micro_batch)
-
-    def _decide(self, hidden: Tensor, micro_batch: MicroBatch) -> RoutingDecision:
-        is_padding, num_sequences = micro_batch.is_padding, micro_batch.num_sequences
-        hidden = self.perturb(hidden, self.training)
-        logits = self.gate(hidden)
-        decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
-        decision = self.limit(decision, micro_batch)
-        # Recomputation runs the forward twice, first without gradients: only the pass that has a backward counts.
-        counting = self.training and torch.is_grad_enabled()
-        if not counting and self.ahead is None:
-            return decision
-        # What the tokens ask for, also where an expert has no room for it: balance is a matter of the demand.
-        demand = count_tokens(decision.expert_ids, self.options.num_experts, is_padding, num_sequences)
-        if self.ahead is not None:
-            self.ahead += demand.sum(dim=0)
-            return decision
-        self._add_counts(demand.sum(dim=0), decision, micro_batch)
-        if self.probe is not None:
-            self.probe.see(self, hidden, logits, scores, decision, is_padding)
-        if self.aux_losses is None:
-            return decision
-        return self.aux_losses.attach(decision, logits, scores, demand, is_padding, self.global_batch)
+            hidden = self.perturb(hidden, self.training)
+            logits = self.gate(hidden)
+            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+            decision = self.limit(decision, micro_batch)
+            counted = self.training and torch.is_grad_enabled()
+            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
+            for see in self._observers:
+                see(self, routed)
+            return self._balance(routed) if counted else decision
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
-        """The engine's protocol: (probs [T, E], routing_map [T, E] bool) of the same decision, in dense form.
+        """Return (probs [T, E], routing_map [T, E] bool) of the same decision in dense form: the engine's protocol.
 
         Args:
             hidden: [S, B, H] or [T, H].
@@ -140,26 +157,26 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         return probs, routing_map
 
     def reset_counts(self) -> None:
-        """Start counting anew, knowing nothing of a global batch: a committed or an abandoned step is over."""
+        """Start counting anew, without a global batch: a committed or an abandoned step is over."""
         self.local_tokens_per_expert.zero_()
         if self.local_dropped_per_expert is not None:
             self.local_dropped_per_expert.zero_()
-        self.counted_tokens = self.valid_tokens = 0
-        self.global_batch = self.ahead = None
+        self.step = StepTokens()
         if self.aux_losses is not None:
             self.aux_losses.reset()
 
+    def _balance(self, routed: RoutedTokens) -> RoutingDecision:
+        """Count the micro-batch, and attach its auxiliary losses to the decision."""
+        num_tokens, is_padding = routed.decision.expert_ids.shape[0], routed.micro_batch.is_padding
+        self.step.add(num_tokens, is_padding, where=f"layer {self.layer_number}")
+        demand = demand_of(routed)
+        self._add_counts(demand.sum(dim=0), routed.decision)
+        if self.aux_losses is None:
+            return routed.decision
+        return self.aux_losses.attach(routed, demand, self.step.global_batch)
+
     @torch.no_grad()
-    def _add_counts(self, demand: Tensor, decision: RoutingDecision, micro_batch: MicroBatch) -> None:
-        # An expert gets at most one choice per token, so the number of tokens bounds every count without a sync.
-        num_tokens, is_padding = decision.expert_ids.shape[0], micro_batch.is_padding
-        if self.counted_tokens + num_tokens > EXACT_FP32_INTEGER:
-            raise OverflowError(
-                f"layer {self.layer_number}: {self.counted_tokens + num_tokens} tokens on one rank in one step; counts "
-                f"are exact up to {EXACT_FP32_INTEGER}. Use a smaller --global-batch-size or more data-parallel ranks."
-            )
-        self.counted_tokens += num_tokens
-        self.valid_tokens += num_tokens if is_padding is None else (~is_padding).sum()
+    def _add_counts(self, demand: Tensor, decision: RoutingDecision) -> None:
         if decision.kept is None:
             self.local_tokens_per_expert += demand.to(torch.float32)
             return

@@ -1,7 +1,8 @@
 """Routing, as pure functions: logits -> scores -> choice of experts -> weights.
 
 The bias chooses and never weighs: it is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437,
-section 2.1.2). There is one decision, as indices [T, K]; nothing here builds a dense [T, E] map of it.
+section 2.1.2), whatever the score function is. There is one decision, as indices [T, K]; nothing here builds a dense
+[T, E] map of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.collectives import sum_over_ranks
@@ -31,6 +33,19 @@ class MicroBatch:
     training: bool
 
 
+@dataclass(frozen=True)
+class ScoreFunction:
+    """How the experts of a token are scored, for `SCORE_FUNCTIONS.register`.
+
+    scores: logits [T, E] in fp32 or fp64 -> scores [T, E] in the same dtype, not negative, differentiable, each row
+    from its own logits alone. sums_to_one: whether each row is a distribution already; the auxiliary losses divide
+    other scores by their sum, and the weights of K > 1 experts are so normalised unless a flag says otherwise.
+    """
+
+    scores: Callable[[Tensor], Tensor]
+    sums_to_one: bool
+
+
 class RoutingDecision(NamedTuple):
     """Which experts a token goes to, and with which weight.
 
@@ -45,20 +60,45 @@ class RoutingDecision(NamedTuple):
     kept: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RoutedTokens:
+    """One pass of a router over a micro-batch, as its observers and its balancing see it.
+
+    hidden: [T, H], what the gate was given. logits, scores: [T, E]. decision: capacity included, auxiliary losses not
+    yet attached. counted: whether the pass counts for the step, as the one that has a backward does: recomputation runs
+    the forward twice, first without gradients.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    scores: Tensor
+    decision: RoutingDecision
+    micro_batch: MicroBatch
+    counted: bool
+
+
 Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
 """(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, K different experts each."""
 
 
+SCORE_FUNCTIONS.register("softmax", ScoreFunction(lambda logits: torch.softmax(logits, dim=-1), sums_to_one=True))
+SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(torch.sigmoid, sums_to_one=False))
+
+
 def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
-    """Scores [T, E] over all experts: softmax, or an independent sigmoid per expert; dtype of the logits."""
-    return torch.softmax(logits, dim=-1) if options.score_function == "softmax" else torch.sigmoid(logits)
+    """Return the scores [T, E] of all experts, in the dtype of the logits."""
+    return SCORE_FUNCTIONS[options.score_function].scores(logits)
 
 
 def ranked_values(logits: Tensor, scores: Tensor, options: MoEOptions) -> Tensor:
-    """What experts and their groups are ranked by before a bias, [T, E]: the scores, or the logits with groups as
-    megatron-core chooses them and a softmax after the choice. A softmax keeps the order of experts, and not that of
-    sums over groups.
+    """Return what experts and their groups are ranked by before a bias, [T, E]: the scores.
+
+    With groups as megatron-core chooses them and a softmax after the choice it is the logits. A softmax keeps the order
+    of experts, and not that of sums over groups. With an expert bias it is the scores there too: the bias grows by its
+    update rate, which is a difference of scores, and megatron-core has no such bias to agree with.
     """
+    if options.enable_expert_bias:
+        return scores
     grouped_as_megatron = options.num_groups is not None and options.group_score == "megatron"
     softmax_after_choice = options.score_function == "softmax" and not options.pre_softmax
     return logits if grouped_as_megatron and softmax_after_choice else scores

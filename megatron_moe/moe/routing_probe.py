@@ -1,7 +1,7 @@
 """RoutingProbe: how sure a router is of its choices, measured on some tokens of one step.
 
-A router holds a probe during the steps that are measured, and None otherwise. What is measured is kept as sums and
-maxima of this rank; `megatron_moe/training/health.py` joins the ranks afterwards.
+A probe observes a router (`TopKRouter.observed_by`) during the steps that are measured. What is measured is kept as
+sums and maxima of this rank; `megatron_moe/training/health.py` joins the ranks afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.moe.routing import RoutingDecision, choice_scores, choose_experts, ranked_values, scores_from_logits
+from megatron_moe.moe.routing import RoutedTokens, choice_scores, choose_experts, ranked_values, scores_from_logits
 
 _STEPS_PER_OCTAVE, _LOWEST, _HIGHEST = 8, -40, 8
 MARGIN_BINS = (_HIGHEST - _LOWEST) * _STEPS_PER_OCTAVE
@@ -42,22 +42,15 @@ class RoutingProbe:
         self.max_logit: Tensor | None = None
 
     @torch.no_grad()
-    def see(
-        self,
-        router: Any,
-        hidden: Tensor,
-        logits: Tensor,
-        scores: Tensor,
-        decision: RoutingDecision,
-        is_padding: Tensor | None,
-    ) -> None:
-        """Take one micro-batch: [T, H] hidden states, what was computed from them, and what was decided."""
+    def see(self, router: Any, routed: RoutedTokens) -> None:
+        """Measure one micro-batch."""
+        logits, is_padding = routed.logits, routed.micro_batch.is_padding
         valid = None if is_padding is None else (~is_padding).nonzero().squeeze(-1)
         number = logits.shape[0] if valid is None else valid.shape[0]
         # Where the choice is not by score there is no margin, and no other choice in fp64.
         share = self._share() if router.options.chooses_by_score else 0
         sample = evenly(number, share, logits.device)
-        ranked = ranked_values(logits, scores, router.options)
+        ranked = ranked_values(logits, routed.scores, router.options)
         if valid is not None:
             sample, logits = valid[sample], logits[valid]
         if self.sums is None or self.margin_histogram is None or self.max_logit is None:
@@ -67,7 +60,7 @@ class RoutingProbe:
         if number:
             largest = logits.abs().amax().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
             self.max_logit = torch.maximum(self.max_logit, largest)
-        flips = flipped(router, hidden[sample], decision.expert_ids[sample])
+        flips = flipped(router, routed.hidden[sample], routed.decision.expert_ids[sample])
         margins = choice_margins(ranked[sample], router.expert_bias, router.options)
         self.sums += torch.stack([flips.new_tensor(flips.shape[0]), flips.sum(), margins.sum()])
         bins = ((margins.log2() - _LOWEST) * _STEPS_PER_OCTAVE).clamp(0, MARGIN_BINS - 1).long()

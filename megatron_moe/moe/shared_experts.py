@@ -28,12 +28,12 @@ class SharedExperts(CopiesShareGroups, MLP):
 
     Args:
         config: the engine's TransformerConfig.
+        options: the layer's; width and gate are read from them.
         submodules: the engine's MLPSubmodules (column- and row-parallel linear layers).
         tp_group: the tensor-parallel group.
     """
 
-    def __init__(self, config: Any, submodules: MLPSubmodules, tp_group: Any) -> None:
-        options = MoEOptions.from_engine_config(config)
+    def __init__(self, config: Any, options: MoEOptions, submodules: MLPSubmodules, tp_group: Any) -> None:
         # The engine's MLP takes one of its two widths from the configuration, whatever width it is given.
         own_config = copy.copy(config)
         own_config.ffn_hidden_size = options.shared_ffn_hidden_size

@@ -1,53 +1,66 @@
-"""The routers' state of a whole model: finding it, telling them of a step, taking a snapshot, putting it back."""
+"""The routers' state of a whole model: finding it, announcing a step, counting ahead, snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_moe.moe.load_balance import GlobalBatch
+from megatron_moe.moe.load_balance import GlobalBatch, demand_of
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import RoutedTokens
 from megatron_moe.parallel.collectives import sum_over_ranks
 
 
 def routers(model_chunks: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:
-    """Every router of these chunks, wrapped or not, in the order of the layers."""
+    """Yield every router of these chunks, wrapped or not, in the order of the layers."""
     for chunk in model_chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 yield module
 
 
-def tell_routers(model_chunks: Sequence[torch.nn.Module], global_batch: GlobalBatch) -> None:
-    """Tell every router of the global batch that comes; it forgets when its counts are reset, at the end of the step.
+def announce_global_batch(
+    model_chunks: Sequence[torch.nn.Module], global_batch: GlobalBatch, counted: Sequence[Tensor] | None = None
+) -> None:
+    """Announce the coming global batch to every router, which forgets it when its counts are reset.
 
     Before the batch's first forward pass in training, and after any counting ahead.
+
+    Args:
+        counted: what `counting_ahead` yielded; None if nothing was counted ahead.
     """
-    for router in routers(model_chunks):
-        ahead = router.ahead
-        router.ahead = None
-        router.global_batch = replace(global_batch, tokens_per_expert=ahead)
+    for index, router in enumerate(routers(model_chunks)):
+        router.step.global_batch = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
 
 
 @contextmanager
-def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Forward passes within the block only count what tokens ask for: no loss is attached, nothing else is counted.
+def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Tensor]]:
+    """Count what tokens ask for in the forward passes of the block, which run without gradients and leave no
+    other trace.
 
-    Afterwards every router holds the counts of all ranks for `tell_routers`. Collective over TP x CP x DP.
+    Yields:
+        Per router [E] int64; after the block, of all ranks: collective over TP x CP x DP.
     """
     found = list(routers(model_chunks))
-    for router in found:
-        router.ahead = torch.zeros(router.options.num_experts, dtype=torch.int64, device=router.weight.device)
-    yield
+    counts = [torch.zeros(r.options.num_experts, dtype=torch.int64, device=r.weight.device) for r in found]
+    with torch.no_grad(), ExitStack() as stack:
+        for router, count in zip(found, counts):
+            stack.enter_context(router.observed_by(partial(_add_demand, count), every_pass=True))
+        yield counts
     if not found:
         return
-    counts = sum_over_ranks(torch.cat([r.ahead for r in found if r.ahead is not None]), found[0].groups.tp_dp_cp)
-    for router, count in zip(found, counts.split([router.options.num_experts for router in found])):
-        router.ahead = count
+    total = sum_over_ranks(torch.cat(counts), found[0].groups.tp_dp_cp)
+    for count, of_all_ranks in zip(counts, total.split([len(count) for count in counts])):
+        count.copy_(of_all_ranks)
+
+
+def _add_demand(count: Tensor, _: TopKRouter, routed: RoutedTokens) -> None:
+    count += demand_of(routed).sum(dim=0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformer_engine.pytorch import GroupedLinear
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import LocalExperts, mark_expert_parameter, weighted_swiglu
 from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.options import MoEOptions
 
 
 class TEGroupedExperts(LocalExperts):
@@ -21,9 +22,9 @@ class TEGroupedExperts(LocalExperts):
     `grouped_mm` backend does not need.
     """
 
-    def __init__(self, config: Any, groups: MoEGroups) -> None:
-        super().__init__(config, groups)
-        width, hidden = self.local_ffn_size, self.options.hidden_size
+    def __init__(self, config: Any, options: MoEOptions, groups: MoEGroups) -> None:
+        super().__init__(config, options, groups)
+        width, hidden = self.local_ffn_size, options.hidden_size
         build = dict(num_gemms=self.num_local_experts, bias=False, params_dtype=config.params_dtype)
         self.linear1 = GroupedLinear(in_features=hidden, out_features=2 * width, **build)
         self.linear2 = GroupedLinear(in_features=width, out_features=hidden, **build)

@@ -22,6 +22,7 @@ from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import RoutedTokens
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.replay import StepReplay
@@ -94,8 +95,8 @@ class NonFiniteHooks:
                         stack.callback(parameter.register_hook(hook).remove)
                 known = {id(module): names[name] for name, module in chunk.named_modules()}
                 for router in routers([chunk]):
-                    stack.callback(setattr, router, "probe", router.probe)
-                    router.probe = _RouterWatch(partial(self._see_forward, index), known[id(router)])  # type: ignore[assignment]
+                    # Our MoE layer calls a router's `route`, past module hooks.
+                    stack.enter_context(router.observed_by(partial(self._routed, index, known[id(router)])))
             yield
 
     def _begins(self, chunk: int, _module: Any, _inputs: Any) -> None:
@@ -117,6 +118,12 @@ class NonFiniteHooks:
             place = (FORWARD, self._micro_batches[chunk], stage, self._order)
             self.seen.append(NonFiniteValue(*place, what, described(tensor)))
 
+    def _routed(self, chunk: int, name: str, _: TopKRouter, routed: RoutedTokens) -> None:
+        self._see_forward(chunk, f"the input of {name}", routed.hidden)
+        self._see_forward(chunk, f"the logits of {name}", routed.logits)
+        self._see_forward(chunk, f"the scores of {name}", routed.scores)
+        self._see_forward(chunk, f"the weights of {name}", routed.decision.probs)
+
     def _gradient(self, chunk: int, micro_batch: int | None, what: str, gradient: Tensor) -> None:
         self._order += 1
         # A weight's gradient comes between those of activations, which know their micro-batch.
@@ -125,17 +132,6 @@ class NonFiniteHooks:
             stage = -(chunk * self._stages + self._stage)
             place = (BACKWARD, self._backward_of, stage, self._order)
             self.seen.append(NonFiniteValue(*place, what, described(gradient)))
-
-
-class _RouterWatch:
-    """Stands where a router holds its probe: our MoE layer calls a router's `route`, past module hooks."""
-
-    def __init__(self, see: Any, name: str) -> None:
-        self._see, self._name = see, name
-
-    def see(self, router: TopKRouter, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, _: Any) -> None:
-        for what, tensor in (("input", hidden), ("logits", logits), ("scores", scores), ("weights", decision.probs)):
-            self._see(f"the {what} of {self._name}", tensor)
 
 
 def _floating(output: Any) -> Iterator[Tensor]:

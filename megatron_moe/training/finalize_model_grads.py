@@ -105,7 +105,7 @@ def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor],
                 raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
     kept = [router.local_tokens_per_expert for router in found]
     dropped = [torch.zeros_like(k) if (d := r.local_dropped_per_expert) is None else d for r, k in zip(found, kept)]
-    tokens = [torch.as_tensor(router.valid_tokens, device=k.device).view(1) for router, k in zip(found, kept)]
+    tokens = [torch.as_tensor(router.step.num_valid, device=k.device).view(1) for router, k in zip(found, kept)]
     local = torch.cat([tensor.to(torch.int64) for tensor in (*kept, *dropped, *tokens)])
     group = found[0].groups.tp_dp_cp
     if group.size() > 1:
@@ -123,8 +123,8 @@ def _require_conservation(
         return
     counted = torch.stack([torch.stack([k.sum(), d.sum(), t.sum()]) for k, d, t in zip(kept, dropped, tokens)])
     for router, (got, turned_away, num_tokens) in zip(found, counted.tolist()):
-        told, topk = router.global_batch, router.options.topk
-        wanted = num_tokens if told is None else told.num_tokens
+        announced, topk = router.step.global_batch, router.options.topk
+        wanted = num_tokens if announced is None else announced.num_tokens
         if num_tokens != wanted or got + turned_away != wanted * topk:
             raise LostTokens(
                 f"layer {router.layer_number}: {wanted} tokens of the global batch x {topk} experts are "

@@ -1,4 +1,4 @@
-"""What routers have to know of a global batch before its first micro-batch: its tokens, and what each of them weighs.
+"""Announce a global batch to the routers before its first micro-batch: its tokens, and what each of them weighs.
 
 Auxiliary losses are per token of the global batch. Without `--calculate-per-token-loss` that follows from the numbers
 of the step. With it, the engine divides all gradients by the tokens that have a loss, which only the loss masks of the
@@ -17,14 +17,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
 from megatron_moe.moe.load_balance import GlobalBatch
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.state import counting_ahead, tell_routers
+from megatron_moe.moe.state import announce_global_batch, counting_ahead
 from megatron_moe.training.timers import untimed
 
 
@@ -44,29 +44,29 @@ def tell_of_global_batch(
     seq_length: int,
     pg_collection: ProcessGroupCollection,
 ) -> Sequence[Iterator[Batch]]:
-    """Tell the routers of the step that comes. Collective over the job where something has to be read ahead.
+    """Announce the coming step to the routers. Collective over the job where something has to be read ahead.
 
-    No micro-batch holds padding (data/datasets.py says why), so every position is a token that is routed.
+    The model says what its MoE layers are asked for, on every pipeline stage, also on one that has none of them. No
+    micro-batch holds padding (data/datasets.py says why), so every position is a token that is routed.
 
     Returns:
         The iterators to train from, which begin with what was read ahead.
     """
-    config = get_model_config(model[0])
-    if config.num_moe_experts is None:
+    options: MoEOptions | None = get_attr_wrapped_model(model[0], "moe_options")
+    if options is None:
         return batches
-    options = MoEOptions.from_engine_config(config)
     num_tokens = num_micro_batches * micro_batch_size * seq_length * pg_collection.dp.size()
     weight: float | Tensor = num_micro_batches * pg_collection.dp.size() / num_tokens
     weighs_by_mask = options.per_token_loss and bool(options.aux_losses or options.z_loss_coeff)
-    ahead = counts_ahead(options, num_micro_batches)
+    ahead, counted = counts_ahead(options, num_micro_batches), None
     if weighs_by_mask or ahead:
         held = [list(itertools.islice(chunk, num_micro_batches)) for chunk in batches]
         if weighs_by_mask:
             weight = _loss_tokens(held[0], pg_collection) / num_tokens
         if ahead:
-            _count(model, held, forward_step, micro_batch_size, seq_length)
+            counted = _count(model, held, forward_step, micro_batch_size, seq_length)
         batches = [iter(chunk) for chunk in held]
-    tell_routers(model, GlobalBatch(num_tokens, weight))
+    announce_global_batch(model, GlobalBatch(num_tokens, weight), counted)
     return batches
 
 
@@ -89,10 +89,10 @@ def _count(
     forward_step: Callable[..., Any],
     micro_batch_size: int,
     seq_length: int,
-) -> None:
-    """Run the micro-batches forward as the step will, and leave no trace but the routers' counts."""
+) -> list[Tensor]:
+    """Run the micro-batches forward as the step will, leave no trace, and return what `counting_ahead` yields."""
     iterators = [iter(chunk) for chunk in held]
-    with same_random_states(), untimed(model), torch.no_grad(), counting_ahead(model):
+    with same_random_states(), untimed(model), counting_ahead(model) as counted:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -102,6 +102,7 @@ def _count(
             micro_batch_size=micro_batch_size,
             forward_only=True,
         )
+    return counted
 
 
 @contextmanager

@@ -118,8 +118,7 @@ class HealthProbe:
         """Look at forward and backward of all micro-batches, which run within."""
         with ExitStack() as stack:
             for router, probe in zip(self._routers, self._probes):
-                router.probe = probe
-                stack.callback(setattr, router, "probe", None)
+                stack.enter_context(router.observed_by(probe.see))
             if self._lost is not None:
                 stack.enter_context(self._lost)
             yield

@@ -32,7 +32,7 @@ from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.model.spec import LOCAL, layer_spec
+from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
 from megatron_moe.moe.recompute import forgetting
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
@@ -246,7 +246,9 @@ def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(one_
     engine = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     renamed = engine.submodules.sharded_state_dict_keys_map
     assert present("S20") == (renamed.get("pre_mlp_layernorm.") == "mlp.linear_fc1.layer_norm_")
-    assert not layer_spec(config, LOCAL, pg, moe=True).submodules.sharded_state_dict_keys_map
+    assert not layer_spec(
+        config, LayerSettings.from_run(run), LOCAL, pg, moe=True
+    ).submodules.sharded_state_dict_keys_map
 
 
 def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path: Path) -> None:

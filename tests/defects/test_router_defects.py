@@ -14,7 +14,7 @@ from megatron.core.distributed.finalize_model_grads import _update_router_expert
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_moe import Float16Module
+from megatron_moe import Float16Module, TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.load_balance import updated_expert_bias
 from megatron_moe.moe.state import RouterSnapshot
@@ -276,16 +276,21 @@ def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, one_
         EngineRouter(router_config(4, **BIAS), pg)
 
 
-def test_a_bias_with_softmax_scores_is_refused_by_both() -> None:
+def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here() -> None:
+    """A megatron-core program that our router is plugged into still meets the engine's refusal."""
     from megatron_moe.config import rules
-    from megatron_moe.config.errors import ConfigError
+    from megatron_moe.model.engine_config import transformer_config
+    from megatron_moe.moe.options import MoEOptions
 
     assert present("E20")
     with pytest.raises(ValueError, match="[Ee]xpert bias"):
         router_config(4, **BIAS, moe_router_score_function="softmax")
-    run = replace(Run(), num_experts=4, moe_router_enable_expert_bias=True)
-    with pytest.raises(ConfigError, match="softmax scores, which sum to one over all experts"):
-        rules.check_model(run, 1)
+    run = replace(Run(), num_experts=4, moe_router_enable_expert_bias=True, vocab_size=8)
+    rules.check_model(run, 1)
+    router = TopKRouter(transformer_config(run), options=MoEOptions.from_run(run))
+    router.weight.data.zero_()
+    router.expert_bias.copy_(torch.tensor([0.0, 0.3, 0.1, 0.2]))
+    assert router.route(torch.randn(5, 256)).expert_ids.tolist() == [[1, 3]] * 5
 
 
 def unequal_layers() -> dict[str, Any]:

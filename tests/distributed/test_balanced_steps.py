@@ -220,7 +220,7 @@ def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
 
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.load_balance import GlobalBatch
-    from megatron_moe.moe.state import routers, tell_routers
+    from megatron_moe.moe.state import announce_global_batch, routers
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.seeds import seed_everything
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
@@ -236,7 +236,7 @@ def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
     valid = int((~is_padding).sum())
     # The mean over data-parallel ranks is taken back below, for both losses.
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
-    tell_routers([chunk], GlobalBatch(valid, 1 / valid))
+    announce_global_batch([chunk], GlobalBatch(valid, 1 / valid))
     positions = torch.arange(length).expand(2, length)
     losses = chunk(tokens[share, :-1], positions[share], None, labels=tokens[share, 1:], padding_mask=is_padding[share])
     (losses * ~is_padding[share]).sum().backward()

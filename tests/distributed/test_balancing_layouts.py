@@ -17,7 +17,7 @@ from megatron_moe import TopKRouter
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.batches import context_parallel_slice
 from megatron_moe.moe.load_balance import GlobalBatch
-from megatron_moe.moe.state import counting_ahead, tell_routers
+from megatron_moe.moe.state import announce_global_batch, counting_ahead
 from megatron_moe.parallel import groups
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.reference import reference_moe as reference
@@ -91,13 +91,13 @@ def routed(layout: dict[str, Any], micro_batch_size: int, options: dict[str, Any
 
     scale = 1024.0 if per_token else 1024.0 * pg.cp.size() / len(parts)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
-    num_tokens = int((~padding).sum())
+    num_tokens, counted = int((~padding).sum()), None
     if len(parts) > 1:
-        with torch.no_grad(), counting_ahead([router]):
+        with counting_ahead([router]) as counted:
             for part, mask in zip(parts, masks):
                 router.route(part.flatten(0, 1), mask, micro_batch_size)
     weight = (torch.tensor(LOSS_TOKENS).double() if per_token else len(parts) * pg.dp.size()) / num_tokens
-    tell_routers([router], GlobalBatch(num_tokens, weight))
+    announce_global_batch([router], GlobalBatch(num_tokens, weight), counted)
     chosen, kept = [], []
     for part, mask in zip(parts, masks):
         decision = router.route(part.flatten(0, 1), mask, micro_batch_size)
@@ -228,7 +228,7 @@ def running(layout: dict[str, Any], micro_batch_size: int, told: bool) -> tuple[
         router.weight.copy_(gate())
     hidden, _ = global_batch()
     if told:
-        tell_routers([router], GlobalBatch(SEQUENCE * SEQUENCES, 1.0 / (SEQUENCE * micro_batch_size)))
+        announce_global_batch([router], GlobalBatch(SEQUENCE * SEQUENCES, 1.0 / (SEQUENCE * micro_batch_size)))
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     for round_ in _micro_batches(hidden, 1, micro_batch_size, dist.get_world_size()):
         (router.route(round_[pg.dp.rank()].flatten(0, 1), None, micro_batch_size).probs * 0).sum().backward()

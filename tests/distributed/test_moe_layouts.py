@@ -143,8 +143,28 @@ def expert_gradient(ranks: list[dict[str, Any]], case: dict[str, Any], key: str,
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -> None:
-    case = random_case(100 * world + seed)
-    layout = LAYOUTS[world][seed % len(LAYOUTS[world])]
+    agrees_with_the_reference(gloo, random_case(100 * world + seed), world, LAYOUTS[world][seed % len(LAYOUTS[world])])
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, SP), (2, dict(expert_model_parallel_size=2))], ids=["one", "TP2 SP", "EP2"]
+)
+@pytest.mark.parametrize("pre_softmax", [True, False])
+@pytest.mark.parametrize("group_score", [None, "megatron"])
+def test_a_bias_chooses_by_softmax_scores_too(
+    gloo: Any, world: int, layout: dict[str, Any], pre_softmax: bool, group_score: str | None
+) -> None:
+    """It is added to the softmax over all experts, also where the weights are a softmax over the chosen."""
+    groups = dict(num_groups=4, group_topk=2, group_score=group_score) if group_score else {}
+    routing = reference.Routing(4, pre_softmax=pre_softmax, normalise=not pre_softmax, **groups)
+    case = {**random_case(3), "num_experts": 8, "routing": routing, "bias": True, "aux": "seq_aux_loss", "pad": False}
+    ranks, wanted = agrees_with_the_reference(gloo, case, world, layout)
+    unbiased = expected({**case, "bias": False}, world, 1 + max(r["where"][0] for r in ranks))
+    assert not torch.equal(unbiased["counts"], wanted["counts"]), "the bias would be seen"
+
+
+def agrees_with_the_reference(gloo: Any, case: dict[str, Any], world: int, layout: dict[str, Any]) -> tuple[Any, Any]:
+    """Compare everything that comes out of the layer; the ranks' results and the reference's."""
     ranks = gloo.run(world, run_layer, case=case, layout=layout)
     dp_size = 1 + max(r["where"][0] for r in ranks)
     wanted = expected(case, world, dp_size)
@@ -168,3 +188,4 @@ def test_the_layer_agrees_with_the_reference(gloo: Any, world: int, seed: int) -
             assert relative_error(sum(r["shared_gate"] for r in ranks), weights.shared_gate.grad) < 1e-5, label
     for name, total in wanted["aux"].items():
         assert abs(sum(r["aux"][name].item() for r in ranks) - total) < 1e-5 * abs(total), label
+    return ranks, wanted

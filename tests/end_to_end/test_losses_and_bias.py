@@ -50,10 +50,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.claim("One rank and two expert-parallel ranks have the same losses.")
-def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
+@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
+def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path, score_function):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    alone = gloo.run(1, trained, flags={"metrics_file": str(one)})[0]
-    gloo.run(2, trained, flags={"metrics_file": str(two), "expert_model_parallel_size": 2})
+    flags = {"moe_router_score_function": score_function}
+    alone = gloo.run(1, trained, flags={**flags, "metrics_file": str(one)})[0]
+    gloo.run(2, trained, flags={**flags, "metrics_file": str(two), "expert_model_parallel_size": 2})
     first, second = lines(one), lines(two)
     assert len(first) == len(second) == 20 and first[-1]["loss"] < first[0]["loss"] - 0.5
     for a, b in zip(first, second):
@@ -70,8 +72,10 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
         {"bf16": True, "use_distributed_optimizer": True},
         # a scale that overflows at first: those steps are skipped and must not move the bias
         {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
+        # the bias is on the softmax over all experts, the weights are a softmax over the chosen
+        {"moe_router_score_function": "softmax", "bf16": True},
     ],
-    ids=["bf16", "fp16"],
+    ids=["bf16", "fp16", "softmax"],
 )
 def test_after_50_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo, tmp_path, flags):
     metrics = tmp_path / "metrics.jsonl"

@@ -166,7 +166,7 @@ def digests(trainer: Any) -> dict[str, str]:
         "optimizer": digest(list(moments_and_masters(trained.optimizer))),
         "schedule": trained.scheduler.num_steps,
         "bias": digest([router.expert_bias for router in routers(trained.model)]),
-        "counts": digest([[r.local_tokens_per_expert, r.counted_tokens] for r in routers(trained.model)]),
+        "counts": digest([[r.local_tokens_per_expert, r.step.num_tokens] for r in routers(trained.model)]),
     }
 
 

@@ -140,8 +140,7 @@ class _Seen:
     def watching(self) -> ExitStack:
         stack = ExitStack()
         for name, router in self.routers:
-            router.probe = _Choices(self.choices[name])
-            stack.callback(setattr, router, "probe", None)
+            stack.enter_context(router.observed_by(_Choices(self.choices[name]).see))
         for model in self.models:
             if model.post_process:
                 # a copy: the loss works in the logits' own memory
@@ -154,8 +153,8 @@ class _Choices:
     def __init__(self, kept: list[torch.Tensor]) -> None:
         self.kept = kept
 
-    def see(self, router: Any, hidden: Any, logits: Any, scores: Any, decision: Any, is_padding: Any) -> None:
-        self.kept.append(decision.expert_ids.detach().clone())
+    def see(self, router: Any, routed: Any) -> None:
+        self.kept.append(routed.decision.expert_ids.detach().clone())
 
 
 def refused(folder: str, layout: dict[str, Any], mistake: str | None = None, on: int | None = None) -> str:

@@ -107,7 +107,6 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         moe_router_num_groups=routing.num_groups,
         moe_router_group_topk=routing.group_topk,
         moe_router_topk_scaling_factor=routing.scaling_factor,
-        moe_router_enable_expert_bias=case["bias"],
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="sinkhorn" if routing.sinkhorn else case["aux"] or "none",
         moe_router_force_load_balancing=routing.round_robin,
@@ -131,6 +130,7 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
     )
+    config.moe_router_enable_expert_bias = case["bias"]  # with softmax scores the engine's checks would refuse it
     config.moe_router_group_score = routing.group_score
     config.moe_router_norm_topk_prob = routing.normalise
     config.moe_expert_backend = case["backend"]

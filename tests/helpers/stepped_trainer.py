@@ -77,5 +77,5 @@ class Trainer:
             "steps": digest([group.get("step") for group in self.optimizer.param_groups]),
             "schedule": digest([self.scheduler.num_steps, [group["lr"] for group in self.optimizer.param_groups]]),
             "bias": digest([router.expert_bias for router in found]),
-            "counts": digest([[router.local_tokens_per_expert, router.counted_tokens] for router in found]),
+            "counts": digest([[router.local_tokens_per_expert, router.step.num_tokens] for router in found]),
         }

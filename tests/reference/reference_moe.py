@@ -46,8 +46,9 @@ def route_one(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[li
     """The chosen experts of one token and the weight of each, from its logits [E]."""
     scores = torch.softmax(logits, 0) if routing.score_function == "softmax" else torch.sigmoid(logits)
     choice = scores.detach() if bias is None else scores.detach() + bias
-    if routing.group_score == "megatron" and routing.score_function == "softmax" and not routing.pre_softmax:
-        choice = logits.detach()  # megatron-core takes this softmax last, over the chosen ones
+    if bias is None and routing.group_score == "megatron" and routing.score_function == "softmax":
+        # megatron-core takes this softmax last, over the chosen ones
+        choice = choice if routing.pre_softmax else logits.detach()
     allowed = allowed_experts(choice, routing)
     chosen = sorted(allowed, key=lambda e: -choice[e].item())[: routing.topk]
     return chosen, weigh(logits, chosen, routing)

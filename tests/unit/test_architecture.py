@@ -111,7 +111,6 @@ DOORS: dict[str, set[str]] = {
     },
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
     "utils.get_model_config": {
-        "training/global_batch.py",
         "training/replay.py",
         "training/step.py",
         "training/step_sums.py",
@@ -121,6 +120,7 @@ DOORS: dict[str, set[str]] = {
     "utils.get_attr_wrapped_model": {
         "model/generate.py",
         "model/key_value_cache.py",
+        "training/global_batch.py",
         "training/step.py",
         "training/step_sums.py",
     },

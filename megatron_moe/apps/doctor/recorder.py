@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.apps.doctor.assemble import parameter_shards, router_names
 from megatron_moe.moe.routing import (
+    RoutedTokens,
     balanced_scores,
     choice_scores,
     group_scores,
@@ -43,8 +44,7 @@ class StepRecorder:
         with ExitStack() as stack:
             for chunk in self._chunks:
                 for name, router in router_names(chunk):
-                    router.probe = self.routers[name]
-                    stack.callback(setattr, router, "probe", None)
+                    stack.enter_context(router.observed_by(self.routers[name].see))
             yield
 
     def see_gradients(self, optimizer: Any) -> None:
@@ -98,19 +98,19 @@ class RouterRecord(RoutingProbe):
         return min([self.drop_margin, *(float(margins.min()) for margins in self.margins)])
 
     @torch.no_grad()
-    def see(self, router: Any, hidden: Tensor, logits: Tensor, scores: Tensor, decision: Any, is_padding: Any) -> None:
-        """Take one micro-batch: [T, H] hidden states, what was computed from them, and what was decided."""
-        options = router.options
-        exact = F.linear(hidden.double(), router.weight.double())
+    def see(self, router: Any, routed: RoutedTokens) -> None:
+        """Measure one micro-batch."""
+        options, decision, logits = router.options, routed.decision, routed.logits
+        exact = F.linear(routed.hidden.double(), router.weight.double())
         weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
         if decision.kept is not None:
             self.drop_margin = min(self.drop_margin, _drop_margin(weights, decision, options))
             weights = weights.masked_fill(~decision.kept, 0.0)
         self.error = max(self.error, _worst(logits, exact), _worst(decision.probs, weights))
         if options.sinkhorn:  # every rank of the micro-batch is here
-            ranked = balanced_scores(logits, is_padding, router.groups.tp_cp)
+            ranked = balanced_scores(logits, routed.micro_batch.is_padding, router.groups.tp_cp)
         else:
-            ranked = ranked_values(logits, scores, options)
+            ranked = ranked_values(logits, routed.scores, options)
         self.margins.append(torch.minimum(_choice_margins(ranked, router), _group_margins(ranked, router)))
 
 

@@ -41,7 +41,6 @@ RULES: tuple[Rule, ...] = (
     moe.topk_uses_every_chosen_group,
     moe.chosen_groups_hold_topk,
     moe.top2_group_score_needs_two_experts,
-    moe.expert_bias_needs_sigmoid,
     moe.bias_rate_needs_expert_bias,
     moe.pre_softmax_needs_softmax,
     moe.single_expert_needs_pre_softmax,

@@ -152,17 +152,6 @@ def top2_group_score_needs_two_experts(run: Run, world_size: int) -> None:
         )
 
 
-def expert_bias_needs_sigmoid(run: Run, world_size: int) -> None:
-    """The bias moves independent scores against each other; softmax scores already compete, and change with E."""
-    if run.moe.moe_router_enable_expert_bias and run.moe.moe_router_score_function != "sigmoid":
-        raise refuse(
-            run,
-            ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "the bias is added to scores of a fixed scale, and softmax scores, which sum to one over all experts, are"
-            " of none; use --moe-router-score-function sigmoid, or --moe-router-load-balancing-type aux_loss instead",
-        )
-
-
 def bias_rate_needs_expert_bias(run: Run, world_size: int) -> None:
     """How to update a bias that there is not would be ignored."""
     stray = set_among(run, ("moe_router_bias_update_rate", "moe_router_bias_center"))

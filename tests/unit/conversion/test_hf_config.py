@@ -107,6 +107,17 @@ def test_every_preset_can_be_written_and_is_read_again(name):
         ({"moe_shared_expert_intermediate_size": 40}, "deepseek-v3", "--moe-shared-expert-intermediate-size"),
         ({"moe_shared_expert_intermediate_size": None}, "deepseek-v3", "n_shared_experts"),
         ({"moe_router_enable_expert_bias": False}, "deepseek-v3", "--moe-router-enable-expert-bias"),
+        # no format here has a bias on softmax scores
+        ({"moe_router_score_function": "softmax"}, "deepseek-v3", "--moe-router-score-function: softmax"),
+        (
+            {
+                "moe_router_score_function": "softmax",
+                "moe_router_pre_softmax": True,
+                "moe_router_norm_topk_prob": False,
+            },
+            "deepseek-v2",
+            "--moe-router-enable-expert-bias: True",
+        ),
         ({"moe_router_group_score": "max"}, "deepseek-v3", "--moe-router-group-score"),
         # of K = 2 in 2 groups megatron-core adds up one expert each
         ({"moe_router_group_score": "megatron"}, "deepseek-v3", "--moe-router-group-score: its best expert in the run"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.apps.doctor.recorder import RouterRecord
-from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision
 
 OPTIONS = {
     "topk": 1,
@@ -21,6 +21,7 @@ OPTIONS = {
     "norm_topk_prob": False,
     "scaling_factor": None,
     "sinkhorn": False,
+    "enable_expert_bias": False,
     "drop_policy": "probs",
 }
 
@@ -36,7 +37,8 @@ def seen(scores: list[list[float]], rounded: bool = False, kept: list[bool] | No
     mask = None if kept is None else torch.tensor(kept).unsqueeze(1)
     probs = probs if mask is None else probs.masked_fill(~mask, 0.0)
     record = RouterRecord()
-    record.see(router, hidden, logits, torch.tensor(scores), RoutingDecision(ids, probs, mask), None)
+    decision, micro_batch = RoutingDecision(ids, probs, mask), MicroBatch(None, 1, True)
+    record.see(router, RoutedTokens(hidden, logits, torch.tensor(scores), decision, micro_batch, counted=True))
     return record
 
 

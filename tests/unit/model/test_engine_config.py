@@ -1,17 +1,22 @@
-"""Every flag reaches the engine, or stands on the list of those that need not."""
+"""Every flag reaches the engine's configurations, or the settings that our own modules are built with."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace, sections
 from megatron_moe.model import engine_config
-from megatron_moe.model.engine_config import TRANSLATED, ddp_config, optimizer_config, transformer_config
+from megatron_moe.model.engine_config import ddp_config, optimizer_config, transformer_config
+from megatron_moe.model.spec import LayerSettings
+from megatron_moe.moe.options import MoEOptions
 
 SECTIONS = ("model", "moe", "parallel", "precision", "optimizer", "training")
 
@@ -27,7 +32,6 @@ CONFIG = {
     "num_query_groups": (1, {"group_query_attention": True}, {"num_query_groups": 1}),
     "kv_channels": (48, {}, {"kv_channels": 48}),
     "rotary_interleaved": (True, {}, {"rotary_interleaved": True}),
-    "position_embedding_type": ("none", {}, {"position_embedding_type": "none"}),
     "normalization": ("RMSNorm", {}, {"normalization": "RMSNorm"}),
     "norm_epsilon": (1e-4, {}, {"layernorm_epsilon": 1e-4}),
     "swiglu": (False, {}, {"gated_linear_unit": False, "activation_func": F.gelu}),
@@ -57,43 +61,6 @@ CONFIG = {
     "transformer_impl": ("transformer_engine", {}, {"transformer_impl": "transformer_engine"}),
     "num_experts": (8, {}, {"num_moe_experts": 8}),
     "moe_layer_freq": ("[0]+[1]*3", EXPERTS, {"moe_layer_freq": [0, 1, 1, 1]}),
-    "moe_ffn_hidden_size": (48, EXPERTS, {"moe_ffn_hidden_size": 48}),
-    "moe_router_topk": (3, EXPERTS, {"moe_router_topk": 3}),
-    "moe_router_score_function": ("sigmoid", EXPERTS, {"moe_router_score_function": "sigmoid"}),
-    "moe_router_pre_softmax": (True, EXPERTS, {"moe_router_pre_softmax": True, "moe_router_norm_topk_prob": False}),
-    "moe_router_norm_topk_prob": (False, EXPERTS, {"moe_router_norm_topk_prob": False}),
-    "moe_router_num_groups": (4, {**EXPERTS, "moe_router_group_topk": 2}, {"moe_router_num_groups": 4}),
-    "moe_router_group_topk": (2, {**EXPERTS, "moe_router_num_groups": 4}, {"moe_router_group_topk": 2}),
-    "moe_router_group_score": ("max", EXPERTS, {"moe_router_group_score": "max"}),
-    "moe_router_topk_scaling_factor": (2.5, EXPERTS, {"moe_router_topk_scaling_factor": 2.5}),
-    "moe_router_enable_expert_bias": (
-        True,
-        {**EXPERTS, "moe_router_score_function": "sigmoid"},
-        {"moe_router_enable_expert_bias": True},
-    ),
-    "moe_router_bias_update_rate": (0.5, EXPERTS, {"moe_router_bias_update_rate": 0.5}),
-    "moe_router_dtype": ("fp64", EXPERTS, {"moe_router_dtype": "fp64"}),
-    "moe_router_load_balancing_type": (
-        ("seq_aux_loss",),
-        EXPERTS,
-        {"moe_router_load_balancing_type": ["seq_aux_loss"]},
-    ),
-    "moe_aux_loss_coeff": ((0.25,), EXPERTS, {"moe_aux_loss_coeff": [0.25]}),
-    "moe_global_aux_loss_counts": ("running", EXPERTS, {"moe_global_aux_loss_counts": "running"}),
-    "moe_input_jitter_eps": (0.01, EXPERTS, {"moe_input_jitter_eps": 0.01}),
-    "moe_expert_capacity_factor": (1.5, EXPERTS, {"moe_expert_capacity_factor": 1.5}),
-    "moe_token_drop_policy": ("position", EXPERTS, {"moe_token_drop_policy": "position"}),
-    "moe_pad_expert_input_to_capacity": (
-        True,
-        {**EXPERTS, "moe_expert_capacity_factor": 1.5},
-        {"moe_pad_expert_input_to_capacity": True},
-    ),
-    "moe_router_force_load_balancing": (True, EXPERTS, {"moe_router_force_load_balancing": True}),
-    "moe_z_loss_coeff": (0.5, EXPERTS, {"moe_z_loss_coeff": 0.5}),
-    "moe_token_dispatcher_type": ("allgather", EXPERTS, {"moe_token_dispatcher_type": "allgather"}),
-    "moe_expert_backend": ("loop", EXPERTS, {"moe_expert_backend": "loop"}),
-    "moe_shared_expert_intermediate_size": (48, EXPERTS, {"moe_shared_expert_intermediate_size": 48}),
-    "moe_shared_expert_gate": (True, EXPERTS, {"moe_shared_expert_gate": True}),
     "tensor_model_parallel_size": (2, {}, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     "sequence_parallel": (True, {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}),
     "pipeline_model_parallel_size": (2, {}, {"pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": True}),
@@ -120,7 +87,6 @@ CONFIG = {
     "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}),
     "attention_softmax_in_fp32": (False, {}, {"attention_softmax_in_fp32": False}),
     "fp32_residual_connection": (True, {"bf16": True}, {"fp32_residual_connection": True}),
-    "moe_router_bias_center": (True, EXPERTS, {"moe_router_bias_center": True}),
     "calculate_per_token_loss": (True, {}, {"calculate_per_token_loss": True}),
     "recompute_granularity": ("selective", {}, {"recompute_granularity": "selective"}),
     "recompute_method": (
@@ -133,11 +99,71 @@ CONFIG = {
         {"recompute_granularity": "full", "recompute_method": "uniform"},
         {"recompute_num_layers": 2},
     ),
+}
+CONFIG |= {
     "recompute_modules": (
-        ("mlp",),
+        ("mlp", "layernorm", "core_attn"),
         {"recompute_granularity": "selective"},
-        {"recomputed_modules": ("mlp",), "recompute_modules": []},
+        {"recompute_modules": ["layernorm", "core_attn"]},
     ),
+    "moe_ffn_hidden_size": (48, EXPERTS, {"moe_ffn_hidden_size": 48}),
+}
+# The same for the fields of MoEOptions, which every MoE layer is built with.
+MOE = {
+    "num_experts": (8, {}, {"num_experts": 8}),
+    "hidden_size": (128, EXPERTS, {"hidden_size": 128}),
+    "ffn_hidden_size": (96, EXPERTS, {"ffn_hidden_size": 96}),
+    "moe_ffn_hidden_size": (48, EXPERTS, {"ffn_hidden_size": 48}),
+    "moe_router_topk": (3, EXPERTS, {"topk": 3}),
+    "moe_router_score_function": ("sigmoid", EXPERTS, {"score_function": "sigmoid", "norm_topk_prob": True}),
+    "moe_router_pre_softmax": (True, EXPERTS, {"pre_softmax": True, "norm_topk_prob": False}),
+    "moe_router_norm_topk_prob": (False, EXPERTS, {"norm_topk_prob": False}),
+    "moe_router_num_groups": (4, {**EXPERTS, "moe_router_group_topk": 2}, {"num_groups": 4}),
+    "moe_router_group_topk": (2, {**EXPERTS, "moe_router_num_groups": 4}, {"group_topk": 2}),
+    "moe_router_group_score": ("max", EXPERTS, {"group_score": "max"}),
+    "moe_router_topk_scaling_factor": (2.5, EXPERTS, {"scaling_factor": 2.5}),
+    "moe_router_enable_expert_bias": (True, EXPERTS, {"enable_expert_bias": True}),
+    "moe_router_bias_update_rate": (0.5, EXPERTS, {"bias_update_rate": 0.5}),
+    "moe_router_bias_center": (True, EXPERTS, {"bias_center": True}),
+    "moe_router_dtype": ("fp64", EXPERTS, {"router_dtype": torch.float64}),
+    "moe_router_load_balancing_type": (
+        ("seq_aux_loss",),
+        {**EXPERTS, "moe_aux_loss_coeff": (0.5,)},
+        {"aux_losses": (("seq_aux_loss", 0.5),)},
+    ),
+    "moe_aux_loss_coeff": (
+        (0.25,),
+        {**EXPERTS, "moe_router_load_balancing_type": ("aux_loss",)},
+        {"aux_losses": (("aux_loss", 0.25),)},
+    ),
+    "moe_global_aux_loss_counts": ("running", EXPERTS, {"global_counts": "running"}),
+    "moe_input_jitter_eps": (0.01, EXPERTS, {"input_jitter_eps": 0.01}),
+    "moe_expert_capacity_factor": (1.5, EXPERTS, {"capacity_factor": 1.5}),
+    "moe_token_drop_policy": ("position", EXPERTS, {"drop_policy": "position"}),
+    "moe_pad_expert_input_to_capacity": (
+        True,
+        {**EXPERTS, "moe_expert_capacity_factor": 1.5},
+        {"pad_to_capacity": True},
+    ),
+    "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
+    "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
+    "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
+    "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
+    "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
+    "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
+    "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),
+    "recompute_granularity": ("selective", {**EXPERTS, "recompute_modules": ("moe",)}, {"recompute": True}),
+    "recompute_modules": (
+        ("moe_act", "shared_experts"),
+        {**EXPERTS, "recompute_granularity": "selective"},
+        {"recompute": False, "recompute_activation": True, "recompute_shared_experts": True},
+    ),
+}
+# And for what else our modules are told, LayerSettings.
+LAYER = {
+    "position_embedding_type": ("none", {}, {"rotary": False}),
+    "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
+    "recompute_modules": (("mlp",), {"recompute_granularity": "selective"}, {"recomputed": ("mlp",)}),
 }
 DDP = {
     "overlap_grad_reduce": (True, {}, {"overlap_grad_reduce": True}),
@@ -175,12 +201,49 @@ def fields(section):
     return {field.name for field in dataclasses.fields(sections()[section])}
 
 
-def test_every_flag_is_translated_or_listed_with_a_reason():
+def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
     known = set().union(*(fields(section) for section in SECTIONS))
-    assert set(TRANSLATED) == known
-    assert {name for name, where in TRANSLATED.items() if where == "config"} == set(CONFIG)
-    assert {name for name, where in TRANSLATED.items() if where == "ddp"} <= set(DDP)
-    assert {name for name, where in TRANSLATED.items() if where == "optimizer"} <= set(OPTIMIZER)
+    package = Path(engine_config.__file__).parents[1]
+    for file, tables in {
+        "model/engine_config.py": (CONFIG, DDP, OPTIMIZER),
+        "model/spec.py": (LAYER, CONFIG),
+        "moe/options.py": (MOE,),
+    }.items():
+        nodes = [node for node in ast.walk(ast.parse((package / file).read_text())) if isinstance(node, ast.Attribute)]
+        # `run.optimizer` is a section, `run.optimizer.optimizer` a field of it
+        read = {node.attr for node in nodes if ast.unparse(node.value) != "run"} & known
+        assert read and read - set().union(*tables) == set(), file
+    assert {name for name in known if name.startswith("moe_")} - set(MOE) - set(CONFIG) == set()
+
+
+def test_the_engine_is_given_no_setting_of_our_router():
+    """Its checks would refuse what our router does, as 0.16.1 refuses an expert bias with softmax scores."""
+    stock = TransformerConfig(num_layers=4, hidden_size=256, num_attention_heads=4)
+    everything = {name: row[0] for name, row in MOE.items() if name.startswith("moe_")} | EXPERTS
+    config = transformer_config(replace(Run(), **everything, moe_layer_freq="[0]+[1]*3"))
+    given = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_dtype"}
+    names = {field.name for field in dataclasses.fields(stock) if field.name.startswith("moe_")}
+    assert {name for name in names if getattr(config, name) != getattr(stock, name)} == given
+    assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {TransformerConfig, MLATransformerConfig}
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_flag_reaches_every_moe_layer(name):
+    assert_translated(name, MOE, MoEOptions.from_run)
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_a_flag_reaches_our_modules(name):
+    assert_translated(name, LAYER, LayerSettings.from_run)
+
+
+def test_every_option_of_a_moe_layer_has_a_row_here():
+    told = set().union(*(wanted for _, _, wanted in MOE.values()))
+    assert {field.name for field in dataclasses.fields(MoEOptions)} - told == {"sinkhorn"}
+    run = replace(Run(), **EXPERTS, moe_router_load_balancing_type=("sinkhorn",))
+    options = MoEOptions.from_run(run)
+    assert (options.sinkhorn, options.pre_softmax, options.norm_topk_prob) == (True, True, False)
+    assert MoEOptions.from_run(replace(run, moe_router_topk=1)).score_function == "sigmoid"
 
 
 @pytest.mark.parametrize("name", CONFIG)
@@ -208,6 +271,7 @@ def assert_translated(name, table, translate):
 def test_every_preset_is_accepted_by_the_engine(name):
     config = transformer_config(replace(Run(), **PRESETS[name]))
     assert config.num_layers == len(config.moe_layer_freq)
+    assert MoEOptions.from_run(replace(Run(), **PRESETS[name])) is not None
 
 
 def test_the_engine_initialises_and_fuses_nothing_here():
@@ -229,7 +293,7 @@ SINGLE = ("normalization", "optimizer", "cp_comm_type")
 def test_defaults_differ_from_the_tested_values():
     """Else the tests above could not fail; fields with a single possible value are the exception."""
     run = Run()
-    for table in (CONFIG, DDP, OPTIMIZER):
+    for table in (CONFIG, MOE, LAYER, DDP, OPTIMIZER):
         for name, (value, _, _) in table.items():
             section = next(section for section in SECTIONS if name in fields(section))
             assert getattr(getattr(run, section), name) != value or name in SINGLE, name

@@ -14,7 +14,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
-from megatron_moe.model.spec import LOCAL
+from megatron_moe.model.spec import LOCAL, LayerSettings
 from megatron_moe.parallel import groups
 
 
@@ -65,7 +65,15 @@ def layer_of(run):
     submodules = MLASubmodules(
         LOCAL.column_linear, LOCAL.row_linear, LOCAL.norm if run.model.qk_layernorm else None, LOCAL.core_attention
     )
-    layer = LatentAttention(transformer_config(run), submodules, layer_number=1, pg_collection=pg_collection)
+    settings = LayerSettings.from_run(run)
+    layer = LatentAttention(
+        transformer_config(run),
+        submodules,
+        layer_number=1,
+        pg_collection=pg_collection,
+        recomputed=settings.recomputed,
+        rotary=settings.rotary,
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -24,7 +24,7 @@ from megatron_moe.moe.load_balance import GlobalBatch, LostTokens
 from megatron_moe.moe.router import Jitter
 from megatron_moe.moe.routing import balanced_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.moe.state import tell_routers
+from megatron_moe.moe.state import announce_global_batch
 from megatron_moe.training.finalize_model_grads import update_routers
 from tests.helpers.routers import config, tokens
 from tests.reference import reference_moe as reference
@@ -176,9 +176,10 @@ def test_round_robin_is_even_and_its_weights_are_the_routers() -> None:
 )
 def test_no_flips_are_looked_for_where_the_choice_is_not_by_score(changes: dict[str, Any]) -> None:
     r = router(**changes)
-    r.probe = RoutingProbe(8, 1)
-    r.route(tokens())
-    assert r.probe.sums.tolist() == [0.0, 0.0, 0.0] and r.probe.max_logit > 0
+    probe = RoutingProbe(8, 1)
+    with r.observed_by(probe.see):
+        r.route(tokens())
+    assert probe.sums.tolist() == [0.0, 0.0, 0.0] and probe.max_logit > 0
 
 
 @pytest.mark.claim("Dropped choices and Sinkhorn's choices are the same on every layout; no token is lost.")
@@ -189,7 +190,7 @@ def test_a_count_that_is_not_its_tokens_stops_the_step() -> None:
     with pytest.raises(LostTokens, match="10 tokens of the global batch x 2 experts are 20 choices, but 21 were"):
         update_routers([r])
     r.reset_counts()
-    tell_routers([r], GlobalBatch(30, 1.0))
+    announce_global_batch([r], GlobalBatch(30, 1.0))
     r.route(tokens())
     with pytest.raises(LostTokens, match="30 tokens of the global batch x 2 experts are 60 choices, but 20 were"):
         update_routers([r])

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from megatron_moe import Float16Module
 from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, inverse_permutation, sum_copies
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
-from megatron_moe.moe.grouped_gemm import grouped_linear
+from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_loop, grouped_linear_torch
 from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.routers import config
 
@@ -77,14 +78,14 @@ def test_the_activation_rounds_once(dtype: torch.dtype) -> None:
     assert gate_up.grad.dtype == dtype and probs.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+@pytest.mark.parametrize("kernel", [grouped_linear_torch, grouped_linear_loop])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_experts_without_tokens_work(backend: str, dtype: torch.dtype) -> None:
+def test_experts_without_tokens_work(kernel: GroupedLinear, dtype: torch.dtype) -> None:
     counts = [0, 5, 0, 3, 0]
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     rows = torch.randn(8, 16).to(dtype).requires_grad_()
     weights = torch.randn(5, 24, 16).to(dtype).requires_grad_()
-    out = grouped_linear(backend)(rows, weights, offsets)
+    out = kernel(rows, weights, offsets)
     assert out.dtype == dtype and out.shape == (8, 24)
     torch.testing.assert_close(out[:5], F.linear(rows[:5], weights[1]))
     torch.testing.assert_close(out[5:], F.linear(rows[5:], weights[3]))
@@ -93,11 +94,11 @@ def test_experts_without_tokens_work(backend: str, dtype: torch.dtype) -> None:
     assert all((weights.grad[e] == 0).all() == (counts[e] == 0) for e in range(5))
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
-def test_no_tokens_at_all_work(backend: str) -> None:
+@pytest.mark.parametrize("kernel", [grouped_linear_torch, grouped_linear_loop])
+def test_no_tokens_at_all_work(kernel: GroupedLinear) -> None:
     weights = torch.randn(3, 24, 16, requires_grad=True)
     rows = torch.randn(0, 16, requires_grad=True)
-    out = grouped_linear(backend)(rows, weights, torch.zeros(3, dtype=torch.int32))
+    out = kernel(rows, weights, torch.zeros(3, dtype=torch.int32))
     out.sum().backward()
     assert out.shape == (0, 24) and (weights.grad == 0).all()
 
@@ -105,13 +106,13 @@ def test_no_tokens_at_all_work(backend: str) -> None:
 def test_an_fp64_product_names_the_backend_that_has_one() -> None:
     rows, weights, offsets = torch.randn(4, 8).double(), torch.randn(1, 8, 8).double(), torch.tensor([4]).int()
     with pytest.raises(ValueError, match="--moe-expert-backend"):
-        grouped_linear("grouped_mm")(rows, weights, offsets)
-    assert grouped_linear("loop")(rows, weights, offsets).dtype == torch.float64
+        grouped_linear_torch(rows, weights, offsets)
+    assert grouped_linear_loop(rows, weights, offsets).dtype == torch.float64
 
 
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="--moe-expert-backend cutlass"):
-        grouped_linear("cutlass")
+        layer(16, 8, "cutlass")
 
 
 def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
@@ -171,6 +172,7 @@ def test_weights_cast_to_half_precision_are_refused_by_the_cast(half: str) -> No
 
 def test_the_width_that_counts_is_a_ranks_part_of_an_expert() -> None:
     settings, split = config(moe_ffn_hidden_size=8), replace(moe_groups(), etp_size=4)
-    GroupedExperts(settings, replace(split, etp_size=2))
+    options = MoEOptions.from_engine_config(settings)
+    GroupedExperts(settings, options, replace(split, etp_size=2))
     with pytest.raises(ValueError, match="--expert-tensor-parallel-size 4: .*width on a rank .2."):
-        GroupedExperts(settings, split)
+        GroupedExperts(settings, options, split)

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
 from megatron_moe.apps.doctor.recorder import RouterRecord
-from megatron_moe.model.engine_config import EngineConfig
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route
 from megatron_moe.moe.routing_probe import RoutingProbe
@@ -36,6 +36,7 @@ def drawn(generator: torch.Generator, group_score: str) -> tuple[Any, torch.Tens
     topk = pick(*range(group_topk, min(size * group_topk, 12) + 1))
     options = SimpleNamespace(
         num_experts=groups * size,
+        enable_expert_bias=False,
         topk=topk,
         score_function=function,
         pre_softmax=pre_softmax,
@@ -47,6 +48,7 @@ def drawn(generator: torch.Generator, group_score: str) -> tuple[Any, torch.Tens
     )
     logits = torch.randn(TOKENS, groups * size, generator=generator) * pick(0.5, 2.0, 8.0)
     bias = torch.randn(groups * size, generator=generator) / 4 if function == "sigmoid" and pick(True, False) else None
+    options.enable_expert_bias = bias is not None
     return options, logits.round() if pick(True, False, False) else logits, bias
 
 
@@ -132,12 +134,13 @@ def test_a_plain_engine_configuration_means_the_engines_groups(changes: dict[str
     torch.testing.assert_close(ours, probs, rtol=1e-6, atol=1e-7)
 
 
-def test_our_own_configuration_means_the_rule_that_it_names() -> None:
+def test_a_run_and_a_configuration_that_names_a_rule_mean_that_rule() -> None:
+    run = replace(Run(), num_experts=16, moe_router_topk=4, **GROUPS)
+    assert MoEOptions.from_run(run).group_score == "top2"
+    assert MoEOptions.from_run(replace(run, moe_router_group_score="max")).group_score == "max"
     stock = config(num_moe_experts=16, moe_router_topk=4, **GROUPS)
-    values = {name: getattr(stock, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
-    values |= dict(num_moe_experts=16, moe_router_topk=4, add_bias_linear=False, **GROUPS)
-    assert MoEOptions.from_engine_config(EngineConfig(**values)).group_score == "top2"
-    assert MoEOptions.from_engine_config(EngineConfig(**values, moe_router_group_score="max")).group_score == "max"
+    stock.moe_router_group_score = "max"
+    assert MoEOptions.from_engine_config(stock).group_score == "max"
 
 
 def test_a_group_of_which_nothing_would_be_added_up_is_refused() -> None:
@@ -158,17 +161,16 @@ def test_a_score_function_that_is_not_ours_is_refused() -> None:
 def test_what_watches_a_router_goes_by_the_values_that_it_ranks() -> None:
     r = TopKRouter(config(num_moe_experts=16, moe_router_topk=2, **GROUPS, **SOFTMAX))
     hidden = 8 * tokens(64)
-    logits = r.gate(hidden).detach()
+    logits = r.gate(hidden).detach().double()
     sums = logits.view(64, 4, 4).topk(2).values.sum(-1)
     inside = logits.view(64, 4, 4)[torch.arange(64), sums.argmax(-1)].sort(descending=True).values
-    margins = (inside[:, 1] - inside[:, 2]).double()
+    margins = inside[:, 1] - inside[:, 2]
 
-    r.probe = RoutingProbe(num_tokens=64, num_micro_batches=1)
-    r.route(hidden)
-    assert r.probe.sums is not None
-    assert r.probe.sums.tolist() == pytest.approx([64, 0, margins.sum().item()])
+    probe, record = RoutingProbe(num_tokens=64, num_micro_batches=1), RouterRecord()  # the doctor's
+    with r.observed_by(probe.see), r.observed_by(record.see):
+        r.route(hidden)
+    assert probe.sums is not None
+    assert probe.sums.tolist() == pytest.approx([64, 0, margins.sum().item()])
 
-    r.probe = RouterRecord()  # the doctor's
-    r.route(hidden)
     best, second = sums.topk(2).values.unbind(-1)
-    assert r.probe.smallest == pytest.approx(min(margins.min().item(), (best - second).min().item()))
+    assert record.smallest == pytest.approx(min(margins.min().item(), (best - second).min().item()))

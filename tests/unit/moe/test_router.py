@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import Float16Module
-from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
-from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch
+from megatron_moe.moe.state import RouterSnapshot, announce_global_batch, counting_ahead
 from megatron_moe.precision.contract import verify_fp32_state
 from tests.helpers.routers import config, router, tokens
 
@@ -34,6 +34,35 @@ def test_recomputation_counts_once() -> None:
     assert r.local_tokens_per_expert.sum().item() == 0, "the pass without gradients is thrown away"
     probs.sum().backward()
     assert r.local_tokens_per_expert.sum().item() == 20
+
+
+def test_an_observer_sees_the_passes_that_count_or_every_pass_and_only_within_its_block() -> None:
+    r, hidden = router(), tokens()
+    counted: list[Any] = []
+    every: list[Any] = []
+    with r.observed_by(lambda _, routed: every.append(routed), every_pass=True):
+        with r.observed_by(lambda seen, routed: counted.append((seen, routed))):
+            decision = r.route(hidden)
+            with torch.no_grad():
+                r.route(hidden)
+        r.eval().route(hidden)
+    r.train().route(hidden)
+    ((seen, routed),) = counted
+    assert seen is r and [one.counted for one in every] == [True, False, False]
+    assert torch.equal(routed.decision.expert_ids, decision.expert_ids) and torch.equal(routed.logits, r.gate(hidden))
+
+
+def test_counting_ahead_counts_and_leaves_no_other_trace() -> None:
+    r, is_padding = router(), torch.tensor([True] * 3 + [False] * 7)
+    with counting_ahead([r]) as counted:
+        r.route(tokens(), is_padding)
+        r.route(tokens())
+    assert counted[0].dtype == torch.int64 and counted[0].sum().item() == (7 + 10) * 2
+    assert r.local_tokens_per_expert.sum().item() == 0 and r.step.num_tokens == 0
+    announce_global_batch([r], GlobalBatch(17, 1.0), counted)
+    assert torch.equal(r.step.global_batch.tokens_per_expert, counted[0])
+    r.reset_counts()
+    assert r.step.global_batch is None
 
 
 def test_the_bias_chooses_and_never_weighs() -> None:
@@ -86,7 +115,7 @@ def test_fp64_routing_is_fp64() -> None:
 
 def test_a_count_that_could_be_rounded_is_refused() -> None:
     r = router()
-    r.counted_tokens = EXACT_FP32_INTEGER - 5
+    r.step.num_tokens = EXACT_FP32_INTEGER - 5
     with pytest.raises(OverflowError, match="--global-batch-size"):
         r.route(tokens())
 
@@ -112,7 +141,7 @@ def test_a_snapshot_undoes_a_step_and_drops_its_counts() -> None:
     r.expert_bias += 0.001
     snapshot.restore()
     assert torch.equal(r.expert_bias, before)
-    assert r.local_tokens_per_expert.sum().item() == 0 and r.counted_tokens == 0
+    assert r.local_tokens_per_expert.sum().item() == 0 and r.step.num_tokens == 0
 
 
 def test_the_engines_protocol_gives_the_same_decision_in_dense_form() -> None:

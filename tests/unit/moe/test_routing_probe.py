@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.moe.routing import RoutingDecision, choose_experts, scores_from_logits
+from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, choose_experts, scores_from_logits
 from megatron_moe.moe.routing_probe import RoutingProbe, choice_margins, evenly, flipped, margin_percentile
 
 
@@ -22,6 +22,7 @@ def options(**changes: Any) -> Any:
         "group_topk": None,
     }
     given["chooses_by_score"] = True
+    given["enable_expert_bias"] = False
     return SimpleNamespace(**{**given, "group_score": "max", **changes})
 
 
@@ -33,7 +34,8 @@ def see(probe: RoutingProbe, gate: Any, hidden: torch.Tensor, is_padding: torch.
     logits = hidden.float() @ gate.weight.float().T
     scores = scores_from_logits(logits, gate.options)
     ids = choose_experts(scores, gate.expert_bias, gate.options)
-    probe.see(gate, hidden, logits, scores, RoutingDecision(ids, ids.float()), is_padding)
+    decision = RoutingDecision(ids, ids.float())
+    probe.see(gate, RoutedTokens(hidden, logits, scores, decision, MicroBatch(is_padding, 1, True), counted=True))
 
 
 @pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")

@@ -117,11 +117,13 @@ def test_a_function_of_ours_has_the_same_bits_under_autocast(name: str, place: s
 
 def layer(params: torch.dtype = torch.float32, **changes: Any) -> MoELayer:
     from megatron_moe.model.engine_config import transformer_config
+    from megatron_moe.moe.options import MoEOptions
     from megatron_moe.parallel import groups
 
     run = build({**PRESETS["tiny"], "moe_shared_expert_gate": True, "moe_aux_loss_coeff": (0.1,), **changes})
+    pg_collection, options = groups.initialize(run), MoEOptions.from_run(run)
     with the_same_numbers():
-        built = MoELayer(transformer_config(run), pg_collection=groups.initialize(run), layer_number=1)
+        built = MoELayer(transformer_config(run), pg_collection=pg_collection, layer_number=1, options=options)
         for parameter in built.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     return built.to(params)

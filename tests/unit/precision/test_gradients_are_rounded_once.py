@@ -27,6 +27,7 @@ from megatron_moe.model.norm import RMSNorm
 from megatron_moe.moe.dispatch import copy_rows, inverse_permutation, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
+from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
@@ -230,7 +231,7 @@ def test_the_shared_experts_gate() -> None:
     )  # fmt: skip
     pg = groups.initialize(run)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = SharedExperts(transformer_config(run), linears, pg.tp)
+    shared = SharedExperts(transformer_config(run), MoEOptions.from_run(run), linears, pg.tp)
     for number, parameter in enumerate(shared.parameters()):
         parameter.data.copy_(randn(*parameter.shape, seed=number) / 2)
     rows: list[Tensor] = []

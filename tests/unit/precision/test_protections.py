@@ -111,14 +111,16 @@ def _subject(name: str, pg_collection: Any) -> torch.nn.Module:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.engine_config import transformer_config
     from megatron_moe.moe.layer import MoELayer
+    from megatron_moe.moe.options import MoEOptions
     from megatron_moe.moe.router import TopKRouter
 
     wrapped = name in ("Float16Module", "DistributedDataParallel")
     run = _run(bf16=wrapped)
     if name == "router":
-        module: torch.nn.Module = TopKRouter(transformer_config(run), pg_collection)
+        module: torch.nn.Module = TopKRouter(transformer_config(run), pg_collection, options=MoEOptions.from_run(run))
     elif name == "MoELayer":
-        module = MoELayer(transformer_config(run), pg_collection=pg_collection, layer_number=1)
+        options = MoEOptions.from_run(run)
+        module = MoELayer(transformer_config(run), pg_collection=pg_collection, layer_number=1, options=options)
     else:
         (module,) = build_model(run, pg_collection, 128, wrap=wrapped)
         module = module.module if name == "Float16Module" else module
@@ -359,7 +361,7 @@ def bias_after_close_counts(exact: bool) -> list[float]:
     with torch.no_grad():
         router.expert_bias.zero_()
         router.local_tokens_per_expert.copy_(torch.tensor([257.0, 256, 256, 256, 256, 256, 256, 255]))
-    router.valid_tokens = 2048 // router.options.topk
+    router.step.num_valid = 2048 // router.options.topk
     counts, conservation = file._global_counts, file._require_conservation
     if not exact:
         rounded = router.local_tokens_per_expert.bfloat16().to(torch.int64)

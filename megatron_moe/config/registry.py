@@ -1,0 +1,76 @@
+"""What a flag chooses among, where a program that imports this package may add to it.
+
+A registry knows the names of its entries without torch, so that the command line can check and list them; the module
+that implements an entry registers it under its name when it is imported. An entry that is registered from outside is
+from then on a value of the flag like any other:
+
+    from megatron_moe.config.registry import SCORE_FUNCTIONS
+    from megatron_moe.moe.routing import ScoreFunction
+
+    SCORE_FUNCTIONS.register("softplus", ScoreFunction(torch.nn.functional.softplus, sums_to_one=False))
+
+before the flags are read, and `--moe-router-score-function softplus` trains with it. Every rank has to register it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[Entry]):
+    """Entries by the name that a flag gives them, in the order in which the names became known.
+
+    Args:
+        field: the schema's field whose values these are; messages name its flag.
+        names: the entries of this package, which their modules register.
+    """
+
+    def __init__(self, field: str, *names: str) -> None:
+        self.flag = "--" + field.replace("_", "-")
+        self._entries: dict[str, Entry | None] = dict.fromkeys(names)
+
+    def register(self, name: str, entry: Entry) -> None:
+        """Add an entry.
+
+        Raises:
+            ValueError: if the name has one already.
+        """
+        if self._entries.get(name) is not None:
+            raise ValueError(f"{self.flag} {name}: is registered already; choose another name")
+        self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return the entry of a name.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(f"{self.flag} {name}: not one of {', '.join(self)}")
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+SCORE_FUNCTIONS: Registry = Registry("moe_router_score_function", "softmax", "sigmoid")
+"""How logits become scores: `moe.routing.ScoreFunction`. The softmax alone can also be taken after the choice, over the
+chosen logits (without `--moe-router-pre-softmax`); all others score every expert before it."""
+
+EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "loop")
+"""How the experts of a rank are computed: a function (config, options, groups) -> `moe.experts.LocalExperts`, where
+`config` is the engine's TransformerConfig, `options` a `MoEOptions` and `groups` the layer's `MoEGroups`."""
+
+DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather")
+"""How tokens reach experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`.
+Without expert parallelism nothing travels, and none of these is asked."""

@@ -1,0 +1,123 @@
+"""Score functions, expert backends and dispatchers that a program registers from outside of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import megatron_moe.moe.layer  # noqa: F401  it registers the package's own
+from megatron_moe.config import cli
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS, Registry
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.moe.options import MoEOptions
+from megatron_moe.moe.routing import ScoreFunction, scores_from_logits, weigh_experts
+
+SOFTPLUS = ScoreFunction(F.softplus, sums_to_one=False)
+
+
+@contextmanager
+def registered(registry: Registry, name: str, entry: Any) -> Iterator[None]:
+    """The entry is there within the block: the processes of the tests serve others afterwards."""
+    registry.register(name, entry)
+    try:
+        yield
+    finally:
+        del registry._entries[name]
+
+
+@pytest.mark.parametrize(
+    ("registry", "flag", "name"),
+    [
+        (SCORE_FUNCTIONS, "--moe-router-score-function", "softplus"),
+        (EXPERT_BACKENDS, "--moe-expert-backend", "counted"),
+        (DISPATCHERS, "--moe-token-dispatcher-type", "counted"),
+    ],
+)
+def test_a_registered_name_is_a_value_of_its_flag(registry: Registry, flag: str, name: str) -> None:
+    words = ["--preset", "tiny", "--mock-data", "--vocab-size", "100", flag, name]
+    with pytest.raises(ConfigError, match=f"{flag}: {name}: not one of {', '.join(registry)}"):
+        cli.parse(words)
+    with registered(registry, name, object()):
+        cli.parse(words)
+        with pytest.raises(ValueError, match=f"{flag} {name}: is registered already"):
+            registry.register(name, object())
+    with pytest.raises(ValueError, match=f"{flag} {name}: not one of"):
+        registry[name]
+    with pytest.raises(ValueError, match="is registered already"):
+        registry.register(next(iter(registry)), object())
+
+
+def test_a_score_function_from_outside_weighs_and_is_normalised() -> None:
+    run = replace(Run(), num_experts=8, moe_router_score_function="softplus")
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    with registered(SCORE_FUNCTIONS, "softplus", SOFTPLUS):
+        options = MoEOptions.from_run(run)
+        scores = scores_from_logits(logits, options)
+        ids = scores.topk(2).indices
+        weights = weigh_experts(logits, scores, ids, options)
+    assert torch.equal(scores, F.softplus(logits))
+    chosen = scores.gather(1, ids)
+    torch.testing.assert_close(weights, chosen / chosen.sum(1, keepdim=True))
+
+
+def steps(flags: dict[str, Any]) -> dict[str, Any]:
+    """Two steps with the toys registered: losses, expert bias, and how often each toy was asked."""
+    from megatron_moe.moe.dispatch import AllToAllDispatcher
+    from megatron_moe.moe.experts import GroupedExperts
+    from megatron_moe.moe.state import routers
+    from tests.unit.training.test_step_transaction import Trainer
+
+    asked = {"scores": 0, "experts": 0, "dispatches": 0}
+
+    def scores(logits: torch.Tensor) -> torch.Tensor:
+        asked["scores"] += 1
+        return F.softplus(logits)
+
+    class CountedExperts(GroupedExperts):
+        def forward(self, expert_input: Any) -> torch.Tensor:
+            asked["experts"] += 1
+            return super().forward(expert_input)
+
+    class CountedDispatcher(AllToAllDispatcher):
+        def dispatch(self, hidden: torch.Tensor, decision: Any) -> Any:
+            asked["dispatches"] += 1
+            return super().dispatch(hidden, decision)
+
+    with (
+        registered(SCORE_FUNCTIONS, "softplus", ScoreFunction(scores, sums_to_one=False)),
+        registered(EXPERT_BACKENDS, "counted", CountedExperts),
+        registered(DISPATCHERS, "counted", CountedDispatcher),
+    ):
+        trainer = Trainer(flags)
+        losses = [float(trainer.step().loss).hex() for _ in range(2)]
+    return {"losses": losses, "bias": [r.expert_bias.tolist() for r in routers(trainer.model)], "asked": asked}
+
+
+LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.1,)}
+
+
+def test_a_step_trains_with_a_score_function_from_outside(gloo: Any) -> None:
+    (toy,) = gloo.run(1, steps, flags={**LOSSES, "moe_router_score_function": "softplus"})
+    (sigmoid,) = gloo.run(1, steps, flags=LOSSES)
+    assert toy["asked"]["scores"] > 0 == sigmoid["asked"]["scores"]
+    assert toy["losses"][0] != sigmoid["losses"][0] and toy["losses"][0] != toy["losses"][1]
+    assert all(max(map(abs, bias)) == pytest.approx(2e-3) for bias in toy["bias"])
+
+
+@pytest.mark.parametrize(
+    ("toy", "flags"),
+    [("experts", {"moe_expert_backend": "counted"}), ("dispatches", {"moe_token_dispatcher_type": "counted"})],
+)
+def test_a_step_trains_with_a_backend_or_a_dispatcher_from_outside(gloo: Any, toy: str, flags: dict[str, Any]) -> None:
+    spread = {"expert_model_parallel_size": 2}
+    ours = gloo.run(2, steps, flags=spread)
+    theirs = gloo.run(2, steps, flags={**spread, **flags})
+    for own, other in zip(ours, theirs):
+        assert other["losses"] == own["losses"]  # it computes the same, and is asked
+        assert other["asked"][toy] > 0 == own["asked"][toy]
