@@ -45,7 +45,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Preprocess as the flags say; return 0, 2 for a wrong flag or input (a line on stderr), or 130 after Ctrl-C."""
+    """Preprocess as the flags say.
+
+    Args:
+        argv: the command line without the program's name.
+
+    Returns:
+        The exit status: 0, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
+    """
     return run_program("preprocess_data.py", _main, argv, interrupted="interrupted; nothing was written")
 
 

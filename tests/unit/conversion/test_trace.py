@@ -224,7 +224,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         "token id 131 is outside",
     ),
     "a negative id": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of() - 131}), "is outside of the vocabul"),
-    "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "the folder does not exist"),
+    "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "its folder does not exist"),
     "no folder for the norms": (lambda hf, at: ["--grad-norms", str(at / "a" / "b")], "--grad-norms"),
     "an output that is a folder": (lambda hf, at: ["--output", str(at)], "cannot be written; name a file"),
 }
