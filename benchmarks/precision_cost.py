@@ -99,7 +99,6 @@ def _built(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None], int]
 
     import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
     from megatron_moe import platform
-    from megatron_moe.config import derived
     from megatron_moe.config.schema import build
     from megatron_moe.data.batches import batch_iterators
     from megatron_moe.data.datasets import build_datasets
@@ -115,7 +114,7 @@ def _built(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None], int]
     pg_collection = groups.initialize(run)
     seed_everything(run)
     before = platform.max_memory_bytes()
-    model = build_model(run, pg_collection, derived.padded_vocab_size(args.vocab, run))
+    model = build_model(run, pg_collection, run.derived.padded_vocab_size(args.vocab))
     optimizer = build_optimizer(run, model, pg_collection)
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.report.records import StepRecord
@@ -72,7 +71,7 @@ def measure(hidden_size: int, steps: int, bf16: bool) -> dict[str, Any]:
     assert calls == LOOKS_PER_STEP * len(seconds.of_steps)
     counted = seconds.of_steps[4:]  # the first ones pay what is paid once
     return {
-        "parameters": derived.parameter_count(run, derived.padded_vocab_size(257, run)),
+        "parameters": run.derived.parameter_count(run.derived.padded_vocab_size(257)),
         "looking": counted[1::2],
         "not_looking": counted[::2],
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_moe.checkpoint import folder, origin
-from megatron_moe.config import derived, schema
+from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizers import (
@@ -120,9 +120,9 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
         width: bytes of a number of the model.
     """
     cache = (prompt + new) * numbers_per_token(run) * width
-    vocabulary = derived.padded_vocab_size(run.model.vocab_size or 0, run)
+    vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
     # Logits as computed and in fp32; within a layer, a few tensors of the widest kind.
-    widest = max(run.model.hidden_size, derived.ffn_hidden_size(run), run.model.num_attention_heads * 256)
+    widest = max(run.model.hidden_size, run.derived.ffn_hidden_size, run.model.num_attention_heads * 256)
     return cache + prompt * (vocabulary * (width + 4) + 16 * widest * 4)
 
 
@@ -216,7 +216,7 @@ def _says_bos(file: Path) -> bool:
 
 def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new: int) -> list[int]:
     ids = [*begin, *tokenizer.tokenize(prompt)] or [tokenizer.eod]
-    vocab_size, positions = run.model.vocab_size or 0, derived.max_position_embeddings(run)
+    vocab_size, positions = run.model.vocab_size or 0, run.derived.max_position_embeddings
     if max(ids) >= vocab_size:
         raise ConfigError(
             f"--tokenizer-type {tokenizer.name}: gives token {max(ids)} and the model has {vocab_size}; name the "

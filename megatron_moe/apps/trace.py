@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import ModelSource, locate
@@ -102,7 +101,7 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
         raise ConfigError(f"{where}: {_INPUT} is {tokens.dtype}; token ids are int64 or int32")
     if tokens.dim() != 2 or shape[0] < 1 or shape[1] < 2:
         raise ConfigError(f"{where}: {_INPUT} has the shape {shape}; [B, S] is wanted, with B >= 1 and S >= 2")
-    largest = derived.max_position_embeddings(source.run)
+    largest = source.run.derived.max_position_embeddings
     if shape[1] > largest:
         raise ConfigError(f"{where}: sequences of {shape[1]} tokens; {source.path} has positions for {largest}")
     vocab_size = source.run.model.vocab_size or 0

@@ -1,144 +1,326 @@
-"""Quantities that follow from a run's settings: pure functions, one meaning each, shared by every room.
-
-Each trusts that `rules.check` has passed, unless it says otherwise. Letters: H hidden size, F expert width, E experts,
-K experts per token, S sequence length.
-"""
+"""Quantities that follow from a run's settings, one meaning each, shared by every room. No torch."""
 
 from __future__ import annotations
 
 import ast
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, replace
 
-# ---- layout
-
-
-def model_ranks(run: Run) -> int:
-    """TP x PP x CP: ranks that one copy of the dense layers takes."""
-    p = run.parallel
-    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+if TYPE_CHECKING:
+    from megatron_moe.config.schema import Run
 
 
-def data_parallel_size(run: Run, world_size: int) -> int:
-    """DP: copies of the dense layers."""
-    return world_size // model_ranks(run)
+class DerivedSettings:
+    """What follows from a run's settings, each value computed once: `run.derived.head_size`.
 
-
-def expert_tensor_parallel_size(run: Run) -> int:
-    """ETP: ranks one expert is split over; TP unless the flag says otherwise."""
-    etp = run.parallel.expert_tensor_parallel_size
-    return run.parallel.tensor_model_parallel_size if etp is None else etp
-
-
-def expert_ranks(run: Run) -> int:
-    """EP x ETP x PP: ranks that one copy of the experts takes."""
-    p = run.parallel
-    return p.expert_model_parallel_size * expert_tensor_parallel_size(run) * p.pipeline_model_parallel_size
-
-
-def expert_data_parallel_size(run: Run, world_size: int) -> int:
-    """Copies of the experts; smaller than DP as soon as EP x ETP > TP x CP."""
-    return world_size // expert_ranks(run)
-
-
-def pipeline_layer_counts(run: Run) -> list[int]:
-    """Layers of each pipeline stage, the first and last as their own flags say.
-
-    Raises:
-        ConfigError: if the layers cannot be spread so.
+    Each trusts that `rules.check` has passed, unless it says otherwise. Letters: H hidden size, F expert width, E
+    experts, K experts per token, S sequence length.
     """
-    layers, stages = run.model.num_layers, run.parallel.pipeline_model_parallel_size
-    first, last = run.parallel.decoder_first_pipeline_num_layers, run.parallel.decoder_last_pipeline_num_layers
-    # Stages without a count of their own share what is left; with one stage, a count of its own must be all of it.
-    even_stages = stages - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if even_stages < 0 or rest < 0 or (rest != 0 if even_stages == 0 else rest % even_stages != 0):
-        raise ConfigError(
-            f"--num-layers {layers} cannot be spread over --pipeline-model-parallel-size {stages}"
-            f" (first stage: {first or 'even'}, last stage: {last or 'even'})"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    # ---- layout
+
+    @cached_property
+    def model_ranks(self) -> int:
+        """TP x PP x CP: ranks that one copy of the dense layers takes."""
+        p = self._run.parallel
+        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return DP, the copies of the dense layers."""
+        return world_size // self.model_ranks
+
+    @cached_property
+    def expert_tensor_parallel_size(self) -> int:
+        """ETP: ranks one expert is split over; TP unless the flag says otherwise."""
+        etp = self._run.parallel.expert_tensor_parallel_size
+        return self._run.parallel.tensor_model_parallel_size if etp is None else etp
+
+    @cached_property
+    def expert_ranks(self) -> int:
+        """EP x ETP x PP: ranks that one copy of the experts takes."""
+        p = self._run.parallel
+        return p.expert_model_parallel_size * self.expert_tensor_parallel_size * p.pipeline_model_parallel_size
+
+    def expert_data_parallel_size(self, world_size: int) -> int:
+        """Return the copies of the experts; smaller than DP as soon as EP x ETP > TP x CP."""
+        return world_size // self.expert_ranks
+
+    @cached_property
+    def pipeline_layer_counts(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage, the first and last as their own flags say.
+
+        Raises:
+            ConfigError: if the layers cannot be spread so.
+        """
+        layers, stages = self._run.model.num_layers, self._run.parallel.pipeline_model_parallel_size
+        first, last = (
+            self._run.parallel.decoder_first_pipeline_num_layers,
+            self._run.parallel.decoder_last_pipeline_num_layers,
         )
-    counts = [rest // even_stages if even_stages else 0] * stages
-    if first is not None:
-        counts[0] = first
-    if last is not None:
-        counts[-1] = last
-    return counts
+        # Stages without a count of their own share what is left; with one stage, a count of its own must be all of it.
+        even_stages = stages - (first is not None) - (last is not None)
+        rest = layers - (first or 0) - (last or 0)
+        if even_stages < 0 or rest < 0 or (rest != 0 if even_stages == 0 else rest % even_stages != 0):
+            raise ConfigError(
+                f"--num-layers {layers} cannot be spread over --pipeline-model-parallel-size {stages}"
+                f" (first stage: {first or 'even'}, last stage: {last or 'even'})"
+            )
+        counts = [rest // even_stages if even_stages else 0] * stages
+        if first is not None:
+            counts[0] = first
+        if last is not None:
+            counts[-1] = last
+        return tuple(counts)
 
+    @cached_property
+    def virtual_pipeline_size(self) -> int | None:
+        """VPP: model chunks per pipeline stage; None without the interleaved schedule, which one chunk is too."""
+        per_chunk = self._run.parallel.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return None
+        chunks = self._run.model.num_layers // self._run.parallel.pipeline_model_parallel_size // per_chunk
+        return chunks if chunks > 1 else None
 
-def virtual_pipeline_size(run: Run) -> int | None:
-    """VPP: model chunks per pipeline stage; None without the interleaved schedule, which one chunk is too."""
-    per_chunk = run.parallel.num_layers_per_virtual_pipeline_stage
-    if per_chunk is None:
-        return None
-    chunks = run.model.num_layers // run.parallel.pipeline_model_parallel_size // per_chunk
-    return chunks if chunks > 1 else None
+    # ---- batches and schedule
 
+    def global_batch_size(self, world_size: int) -> int:
+        """Return the sequences per optimizer step, after any ramp-up; default micro-batch-size x DP."""
+        given = self._run.training.global_batch_size
+        return self._run.training.micro_batch_size * self.data_parallel_size(world_size) if given is None else given
 
-# ---- batches and schedule
+    def num_microbatches(self, world_size: int) -> int:
+        """Return the micro-batches per rank and optimizer step, after any ramp-up."""
+        return self.global_batch_size(world_size) // (
+            self._run.training.micro_batch_size * self.data_parallel_size(world_size)
+        )
 
+    @cached_property
+    def lr_decay_iters(self) -> int | None:
+        """Iterations of the learning rate's decay: the flag, else the whole run; None where neither is set."""
+        given = self._run.optimizer.lr_decay_iters
+        return self._run.training.train_iters if given is None else given
 
-def global_batch_size(run: Run, world_size: int) -> int:
-    """Sequences per optimizer step, after any ramp-up; micro-batch-size x DP unless the flag says otherwise."""
-    given = run.training.global_batch_size
-    return run.training.micro_batch_size * data_parallel_size(run, world_size) if given is None else given
+    @cached_property
+    def lr_warmup_iters(self) -> int:
+        """Iterations of linear warm-up, from the count or from the share of the decay."""
+        if self._run.optimizer.lr_warmup_fraction is None:
+            return self._run.optimizer.lr_warmup_iters
+        return int(self._run.optimizer.lr_warmup_fraction * (self.lr_decay_iters or 0))
 
+    # ---- model
 
-def num_microbatches(run: Run, world_size: int) -> int:
-    """Micro-batches per rank and optimizer step, after any ramp-up."""
-    return global_batch_size(run, world_size) // (run.training.micro_batch_size * data_parallel_size(run, world_size))
+    @cached_property
+    def params_dtype_name(self) -> str:
+        """Dtype of weights and activations: "bfloat16", "float16" or "float32"."""
+        if self._run.precision.bf16:
+            return "bfloat16"
+        return "float16" if self._run.precision.fp16 else "float32"
 
+    @cached_property
+    def grads_in_fp32(self) -> bool:
+        """Whether weight gradients are accumulated over micro-batches, and reduced over ranks, in fp32."""
+        given = self._run.precision.accumulate_allreduce_grads_in_fp32
+        return not self._run.precision.grad_reduce_in_bf16 if given is None else given
 
-def lr_decay_iters(run: Run) -> int | None:
-    """Iterations of the learning rate's decay: the flag, else the whole run; None where neither is set."""
-    given = run.optimizer.lr_decay_iters
-    return run.training.train_iters if given is None else given
+    @cached_property
+    def health_interval(self) -> int:
+        """Iterations between health measurements; 0: none. A measured step is slower: not every one is."""
+        given = self._run.logging.health_interval
+        return max(self._run.logging.log_interval, 10) if given is None else given
 
+    @cached_property
+    def ffn_hidden_size(self) -> int:
+        """Width of a dense layer's MLP."""
+        given = self._run.model.ffn_hidden_size
+        return 4 * self._run.model.hidden_size if given is None else given
 
-def lr_warmup_iters(run: Run) -> int:
-    """Iterations of linear warm-up, from the count or from the share of the decay."""
-    if run.optimizer.lr_warmup_fraction is None:
-        return run.optimizer.lr_warmup_iters
-    return int(run.optimizer.lr_warmup_fraction * (lr_decay_iters(run) or 0))
+    @cached_property
+    def moe_ffn_hidden_size(self) -> int:
+        """F: width of one expert."""
+        given = self._run.moe.moe_ffn_hidden_size
+        return self.ffn_hidden_size if given is None else given
 
+    @cached_property
+    def head_size(self) -> int:
+        """Width of one head of grouped-query attention."""
+        given = self._run.model.kv_channels
+        return self._run.model.hidden_size // self._run.model.num_attention_heads if given is None else given
 
-# ---- model
+    @cached_property
+    def num_query_groups(self) -> int:
+        """Key/value heads; one per attention head unless grouped-query attention is on."""
+        groups = self._run.model.num_query_groups
+        return (
+            groups
+            if self._run.model.group_query_attention and groups is not None
+            else self._run.model.num_attention_heads
+        )
 
+    @cached_property
+    def max_position_embeddings(self) -> int:
+        """Largest position the model is built for."""
+        given = self._run.model.max_position_embeddings
+        return self._run.model.seq_length if given is None else given
 
-def params_dtype_name(run: Run) -> str:
-    """Dtype of weights and activations: "bfloat16", "float16" or "float32"."""
-    if run.precision.bf16:
-        return "bfloat16"
-    return "float16" if run.precision.fp16 else "float32"
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return the rows of the embedding table: the vocabulary, rounded up to equal, aligned shares of TP ranks."""
+        multiple = self._run.model.make_vocab_size_divisible_by * self._run.parallel.tensor_model_parallel_size
+        return (vocab_size + multiple - 1) // multiple * multiple
 
+    @cached_property
+    def norm_topk_prob(self) -> bool:
+        """Whether a token's K weights sum to one (before the scaling factor).
 
-def grads_in_fp32(run: Run) -> bool:
-    """Whether weight gradients are accumulated over micro-batches, and reduced over ranks, in fp32."""
-    given = run.precision.accumulate_allreduce_grads_in_fp32
-    return not run.precision.grad_reduce_in_bf16 if given is None else given
+        Left open, it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
+        experts is not normalised, and other scores are when K > 1.
+        """
+        given = self._run.moe.moe_router_norm_topk_prob
+        if given is not None:
+            return given
+        if self._run.moe.moe_router_score_function != "softmax":
+            return self._run.moe.moe_router_topk > 1
+        return not self._run.moe.moe_router_pre_softmax
 
+    @cached_property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Modules that `--recompute-granularity selective` recomputes; none without it. Megatron-LM's default."""
+        if self._run.training.recompute_granularity != "selective":
+            return ()
+        given = self._run.training.recompute_modules
+        return ("core_attn",) if given is None else given
 
-def health_interval(run: Run) -> int:
-    """Iterations between health measurements; 0: never. A measured step is slower, so not every one unless asked."""
-    given = run.logging.health_interval
-    return max(run.logging.log_interval, 10) if given is None else given
+    @cached_property
+    def moe_layer_pattern(self) -> tuple[int, ...]:
+        """One entry per layer: 1 for a MoE layer, 0 for a dense one.
 
+        `--moe-layer-freq N` makes layer i (from 0) a MoE layer where i % N == 0; an expression like `[0]+[1]*3` spells
+        the pattern out.
 
-def ffn_hidden_size(run: Run) -> int:
-    """Width of a dense layer's MLP."""
-    given = run.model.ffn_hidden_size
-    return 4 * run.model.hidden_size if given is None else given
+        Raises:
+            ConfigError: the frequency is not positive, or the expression is no list of 0 and 1, one entry per layer.
+        """
+        layers, freq = self._run.model.num_layers, self._run.moe.moe_layer_freq
+        if self._run.moe.num_experts is None:
+            return (0,) * layers
+        if isinstance(freq, int):
+            if freq < 1:
+                raise ConfigError(f"--moe-layer-freq {freq}: must be at least 1; 1 makes every layer a MoE layer")
+            return tuple(int(i % freq == 0) for i in range(layers))
+        try:
+            pattern = _list_expression(ast.parse(freq, mode="eval").body)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'"
+            ) from None
+        if any(entry not in (0, 1) for entry in pattern):
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'"
+            )
+        if len(pattern) != layers:
+            raise ConfigError(
+                f"--moe-layer-freq {freq!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer,"
+                f" e.g. '[0]+[1]*{layers - 1}'"
+            )
+        return tuple(pattern)
 
+    # ---- counts
 
-def moe_ffn_hidden_size(run: Run) -> int:
-    """F: width of one expert."""
-    given = run.moe.moe_ffn_hidden_size
-    return ffn_hidden_size(run) if given is None else given
+    def _attention_parameters(self) -> int:
+        m, h = self._run.model, self._run.model.hidden_size
+        if m.multi_latent_attention:
+            n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
+            query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+            key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (
+                m.qk_head_dim + m.v_head_dim
+            )
+            norms = ((m.q_lora_rank or 0) + m.kv_lora_rank) if m.qk_layernorm else 0
+            return query + key_value + norms + n * m.v_head_dim * h
+        d, n, g = self.head_size, m.num_attention_heads, self.num_query_groups
+        qkv_bias = (n + 2 * g) * d if m.add_bias_linear or m.add_qkv_bias else 0
+        out_bias = h if m.add_bias_linear else 0
+        return h * (n + 2 * g) * d + qkv_bias + n * d * h + out_bias + (2 * d if m.qk_layernorm else 0)
+
+    def _mlp_parameters(self, width: int) -> int:
+        h, up = self._run.model.hidden_size, (2 if self._run.model.swiglu else 1)
+        return (up + 1) * h * width + ((up * width + h) if self._run.model.add_bias_linear else 0)
+
+    def _layer_parameters(self, is_moe: int, experts_counted: int) -> int:
+        """One transformer layer, its two norms among it."""
+        h = self._run.model.hidden_size
+        rest = self._attention_parameters() + 2 * h
+        if not is_moe:
+            return rest + self._mlp_parameters(self.ffn_hidden_size)
+        shared = self._run.moe.moe_shared_expert_intermediate_size
+        rest += (self._run.moe.num_experts or 0) * h + experts_counted * self._mlp_parameters(self.moe_ffn_hidden_size)
+        rest += self._mlp_parameters(shared) if shared else 0
+        return rest + (h if self._run.moe.moe_shared_expert_gate else 0)
+
+    def _parameters(self, padded_vocab: int, experts_counted: int) -> int:
+        h, pattern = self._run.model.hidden_size, self.moe_layer_pattern
+        tables = (2 if self._run.model.untie_embeddings_and_output_weights else 1) * padded_vocab * h
+        dense, moe = (self._layer_parameters(is_moe, experts_counted) for is_moe in (0, 1))
+        num_moe = sum(pattern)
+        decoder = (len(pattern) - num_moe) * dense + num_moe * moe + h
+        # A depth: a layer like the last, the product that merges two vectors, three norms. The model's tables serve it.
+        depth = (moe if pattern[-1] else dense) + 2 * h * h + 3 * h
+        return tables + decoder + (self._run.model.mtp_num_layers or 0) * depth
+
+    def parameter_count(self, padded_vocab: int) -> int:
+        """Return the trainable parameters of the whole model (expert_bias is a buffer and not among them).
+
+        The layers of multi-token prediction are among them; the two tables that these share with the model count once.
+        """
+        return self._parameters(padded_vocab, self._run.moe.num_experts or 0)
+
+    def active_parameter_count(self, padded_vocab: int) -> int:
+        """Return the parameters that one token meets in training: K of the E experts, everything else."""
+        return self._parameters(padded_vocab, self._run.moe.moe_router_topk)
+
+    def flops_per_token(self, padded_vocab: int) -> float:
+        """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.
+
+        Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
+        softmax are not. The backward pass costs twice the forward. `apps/plan/meta_tracer.py` counts the same while
+        operations run.
+        """
+        m, h = self._run.model, self._run.model.hidden_size
+        keys = m.seq_length / 2
+        if m.multi_latent_attention:
+            n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
+            query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
+            key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (
+                m.qk_head_dim + m.v_head_dim
+            )
+            attention = 2 * (query + key_value + n * m.v_head_dim * h) + 2 * n * (qk + m.v_head_dim) * keys
+        else:
+            d, n, g = self.head_size, m.num_attention_heads, self.num_query_groups
+            attention = 2 * h * (n + 2 * g) * d + 2 * n * d * h + 4 * n * d * keys
+        matrices = 3 if m.swiglu else 2
+        pattern = self.moe_layer_pattern
+        dense = 2 * matrices * h * self.ffn_hidden_size
+        moe_layer = 0
+        if self._run.moe.num_experts is not None:
+            width = self._run.moe.moe_router_topk * self.moe_ffn_hidden_size + (
+                self._run.moe.moe_shared_expert_intermediate_size or 0
+            )
+            moe_layer = 2 * h * self._run.moe.num_experts + 2 * matrices * h * width
+            moe_layer += 2 * h if self._run.moe.moe_shared_expert_gate else 0
+        num_moe = sum(pattern)
+        forward = (
+            m.num_layers * attention + (m.num_layers - num_moe) * dense + num_moe * moe_layer + 2 * h * padded_vocab
+        )
+        # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
+        depth = attention + (moe_layer if pattern[-1] else dense) + 4 * h * h + 2 * h * padded_vocab
+        return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)
 
 
 def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> str | None:
-    """Why torch's grouped product cannot take experts of this size, and what works; None where it can.
+    """Return why torch's grouped product cannot take experts of this size, and what works; None where it can.
 
     Args:
         dtype_name: of the weights, as `params_dtype_name` spells it. width: of one expert on one rank, F / ETP.
@@ -152,86 +334,8 @@ def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> st
     )
 
 
-def head_size(run: Run) -> int:
-    """Width of one head of grouped-query attention."""
-    given = run.model.kv_channels
-    return run.model.hidden_size // run.model.num_attention_heads if given is None else given
-
-
-def num_query_groups(run: Run) -> int:
-    """Key/value heads; one per attention head unless grouped-query attention is on."""
-    groups = run.model.num_query_groups
-    return groups if run.model.group_query_attention and groups is not None else run.model.num_attention_heads
-
-
-def max_position_embeddings(run: Run) -> int:
-    """Largest position the model is built for."""
-    given = run.model.max_position_embeddings
-    return run.model.seq_length if given is None else given
-
-
-def padded_vocab_size(vocab_size: int, run: Run) -> int:
-    """Rows of the embedding table: the vocabulary, rounded up so that every TP rank holds an equal, aligned share."""
-    multiple = run.model.make_vocab_size_divisible_by * run.parallel.tensor_model_parallel_size
-    return (vocab_size + multiple - 1) // multiple * multiple
-
-
-def norm_topk_prob(run: Run) -> bool:
-    """Whether a token's K weights sum to one (before the scaling factor).
-
-    Left open, it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
-    experts is not normalised, and other scores are when K > 1.
-    """
-    given = run.moe.moe_router_norm_topk_prob
-    if given is not None:
-        return given
-    if run.moe.moe_router_score_function != "softmax":
-        return run.moe.moe_router_topk > 1
-    return not run.moe.moe_router_pre_softmax
-
-
-def recomputed_modules(run: Run) -> tuple[str, ...]:
-    """Modules that `--recompute-granularity selective` recomputes; none without it. The default is Megatron-LM's."""
-    if run.training.recompute_granularity != "selective":
-        return ()
-    given = run.training.recompute_modules
-    return ("core_attn",) if given is None else given
-
-
-def moe_layer_pattern(run: Run) -> list[int]:
-    """One entry per layer: 1 for a MoE layer, 0 for a dense one.
-
-    `--moe-layer-freq N` makes layer i (from 0) a MoE layer where i % N == 0; an expression like `[0]+[1]*3` spells the
-    pattern out.
-
-    Raises:
-        ConfigError: if the frequency is not positive, or the expression is no list of 0 and 1 with one entry per layer.
-    """
-    layers, freq = run.model.num_layers, run.moe.moe_layer_freq
-    if run.moe.num_experts is None:
-        return [0] * layers
-    if isinstance(freq, int):
-        if freq < 1:
-            raise ConfigError(f"--moe-layer-freq {freq}: must be at least 1; 1 makes every layer a MoE layer")
-        return [int(i % freq == 0) for i in range(layers)]
-    try:
-        pattern = _list_expression(ast.parse(freq, mode="eval").body)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ConfigError(
-            f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'"
-        ) from None
-    if any(entry not in (0, 1) for entry in pattern):
-        raise ConfigError(f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'")
-    if len(pattern) != layers:
-        raise ConfigError(
-            f"--moe-layer-freq {freq!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer,"
-            f" e.g. '[0]+[1]*{layers - 1}'"
-        )
-    return pattern
-
-
 def _list_expression(node: ast.expr) -> list[int]:
-    """A list built of integer lists, `+` and `* count`: the arithmetic that layer patterns use, and nothing else."""
+    """Return a list built of integer lists, `+` and `* count`: the arithmetic that layer patterns use."""
     match node:
         case ast.List(elts=items) if all(isinstance(i, ast.Constant) and type(i.value) is int for i in items):
             return [item.value for item in items]  # type: ignore[attr-defined]
@@ -240,115 +344,3 @@ def _list_expression(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(count))) if 0 <= count <= 10_000:
             return _list_expression(left) * count
     raise ValueError("not a list expression")
-
-
-# ---- counts
-
-
-def _attention_parameters(run: Run) -> int:
-    m, h = run.model, run.model.hidden_size
-    if m.multi_latent_attention:
-        n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
-        query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
-        key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
-        norms = ((m.q_lora_rank or 0) + m.kv_lora_rank) if m.qk_layernorm else 0
-        return query + key_value + norms + n * m.v_head_dim * h
-    d, n, g = head_size(run), m.num_attention_heads, num_query_groups(run)
-    qkv_bias = (n + 2 * g) * d if m.add_bias_linear or m.add_qkv_bias else 0
-    out_bias = h if m.add_bias_linear else 0
-    return h * (n + 2 * g) * d + qkv_bias + n * d * h + out_bias + (2 * d if m.qk_layernorm else 0)
-
-
-def _mlp_parameters(run: Run, width: int) -> int:
-    h, up = run.model.hidden_size, (2 if run.model.swiglu else 1)
-    return (up + 1) * h * width + ((up * width + h) if run.model.add_bias_linear else 0)
-
-
-def _layer_parameters(run: Run, is_moe: int, experts_counted: int) -> int:
-    """One transformer layer, its two norms among it."""
-    h = run.model.hidden_size
-    rest = _attention_parameters(run) + 2 * h
-    if not is_moe:
-        return rest + _mlp_parameters(run, ffn_hidden_size(run))
-    shared = run.moe.moe_shared_expert_intermediate_size
-    rest += (run.moe.num_experts or 0) * h + experts_counted * _mlp_parameters(run, moe_ffn_hidden_size(run))
-    rest += _mlp_parameters(run, shared) if shared else 0
-    return rest + (h if run.moe.moe_shared_expert_gate else 0)
-
-
-def _parameters(run: Run, padded_vocab: int, experts_counted: int) -> int:
-    h, pattern = run.model.hidden_size, moe_layer_pattern(run)
-    tables = (2 if run.model.untie_embeddings_and_output_weights else 1) * padded_vocab * h
-    dense, moe = (_layer_parameters(run, is_moe, experts_counted) for is_moe in (0, 1))
-    num_moe = sum(pattern)
-    decoder = (len(pattern) - num_moe) * dense + num_moe * moe + h
-    # A depth: a layer like the last, the product that merges two vectors, three norms. The tables are the model's own.
-    depth = (moe if pattern[-1] else dense) + 2 * h * h + 3 * h
-    return tables + decoder + (run.model.mtp_num_layers or 0) * depth
-
-
-def parameter_count(run: Run, padded_vocab: int) -> int:
-    """Trainable parameters of the whole model (expert_bias is a buffer and not among them).
-
-    The layers of multi-token prediction are among them; the two tables that these share with the model count once.
-    """
-    return _parameters(run, padded_vocab, run.moe.num_experts or 0)
-
-
-def active_parameter_count(run: Run, padded_vocab: int) -> int:
-    """Parameters that one token meets in training: K of the E experts, everything else."""
-    return _parameters(run, padded_vocab, run.moe.moe_router_topk)
-
-
-def flops_per_token(run: Run, padded_vocab: int) -> float:
-    """Model FLOPs of training on one token: forward and backward, a multiply-add being 2, without any recomputation.
-
-    Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
-    softmax are not. The backward pass costs twice the forward. `apps/plan/meta_tracer.py` counts the same while
-    operations run.
-    """
-    m, h = run.model, run.model.hidden_size
-    keys = m.seq_length / 2
-    if m.multi_latent_attention:
-        n, qk = m.num_attention_heads, m.qk_head_dim + m.qk_pos_emb_head_dim
-        query = h * n * qk if m.q_lora_rank is None else m.q_lora_rank * (h + n * qk)
-        key_value = h * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank * n * (m.qk_head_dim + m.v_head_dim)
-        attention = 2 * (query + key_value + n * m.v_head_dim * h) + 2 * n * (qk + m.v_head_dim) * keys
-    else:
-        d, n, g = head_size(run), m.num_attention_heads, num_query_groups(run)
-        attention = 2 * h * (n + 2 * g) * d + 2 * n * d * h + 4 * n * d * keys
-    matrices = 3 if m.swiglu else 2
-    pattern = moe_layer_pattern(run)
-    dense = 2 * matrices * h * ffn_hidden_size(run)
-    moe_layer = 0
-    if run.moe.num_experts is not None:
-        width = run.moe.moe_router_topk * moe_ffn_hidden_size(run) + (run.moe.moe_shared_expert_intermediate_size or 0)
-        moe_layer = 2 * h * run.moe.num_experts + 2 * matrices * h * width
-        moe_layer += 2 * h if run.moe.moe_shared_expert_gate else 0
-    num_moe = sum(pattern)
-    forward = m.num_layers * attention + (m.num_layers - num_moe) * dense + num_moe * moe_layer + 2 * h * padded_vocab
-    # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
-    depth = attention + (moe_layer if pattern[-1] else dense) + 4 * h * h + 2 * h * padded_vocab
-    return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)
-
-
-# ---- a run of one step
-
-_FIRST_FP16_SCALE = 2.0**12
-
-
-def with_made_up_data(run: Run) -> Run:
-    """Return `run` with what one step needs and its flags do not say: made-up tokens, a vocabulary, a length.
-
-    fp16 starts at a loss scale whose first step is no overflow, so that the optimizer's update is seen too.
-    """
-    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
-    if run.training.train_iters is None:
-        changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
-    if run.data.data_path is None and run.data.train_data_path is None:
-        changes["mock_data"] = True
-        if run.model.vocab_size is None and run.data.tokenizer_type is None:
-            changes["vocab_size"] = 1024
-    if run.precision.fp16 and run.precision.loss_scale is None:
-        changes["initial_loss_scale"] = min(run.precision.initial_loss_scale, _FIRST_FP16_SCALE)
-    return replace(run, **changes)

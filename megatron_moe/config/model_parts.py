@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 
 Condition = Callable[[Run], bool]
@@ -29,12 +28,12 @@ INPUT = "{input}"
 
 def dtype_words(run: Run) -> dict[str, str]:
     """Return the dtype that each word stands for in this run, without those that depend on the module."""
-    model = SHORT[derived.params_dtype_name(run)]
+    model = SHORT[run.derived.params_dtype_name]
     return {
         "model": model,
         "residual": "fp32" if run.precision.fp32_residual_connection else model,
         "router": run.moe.moe_router_dtype,
-        "gradients": "fp32" if derived.grads_in_fp32(run) else model,
+        "gradients": "fp32" if run.derived.grads_in_fp32 else model,
         "evaluation": "fp32" if run.precision.eval_in_fp32 else model,
     }
 
@@ -266,7 +265,7 @@ MODEL_PARTS = (EMBEDDING, DENSE_LAYER, MOE_LAYER, FINAL_NORM, OUTPUT_LAYER, PRED
 
 def placed(run: Run) -> Iterator[tuple[str, ModelPart]]:
     """Yield the outermost modules of a run's model: name in the whole model, and kind."""
-    pattern = derived.moe_layer_pattern(run)
+    pattern = run.derived.moe_layer_pattern
     kinds = [MOE_LAYER if is_moe else DENSE_LAYER for is_moe in pattern]
     yield "embedding", EMBEDDING
     for layer, kind in enumerate(kinds):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_moe.config.presets_published import DEEPSEEK_V3_KIND, PUBLISHED
+from megatron_moe.config.schema import Run, replace
 
 _DEMO: dict[str, Any] = {
     **DEEPSEEK_V3_KIND,
@@ -101,3 +102,23 @@ _TINY_GQA: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"demo": _DEMO, "tiny": _TINY, "tiny-gqa": _TINY_GQA, **PUBLISHED}
+
+
+_FIRST_FP16_SCALE = 2.0**12
+
+
+def with_made_up_data(run: Run) -> Run:
+    """Return `run` with what one step needs and its flags do not say: made-up tokens, a vocabulary, a length.
+
+    fp16 starts at a loss scale whose first step is no overflow, so that the optimizer's update is seen too.
+    """
+    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
+    if run.training.train_iters is None:
+        changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
+    if run.data.data_path is None and run.data.train_data_path is None:
+        changes["mock_data"] = True
+        if run.model.vocab_size is None and run.data.tokenizer_type is None:
+            changes["vocab_size"] = 1024
+    if run.precision.fp16 and run.precision.loss_scale is None:
+        changes["initial_loss_scale"] = min(run.precision.initial_loss_scale, _FIRST_FP16_SCALE)
+    return replace(run, **changes)

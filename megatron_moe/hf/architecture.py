@@ -6,13 +6,11 @@ contradicts them is an error, whether it is a flag or in a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as checkpoints
 from megatron_moe.checkpoint.compare import architecture_keys
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run, build
@@ -23,14 +21,15 @@ _ALSO_FILLED_IN = ("max_position_embeddings", "moe_router_dtype")
 """Settings that may differ from the folder's; the folder's are used where none was given."""
 
 # The meaning of settings that can be written in several ways.
-_MEANING: dict[str, Callable[[Run], Any]] = {
-    "ffn_hidden_size": derived.ffn_hidden_size,
-    "moe_ffn_hidden_size": derived.moe_ffn_hidden_size,
-    "group_query_attention": derived.num_query_groups,
-    "num_query_groups": derived.num_query_groups,
-    "kv_channels": derived.head_size,
-    "moe_layer_freq": derived.moe_layer_pattern,
+_MEANING = {
+    "ffn_hidden_size": "ffn_hidden_size",
+    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
+    "group_query_attention": "num_query_groups",
+    "num_query_groups": "num_query_groups",
+    "kv_channels": "head_size",
+    "moe_layer_freq": "moe_layer_pattern",
 }
+"""Field -> name in `run.derived`."""
 
 
 def filled_in(given: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def _same(name: str, value: Any, theirs: Run, complete: dict[str, Any]) -> bool:
     meaning = _MEANING.get(name)
     if meaning is None:
         return False
-    return bool(meaning(build({**complete, name: value})) == meaning(theirs))
+    return getattr(build({**complete, name: value}).derived, meaning) == getattr(theirs.derived, meaning)
 
 
 def _shown(value: Any) -> str:

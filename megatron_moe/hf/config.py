@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.checkpoint.compare import architecture_keys
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, build, flatten
 from megatron_moe.hf import grouped_settings, latent_settings
@@ -169,7 +168,7 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
-        "max_position_embeddings": derived.max_position_embeddings(run),
+        "max_position_embeddings": run.derived.max_position_embeddings,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "initializer_range": model.init_method_std,
         "attention_dropout": model.attention_dropout,
@@ -211,17 +210,17 @@ def _meaning(run: Run) -> dict[str, Any]:
     """Return the architecture with one spelling for all settings of the same meaning."""
     flat = flatten(run)
     meaning = {name: flat[name] for name in _defaults()}
-    moe, pattern = run.moe, derived.moe_layer_pattern(run)
-    latent, normed = run.model.multi_latent_attention, derived.norm_topk_prob(run)
+    moe, pattern = run.moe, run.derived.moe_layer_pattern
+    latent, normed = run.model.multi_latent_attention, run.derived.norm_topk_prob
     meaning |= {
-        "ffn_hidden_size": None if all(pattern) else derived.ffn_hidden_size(run),
+        "ffn_hidden_size": None if all(pattern) else run.derived.ffn_hidden_size,
         "group_query_attention": None,
-        "num_query_groups": None if latent else derived.num_query_groups(run),
-        "kv_channels": None if latent else derived.head_size(run),
+        "num_query_groups": None if latent else run.derived.num_query_groups,
+        "kv_channels": None if latent else run.derived.head_size,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
         "mscale": round(amplitude(run), 12),
         "moe_layer_freq": pattern,
-        "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(run),
+        "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_norm_topk_prob": normed,
         "moe_router_topk_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "moe_router_pre_softmax": moe.moe_router_score_function == "softmax" and not normed,

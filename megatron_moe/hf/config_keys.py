@@ -6,7 +6,6 @@ import math
 from itertools import groupby
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
@@ -165,7 +164,7 @@ def first_layers_dense(keys: Keys) -> int | str:
 
 def first_dense_of(run: Run) -> int:
     """Return the number of dense layers before a run's first MoE layer."""
-    return derived.moe_layer_pattern(run).index(1)
+    return run.derived.moe_layer_pattern.index(1)
 
 
 def sparse_step(keys: Keys) -> int | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
@@ -135,5 +134,5 @@ def family_of_run(run: Run) -> Family | None:
     if run.moe.moe_shared_expert_intermediate_size is not None or run.model.add_qkv_bias:
         return FAMILIES["qwen2-moe"]
     # Mixtral has neither layers without experts nor weights that do not sum to one.
-    plain = all(derived.moe_layer_pattern(run)) and derived.norm_topk_prob(run)
+    plain = all(run.derived.moe_layer_pattern) and run.derived.norm_topk_prob
     return FAMILIES["mixtral" if plain and not run.model.qk_layernorm else "qwen3-moe"]

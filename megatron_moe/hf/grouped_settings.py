@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, sparse_step
 from megatron_moe.hf.latent_settings import (
@@ -127,8 +126,8 @@ def glm4_moe(keys: Keys) -> dict[str, Any]:
 
 def _attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
     return {
-        "num_key_value_heads": derived.num_query_groups(run),
-        "head_dim": derived.head_size(run),
+        "num_key_value_heads": run.derived.num_query_groups,
+        "head_dim": run.derived.head_size,
         "sliding_window": None,
         **rope_keys(run, partly_rotated),
     }
@@ -138,22 +137,22 @@ def mixtral_keys(run: Run) -> dict[str, Any]:
     """Return Mixtral's own keys of config.json."""
     return {
         **_attention_keys(run),
-        "intermediate_size": derived.moe_ffn_hidden_size(run),
+        "intermediate_size": run.derived.moe_ffn_hidden_size,
         "num_local_experts": run.moe.num_experts,
         "num_experts_per_tok": run.moe.moe_router_topk,
     }
 
 
 def _qwen_keys(run: Run) -> dict[str, Any]:
-    pattern = derived.moe_layer_pattern(run)
+    pattern = run.derived.moe_layer_pattern
     return {
         **_attention_keys(run),
         "use_sliding_window": False,
-        "intermediate_size": derived.ffn_hidden_size(run),
-        "moe_intermediate_size": derived.moe_ffn_hidden_size(run),
+        "intermediate_size": run.derived.ffn_hidden_size,
+        "moe_intermediate_size": run.derived.moe_ffn_hidden_size,
         "num_experts": run.moe.num_experts,
         "num_experts_per_tok": run.moe.moe_router_topk,
-        "norm_topk_prob": derived.norm_topk_prob(run),
+        "norm_topk_prob": run.derived.norm_topk_prob,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, is_moe in enumerate(pattern) if not is_moe],
     }

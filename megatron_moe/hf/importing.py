@@ -22,7 +22,6 @@ from megatron_moe.checkpoint import dist, origin
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.state import Trained, model_state
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import settings_of
@@ -160,7 +159,7 @@ class _Filling:
     def __init__(self, run: Run, source: Import, shards: Sequence[dist.Shard]) -> None:
         self.reader = TensorReader(source.folder)
         self.source, self.table = source, source.table
-        self.run_dtype = derived.params_dtype_name(run)
+        self.run_dtype = run.derived.params_dtype_name
         self.names = [name for name in self.reader.names() if name not in source.dropped]
         self._number = {name: number for number, name in enumerate(self.names)}
         self.flags = torch.zeros(len(_FLAGS), len(self.names), dtype=torch.uint8)

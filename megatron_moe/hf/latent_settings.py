@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, first_dense_of, first_layers_dense
 from megatron_moe.hf.rope_settings import rope_keys, rope_settings
@@ -161,14 +160,14 @@ def _latent_keys(run: Run) -> dict[str, Any]:
 
 def routed_and_shared_keys(run: Run) -> dict[str, Any]:
     """Return the keys that `routed_and_shared` reads, and those of groups."""
-    moe, width = run.moe, derived.moe_ffn_hidden_size(run)
+    moe, width = run.moe, run.derived.moe_ffn_hidden_size
     return {
-        "intermediate_size": derived.ffn_hidden_size(run),
+        "intermediate_size": run.derived.ffn_hidden_size,
         "moe_intermediate_size": width,
         "n_routed_experts": moe.num_experts,
         "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
         "num_experts_per_tok": moe.moe_router_topk,
-        "norm_topk_prob": derived.norm_topk_prob(run),
+        "norm_topk_prob": run.derived.norm_topk_prob,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or 1,
         "topk_group": moe.moe_router_group_topk or 1,

@@ -13,7 +13,6 @@ from collections.abc import Mapping as Named
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.families import TensorNames
@@ -103,12 +102,12 @@ def _key_value_width(run: Run) -> int:
 
 
 def _packed(run: Run, width: int | None) -> Transform:
-    return QueryKeyValue(run.model.num_attention_heads, derived.num_query_groups(run), derived.head_size(run), width)
+    return QueryKeyValue(run.model.num_attention_heads, run.derived.num_query_groups, run.derived.head_size, width)
 
 
 def _attention_output(run: Run) -> Transform:
     model = run.model
-    per_head = model.v_head_dim if _latent(run) else derived.head_size(run)
+    per_head = model.v_head_dim if _latent(run) else run.derived.head_size
     return Copy((model.hidden_size, model.num_attention_heads * per_head))
 
 
@@ -134,13 +133,13 @@ ATTENTION = (
     Row(
         "self_attention.q_layernorm.weight",
         ("self_attn.q_norm.weight",),
-        lambda run: Copy((derived.head_size(run),)),
+        lambda run: Copy((run.derived.head_size,)),
         _heads_normed,
     ),
     Row(
         "self_attention.k_layernorm.weight",
         ("self_attn.k_norm.weight",),
-        lambda run: Copy((derived.head_size(run),)),
+        lambda run: Copy((run.derived.head_size,)),
         _heads_normed,
     ),
     # latent attention
@@ -192,12 +191,12 @@ DENSE = (
     Row(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        lambda run: GateThenUp(derived.ffn_hidden_size(run), run.model.hidden_size),
+        lambda run: GateThenUp(run.derived.ffn_hidden_size, run.model.hidden_size),
     ),
     Row(
         "mlp.linear_fc2.weight",
         ("mlp.down_proj.weight",),
-        lambda run: Copy((run.model.hidden_size, derived.ffn_hidden_size(run))),
+        lambda run: Copy((run.model.hidden_size, run.derived.ffn_hidden_size)),
     ),
 )
 
@@ -254,12 +253,12 @@ def expert_rows(names: TensorNames) -> tuple[Row, ...]:
         Row(
             "mlp.experts.weight1",
             (gate, up),
-            lambda run: ExpertGateUp(derived.moe_ffn_hidden_size(run), run.model.hidden_size),
+            lambda run: ExpertGateUp(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
         ),
         Row(
             "mlp.experts.weight2",
             (down,),
-            lambda run: ExpertDown(derived.moe_ffn_hidden_size(run), run.model.hidden_size),
+            lambda run: ExpertDown(run.derived.moe_ffn_hidden_size, run.model.hidden_size),
         ),
     )
 
@@ -283,7 +282,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     """
     model = run.model
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
-    table = Vocabulary(model.vocab_size, derived.padded_vocab_size(model.vocab_size, run), model.hidden_size)
+    table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
     whole = [Row("embedding.word_embeddings.weight", (_EMBEDDING,), lambda run: table)]
     whole.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), _hidden))
     copies: dict[str, str] = {}
@@ -292,7 +291,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     else:
         copies[_OUTPUT] = _EMBEDDING
     pieces = list(_pieces(run, whole, "", ""))
-    pattern = derived.moe_layer_pattern(run)
+    pattern = run.derived.moe_layer_pattern
     for layer, is_moe in enumerate(pattern):
         pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     for depth in range(model.mtp_num_layers or 0):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.compare import architecture_keys
-from megatron_moe.config import derived, rules, schema
+from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
@@ -119,14 +119,14 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
     """
     flat = schema.flatten(run)
     kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", "make_vocab_size_divisible_by")}
-    kept["max_position_embeddings"] = kept["seq_length"] = derived.max_position_embeddings(run)
+    kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
     kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None, **_FLAGS[dtype]}
     if layers is not None:
         kept |= {"num_layers": layers, "mtp_num_layers": None}
         if run.moe.num_experts is not None:
-            kept["moe_layer_freq"] = str(derived.moe_layer_pattern(run)[:layers])
+            kept["moe_layer_freq"] = str(list(run.derived.moe_layer_pattern[:layers]))
     result = schema.build(kept)
-    if result.moe.num_experts is not None and (result.model.hidden_size % 8 or derived.moe_ffn_hidden_size(result) % 8):
+    if result.moe.num_experts is not None and (result.model.hidden_size % 8 or result.derived.moe_ffn_hidden_size % 8):
         result = schema.replace(
             result, moe_expert_backend="loop"
         )  # torch's grouped product needs rows of whole 16 bytes
@@ -154,13 +154,13 @@ def _vocab_size(run: Run) -> int:
 
 
 def _require_memory(source: ModelSource, run: Run, gradients: bool, working_bytes: int) -> None:
-    parameters = derived.parameter_count(run, derived.padded_vocab_size(_vocab_size(run), run))
-    width = 4 if derived.params_dtype_name(run) == "float32" else 2
+    parameters = run.derived.parameter_count(run.derived.padded_vocab_size(_vocab_size(run)))
+    width = 4 if run.derived.params_dtype_name == "float32" else 2
     weights = parameters * width * (2 if gradients else 1)
     needed, available = weights + working_bytes + _RESERVE, platform.available_memory_bytes()
     if needed <= available:
         return
-    what = f"{parameters:,} parameters in {derived.params_dtype_name(run)}{' with gradients' if gradients else ''}"
+    what = f"{parameters:,} parameters in {run.derived.params_dtype_name}{' with gradients' if gradients else ''}"
     raise ConfigError(
         f"{source.path}: {what} take {size_text(weights)}, {size_text(needed)} with what is computed; "
         f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
@@ -162,8 +161,8 @@ def build_model(
         ConfigError: for Transformer Engine where it is missing.
     """
     config, settings = transformer_config(run), LayerSettings.from_run(run)
-    vocabulary = _Vocabulary(vocab_size, padded_vocab_size or derived.padded_vocab_size(vocab_size, run))
-    num_chunks = derived.virtual_pipeline_size(run)
+    vocabulary = _Vocabulary(vocab_size, padded_vocab_size or run.derived.padded_vocab_size(vocab_size))
+    num_chunks = run.derived.virtual_pipeline_size
     stages = [None] if num_chunks is None else list(range(num_chunks))
     chunks: list[torch.nn.Module] = [
         _chunk(run, config, settings, pg_collection, vocabulary, stage, draw) for stage in stages
@@ -204,7 +203,7 @@ def _chunk(
 ) -> LanguageModel:
     """One virtual stage: built, moved to the device and initialised."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
-    last_chunk = (derived.virtual_pipeline_size(run) or 1) - 1
+    last_chunk = (run.derived.virtual_pipeline_size or 1) - 1
     is_last = pp_rank == pp_size - 1 and vp_stage in (None, last_chunk)
     model_class = FusedLossLanguageModel if run.model.cross_entropy_loss_fusion else LanguageModel
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
@@ -212,7 +211,7 @@ def _chunk(
             config=config,
             transformer_layer_spec=block_spec(config, settings, pg_collection, vp_stage),
             vocab_size=vocabulary.padded,
-            max_sequence_length=derived.max_position_embeddings(run),
+            max_sequence_length=run.derived.max_position_embeddings,
             pre_process=pp_rank == 0 and vp_stage in (None, 0),
             post_process=is_last,
             parallel_output=True,

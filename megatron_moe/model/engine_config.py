@@ -15,14 +15,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
 
 
 def params_dtype(run: Run) -> torch.dtype:
     """Dtype of weights and activations."""
-    return getattr(torch, derived.params_dtype_name(run))
+    return getattr(torch, run.derived.params_dtype_name)
 
 
 def transformer_config(run: Run) -> TransformerConfig:
@@ -50,10 +49,10 @@ def _sizes(run: Run) -> dict[str, Any]:
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "ffn_hidden_size": derived.ffn_hidden_size(run),
+        "ffn_hidden_size": run.derived.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_attention_heads if latent else derived.num_query_groups(run),
-        "kv_channels": derived.head_size(run),
+        "num_query_groups": model.num_attention_heads if latent else run.derived.num_query_groups,
+        "kv_channels": run.derived.head_size,
         "rotary_interleaved": model.rotary_interleaved and not latent,  # latent attention always rotates pairs
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
@@ -93,21 +92,21 @@ def _latent_attention(run: Run) -> dict[str, Any]:
 
 def _moe(run: Run) -> dict[str, Any]:
     # One entry per layer always: the engine then gives every layer its own checkpoint keys, for dense models too.
-    pattern = {"moe_layer_freq": derived.moe_layer_pattern(run)}
+    pattern = {"moe_layer_freq": list(run.derived.moe_layer_pattern)}
     if run.moe.num_experts is None:
         return pattern
     return {
         **pattern,
         "num_moe_experts": run.moe.num_experts,  # the schedules then scale auxiliary losses
         # Read by nothing that runs here; without them the engine warns of its defaults.
-        "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(run),
+        "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_dtype": "fp32",
     }
 
 
 def _layout(run: Run) -> dict[str, Any]:
     layout = run.parallel
-    virtual = derived.virtual_pipeline_size(run)
+    virtual = run.derived.virtual_pipeline_size
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "sequence_parallel": layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
@@ -118,7 +117,7 @@ def _layout(run: Run) -> dict[str, Any]:
         "context_parallel_size": layout.context_parallel_size,
         "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention has to be told
         "expert_model_parallel_size": layout.expert_model_parallel_size,
-        "expert_tensor_parallel_size": derived.expert_tensor_parallel_size(run),
+        "expert_tensor_parallel_size": run.derived.expert_tensor_parallel_size,
         # With two stages and several chunks each, a batched send and receive pairs up the wrong messages: both
         # neighbours are the same rank, and the training is silently wrong. Single sends and receives are right.
         "overlap_p2p_comm": virtual is not None,
@@ -135,7 +134,7 @@ def _recomputation(run: Run) -> dict[str, Any]:
     training = run.training
     # Told of "mlp", the engine would recompute our MoE layers too, which it does not know; "moe_act" it refuses without
     # its own grouped experts. Those are recomputed by the modules themselves.
-    engines = [module for module in derived.recomputed_modules(run) if module in ("core_attn", "layernorm")]
+    engines = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
     return {
         "recompute_granularity": training.recompute_granularity,
         "recompute_method": training.recompute_method,
@@ -179,7 +178,7 @@ def _kernels() -> dict[str, Any]:
 def ddp_config(run: Run) -> DistributedDataParallelConfig:
     """Gradient buffers: their dtype, when they are reduced, how large a bucket is."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=derived.grads_in_fp32(run),
+        grad_reduce_in_fp32=run.derived.grads_in_fp32,
         overlap_grad_reduce=run.parallel.overlap_grad_reduce,
         overlap_param_gather=run.parallel.overlap_param_gather,
         use_distributed_optimizer=run.optimizer.use_distributed_optimizer,

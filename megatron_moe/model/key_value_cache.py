@@ -20,7 +20,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
 from megatron_moe.model.generate import Sampling, choose, evaluation
@@ -37,7 +36,7 @@ def numbers_per_token(run: Run) -> int:
     model = run.model
     if model.multi_latent_attention:
         return model.num_layers * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
-    return model.num_layers * 2 * derived.num_query_groups(run) * derived.head_size(run)
+    return model.num_layers * 2 * run.derived.num_query_groups * run.derived.head_size
 
 
 @contextlib.contextmanager

@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention
@@ -89,7 +88,7 @@ class LayerSettings:
     def from_run(cls, run: Run) -> LayerSettings:
         """Read the settings from a run that has passed `config.rules.check`."""
         rotary = run.model.position_embedding_type == "rope"
-        return cls(MoEOptions.from_run(run), derived.recomputed_modules(run), rotary)
+        return cls(MoEOptions.from_run(run), run.derived.recomputed_modules, rotary)
 
 
 class RecomputedMLP(MLP):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_moe.config import derived
 from megatron_moe.config.registry import SCORE_FUNCTIONS
 from megatron_moe.config.schema import Run
 
@@ -71,15 +70,15 @@ class MoEOptions:
             return None
         kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
         score_function, pre_softmax = moe.moe_router_score_function, moe.moe_router_pre_softmax
-        norm_topk_prob = derived.norm_topk_prob(run)
+        norm_topk_prob = run.derived.norm_topk_prob
         if "sinkhorn" in kinds:
             score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(moe.moe_router_topk)
-        recomputed = derived.recomputed_modules(run)
+        recomputed = run.derived.recomputed_modules
         return cls(
             num_experts=moe.num_experts,
             topk=moe.moe_router_topk,
             hidden_size=run.model.hidden_size,
-            ffn_hidden_size=derived.moe_ffn_hidden_size(run),
+            ffn_hidden_size=run.derived.moe_ffn_hidden_size,
             shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
             shared_gate=moe.moe_shared_expert_gate,
             score_function=score_function,

@@ -21,7 +21,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe import platform
-from megatron_moe.config.derived import expert_tensor_parallel_size, virtual_pipeline_size
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 
@@ -121,10 +120,10 @@ def _build(run: Run) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(run),
+        virtual_pipeline_model_parallel_size=run.derived.virtual_pipeline_size,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size(run),
+        expert_tensor_parallel_size=run.derived.expert_tensor_parallel_size,
         distributed_timeout_minutes=layout.distributed_timeout_minutes,
         # Twice the groups otherwise, for a checkpoint format that is not used.
         create_gloo_process_groups=False,

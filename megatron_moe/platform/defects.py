@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import yaml
 
-from megatron_moe.config import derived
 from megatron_moe.config.fields import all_fields, suggestion
 from megatron_moe.config.schema import Run
 
@@ -84,18 +83,18 @@ class DerivedValues:
     @property
     def expert_tp_size(self) -> int:
         """Return the number of ranks that an expert is split over."""
-        return derived.expert_tensor_parallel_size(self.run)
+        return self.run.derived.expert_tensor_parallel_size
 
     @property
     def interleaved_pipeline(self) -> bool:
         """Return whether a pipeline stage has several chunks of the model."""
-        return derived.virtual_pipeline_size(self.run) is not None
+        return self.run.derived.virtual_pipeline_size is not None
 
     @property
     def padded_vocabulary(self) -> bool:
         """Return whether the embedding is known to have more rows than the vocabulary has tokens."""
         size = self.run.model.vocab_size
-        return size is not None and derived.padded_vocab_size(size, self.run) != size
+        return size is not None and self.run.derived.padded_vocab_size(size) != size
 
     @property
     def saves_or_loads(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 
@@ -65,8 +64,8 @@ def batch_schedule(run: Run, world_size: int) -> BatchSchedule:
             size that micro-batch-size x DP does not divide.
     """
     training = run.training
-    dp = derived.data_parallel_size(run, world_size)
-    final = derived.global_batch_size(run, world_size)
+    dp = run.derived.data_parallel_size(world_size)
+    final = run.derived.global_batch_size(world_size)
     ramp = training.rampup_batch_size
     if ramp is not None:
         _check_ramp(ramp, final, training.micro_batch_size * dp)

@@ -20,7 +20,6 @@ from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
-from megatron_moe.config import derived
 from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
@@ -86,7 +85,7 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
         schedule=planned.schedule,
         splits=splits,
         vocab_size=planned.vocab_size,
-        padded_vocab_size=derived.padded_vocab_size(planned.vocab_size, run),
+        padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
         tokenizer={"type": planned.tokenizer.name, "sha256": planned.tokenizer.sha256},
         data=planned.data,
         reporter=reporter,
@@ -229,16 +228,16 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
 def _facts(trainer: Trainer) -> dict[str, Any]:
     """Return what is worth knowing at the start, in the order to show."""
     run, ranks = trainer.run, trainer.rank_facts
-    parameters = derived.parameter_count(run, trainer.padded_vocab_size)
+    parameters = run.derived.parameter_count(trainer.padded_vocab_size)
     facts: dict[str, Any] = {
         "device": str(platform.device()),
         "ranks": ranks.world_size,
         "layout": ", ".join(
             f"{axis} {getattr(ranks, f'{axis.lower()}_size')}" for axis in ("TP", "CP", "PP", "DP", "EP", "ETP")
         ),
-        "dtype": derived.params_dtype_name(run),
+        "dtype": run.derived.params_dtype_name,
         "parameters": parameters,
-        "active_parameters": derived.active_parameter_count(run, trainer.padded_vocab_size),
+        "active_parameters": run.derived.active_parameter_count(trainer.padded_vocab_size),
         "vocabulary": trainer.padded_vocab_size,
         "global_batch_size": trainer.schedule.final,
         "tokens_per_step": trainer.schedule.final * run.model.seq_length,
@@ -253,7 +252,7 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
 def _precision_notes(run: Run) -> list[str]:
     """Say where this run departs from the model's dtype, a line each."""
     notes = []
-    if derived.params_dtype_name(run) != "float32" and not derived.grads_in_fp32(run):
+    if run.derived.params_dtype_name != "float32" and not run.derived.grads_in_fp32:
         short = "bf16" if run.precision.bf16 else "fp16"
         notes.append(
             f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
@@ -161,7 +160,7 @@ def _nothing_learnt(iteration: int, last: StepResult) -> str:
 
 def _probe(trainer: Trainer, num_micro_batches: int) -> HealthProbe | None:
     """Return what measures the coming step, at the end of each `--health-interval`; None for the others."""
-    interval = derived.health_interval(trainer.run)
+    interval = trainer.run.derived.health_interval
     if not interval or (trainer.progress.iteration + 1) % interval:
         return None
     return HealthProbe(trainer.trained.model, trainer.run.logging.health_sample_tokens, num_micro_batches)

@@ -9,7 +9,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe import platform
-from megatron_moe.config import derived
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.health import Health
@@ -71,7 +70,7 @@ class Meter:
     def __init__(self, run: Run, *, world_size: int, padded_vocab_size: int) -> None:
         self._run = run
         self._world_size = world_size
-        self._flops_per_token = derived.flops_per_token(run, padded_vocab_size)
+        self._flops_per_token = run.derived.flops_per_token(padded_vocab_size)
         self._recent: deque[float] = deque(maxlen=50)
 
     def record(

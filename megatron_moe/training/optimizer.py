@@ -19,7 +19,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
 
@@ -212,13 +211,13 @@ def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamSch
     changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
     """
     options = run.optimizer
-    decay = max(derived.lr_decay_iters(run) or 0, 1)
+    decay = max(run.derived.lr_decay_iters or 0, 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=min(derived.lr_warmup_iters(run), decay - 1),  # the engine wants warm-up < decay
+        lr_warmup_steps=min(run.derived.lr_warmup_iters, decay - 1),  # the engine wants warm-up < decay
         lr_decay_steps=decay,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,

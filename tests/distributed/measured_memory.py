@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 
 from megatron_moe.apps.plan.live_bytes import LiveBytes, storage_bytes
-from megatron_moe.config import derived
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
@@ -34,7 +33,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
     pg_collection = groups.initialize(run)
     seed_everything(run)
     with LiveBytes() as live:
-        model = build_model(run, pg_collection, derived.padded_vocab_size(run.model.vocab_size, run))
+        model = build_model(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         connect(model, optimizer)
@@ -59,7 +58,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
                 optimizer,
                 scheduler,
                 batches,
-                num_micro_batches=derived.num_microbatches(run, torch.distributed.get_world_size()),
+                num_micro_batches=run.derived.num_microbatches(torch.distributed.get_world_size()),
                 micro_batch_size=run.training.micro_batch_size,
                 seq_length=run.model.seq_length,
                 pg_collection=pg_collection,

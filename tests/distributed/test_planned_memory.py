@@ -10,7 +10,6 @@ import pytest
 
 from megatron_moe.apps.plan.plan import rank_memory
 from megatron_moe.apps.plan.tracing import trace_ranks
-from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
@@ -64,7 +63,7 @@ def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch
     world_size, changes = LAYOUTS[layout]
     flat = {**MLA, **changes} if changes is not GQA else GQA
     run = build(flat)
-    traces = trace_ranks(run, world_size, derived.padded_vocab_size(1000, run), device="cpu", imbalance=1.0)
+    traces = trace_ranks(run, world_size, run.derived.padded_vocab_size(1000), device="cpu", imbalance=1.0)
     for rank, found in enumerate(gloo.run(world_size, measured, flat=flat, half_products=half_products)):
         plan = rank_memory(run, next(trace for trace in traces if rank in trace.ranks), world_size)
         assert (plan.weights, plan.gradients) == (found["weights"], found["gradients"])

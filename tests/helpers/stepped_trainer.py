@@ -28,7 +28,6 @@ class Trainer:
     """A tiny model with its optimizer, stepped by hand."""
 
     def __init__(self, flags: dict[str, Any]) -> None:
-        from megatron_moe.config import derived
         from megatron_moe.data.batches import batch_iterators
         from megatron_moe.data.datasets import build_datasets
         from megatron_moe.data.tokenizers import build_tokenizer
@@ -41,7 +40,7 @@ class Trainer:
         self.run = run = build({**TINY, **flags})
         self.groups = groups.initialize(run)
         seed_everything(run)
-        self.model = build_model(run, self.groups, derived.padded_vocab_size(100, run))
+        self.model = build_model(run, self.groups, run.derived.padded_vocab_size(100))
         self.optimizer = build_optimizer(run, self.model, self.groups)
         self.scheduler = build_scheduler(run, self.optimizer)
         connect(self.model, self.optimizer)

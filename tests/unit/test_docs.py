@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli, derived
+from megatron_moe.config import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, flatten
 
@@ -164,8 +164,8 @@ def test_the_readmes_presets_are_those_of_the_code() -> None:
     counted = {}
     for name, preset in PRESETS.items():
         run = build(preset)
-        vocabulary = derived.padded_vocab_size(flatten(run)["vocab_size"] or SMALL_VOCABULARIES[name], run)
+        vocabulary = run.derived.padded_vocab_size(flatten(run)["vocab_size"] or SMALL_VOCABULARIES[name])
         counted[name] = tuple(
-            size(count(run, vocabulary)) for count in (derived.parameter_count, derived.active_parameter_count)
+            size(count(vocabulary)) for count in (run.derived.parameter_count, run.derived.active_parameter_count)
         )
     assert listed == counted

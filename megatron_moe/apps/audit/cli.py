@@ -14,8 +14,9 @@ from megatron_moe import platform
 from megatron_moe.apps.audit.findings import Audit
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.step import audit_module, audit_run, refuse_large
-from megatron_moe.config import cli, derived, rules
+from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.data.tokenizers import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
@@ -63,10 +64,10 @@ def _main(argv: list[str]) -> int:
     if flags.module is not None or flags.hf is not None:
         audit = _foreign(flags, rest)
     else:
-        run = derived.with_made_up_data(cli.parse(rest, filled_in))
+        run = with_made_up_data(cli.parse(rest, filled_in))
         rules.check(run, 1)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-        refuse_large(run, derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size, run), flags.max_gib)
+        refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)
         audit = audit_run(run, say)
     _write(audit.as_dict(), flags)
     return FOUND if audit.failed else CLEAN

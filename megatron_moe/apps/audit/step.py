@@ -18,7 +18,6 @@ from megatron_moe import platform
 from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, summary_line
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.tracer import Tracer
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
@@ -74,8 +73,8 @@ def audit_module(
 
 def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
     """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
-    parameters = derived.parameter_count(run, vocabulary)
-    need = parameters * _BYTES_PER_PARAMETER[derived.params_dtype_name(run)] / 2**30
+    parameters = run.derived.parameter_count(vocabulary)
+    need = parameters * _BYTES_PER_PARAMETER[run.derived.params_dtype_name] / 2**30
     if need > limit_gib:
         raise ConfigError(
             f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
@@ -98,12 +97,12 @@ def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
     schedule = batch_schedule(run, 1)
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     vocab_size = run.model.vocab_size or tokenizer.vocab_size
-    vocabulary = derived.padded_vocab_size(vocab_size, run)
+    vocabulary = run.derived.padded_vocab_size(vocab_size)
     clean = False
     try:
         pg_collection = groups.initialize(run)
         seed_everything(run)
-        report(f"building {derived.parameter_count(run, vocabulary):,} parameters in {derived.params_dtype_name(run)}")
+        report(f"building {run.derived.parameter_count(vocabulary):,} parameters in {run.derived.params_dtype_name}")
         model = build_model(run, pg_collection, vocab_size)
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
@@ -207,7 +206,7 @@ def facts(run: Run) -> dict[str, Any]:
     defaults = {name: value for section in asdict(Run()).values() for name, value in section.items()}
     return {
         "subject": "one training step of megatron_moe",
-        "dtype": derived.params_dtype_name(run),
+        "dtype": run.derived.params_dtype_name,
         "device": str(platform.device()),
         "flags": {name: value for name, value in flags.items() if value != defaults[name]},
         "versions": versions(),

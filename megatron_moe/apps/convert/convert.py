@@ -25,7 +25,6 @@ import torch
 
 from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.workspace import ConversionProgress, Workspace
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.files import free_bytes
@@ -296,7 +295,7 @@ def model_words(run: Run, family: str, dtype: str) -> str:
     depths = f" and {model.mtp_num_layers} of multi-token prediction" if model.mtp_num_layers else ""
     tied = "" if model.untie_embeddings_and_output_weights else ", tied"
     return (
-        f"{family} in {dtype}: {model.num_layers} layers{depths}, {sum(derived.moe_layer_pattern(run))} of them with "
-        f"{moe.num_experts} experts of {derived.moe_ffn_hidden_size(run)}, {moe.moe_router_topk} per token; hidden "
+        f"{family} in {dtype}: {model.num_layers} layers{depths}, {sum(run.derived.moe_layer_pattern)} of them with "
+        f"{moe.num_experts} experts of {run.derived.moe_ffn_hidden_size}, {moe.moe_router_topk} per token; hidden "
         f"size {model.hidden_size}, vocabulary {model.vocab_size}{tied}"
     )

@@ -19,7 +19,6 @@ from megatron_moe import platform
 from megatron_moe.apps.convert import reference_model
 from megatron_moe.apps.convert.reference_model import ReferenceResult, run_reference
 from megatron_moe.apps.convert.ties import TIE, following
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.opened import Opened, one_process, opened
@@ -155,7 +154,7 @@ def compare(
             f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
             f"between {least} and {total} are compared"
         )
-    length = min(length, derived.max_position_embeddings(run))
+    length = min(length, run.derived.max_position_embeddings)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=generator)
     require_memory(source, layers, fp8=bool(folder.scales), tokens=tokens.shape, gradients=gradients)
@@ -312,7 +311,7 @@ def _round(chunk: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def _fewest_layers(source: ModelSource) -> int:
     """Return the number of layers up to the first with experts: our model has at least one such layer."""
-    pattern = derived.moe_layer_pattern(source.run)
+    pattern = source.run.derived.moe_layer_pattern
     return pattern.index(1) + 1 if 1 in pattern else 1
 
 
@@ -335,9 +334,9 @@ def require_memory(
 
     def needed(count: int | None) -> int:
         run = one_process(source.run, layers=count)
-        padded = derived.padded_vocab_size(run.model.vocab_size or 0, run)
+        padded = run.derived.padded_vocab_size(run.model.vocab_size or 0)
         work = working_bytes(run, tokens[0], tokens[1], gradients)
-        return derived.parameter_count(run, padded) * width + 2 * work + 2**28
+        return run.derived.parameter_count(padded) * width + 2 * work + 2**28
 
     wanted = needed(layers)
     if wanted <= available:

@@ -14,7 +14,6 @@ from megatron_moe.apps.convert.native_step import DataFile, StoredPart
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import StepReader
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build, flatten
 from megatron_moe.hf.architecture import settings_of
@@ -183,7 +182,7 @@ class ToNative(Conversion):
             "has_optimizer": False,
             "layout": dict.fromkeys(_LAYOUT, 1),
             "vocab_size": vocab_size,
-            "padded_vocab_size": derived.padded_vocab_size(vocab_size, self.run),
+            "padded_vocab_size": self.run.derived.padded_vocab_size(vocab_size),
             "versions": certificate.versions(),
             "tokenizer": {},
             "data": {},

@@ -16,8 +16,9 @@ from megatron_moe.apps.doctor.layouts import Layout, LayoutChoice, choose, oracl
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
 from megatron_moe.apps.doctor.report import DoctorReport, LayoutFinding, details, log_line
 from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
-from megatron_moe.config import cli, derived, rules
+from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
@@ -137,7 +138,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     with MeasuringRanks(ranks, seconds) as pool:
         oracles: dict[tuple[Run, bool, str], tuple[AssembledModel, Request]] = {}
         for number, layout in enumerate(layouts, start=1):
-            key = layout.copy, layout.masked, derived.params_dtype_name(layout.run)
+            key = layout.copy, layout.masked, layout.run.derived.params_dtype_name
             if key not in oracles:
                 oracles[key] = _oracle(pool, layout, steps, log)
                 report.about["oracles"].append(_about_oracle(layout, *oracles[key]))
@@ -156,7 +157,7 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple
     Where the layout is in half precision, each step's samples are picked from many: two runs may differ in a logit by
     what roundings add up to, in a score by a quarter of that, and two scores decide a choice.
     """
-    run, dtype = oracle_run(layout.copy), derived.params_dtype_name(layout.run)
+    run, dtype = oracle_run(layout.copy), layout.run.derived.params_dtype_name
     rules.check(run, 1)
     half = dtype != "float32"
     clear = max(CLEAR_MARGIN, rounding_error(layout.run) / 2)
@@ -178,7 +179,7 @@ def _oracle(pool: MeasuringRanks, layout: Layout, steps: int, log: Log) -> tuple
     losses = ", ".join(f"{step['loss']:.5f}" for step in best[0].steps)
     what = [layout.model, "" if layout.masked else "a loss on every token"]
     if half:
-        own = derived.params_dtype_name(run)
+        own = run.derived.params_dtype_name
         what.append(f"in {own}" if own == dtype else f"in {own} from weights in {dtype}")
     about = "".join(f", {text}" for text in what if text)
     log(f"the oracle, one process{about}: losses {losses}{closest}")
@@ -193,7 +194,7 @@ def _about_oracle(layout: Layout, oracle: AssembledModel, request: Request) -> d
 
     return {
         "model": layout.model,
-        "dtype": derived.params_dtype_name(request.run),
+        "dtype": request.run.derived.params_dtype_name,
         "masked": request.masked,
         "data_seed": request.data_seed,
         "losses": [step["loss"] for step in oracle.steps],
@@ -218,8 +219,8 @@ def _examine(pool: MeasuringRanks, oracle: AssembledModel, request: Request, lay
 
 def _check_own(own: Run) -> None:
     """Apply the rules of a real start, on the smallest number of ranks that the flags allow."""
-    filled = derived.with_made_up_data(own)
-    sizes = [derived.model_ranks(filled), derived.expert_ranks(filled)]
+    filled = with_made_up_data(own)
+    sizes = [filled.derived.model_ranks, filled.derived.expert_ranks]
     if min(sizes) < 1 or max(sizes) > _LARGEST_WORLD:
         sizes = [1]  # the rules about single numbers refuse it
     rules.check(filled, math.lcm(*sizes))

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.apps.doctor.assemble import AssembledModel, step_of
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 
 
@@ -59,7 +58,7 @@ _EXPERT = re.compile(r"\.experts\.(expert\d+\.)?weight[12]$")
 
 def unit_roundoff(run: Run) -> float:
     """Return the largest relative error of rounding to the run's dtype: 2^-8 in bf16, 2^-11 in fp16, 2^-24 in fp32."""
-    return torch.finfo(getattr(torch, derived.params_dtype_name(run))).eps / 2
+    return torch.finfo(getattr(torch, run.derived.params_dtype_name)).eps / 2
 
 
 def rounding_error(run: Run) -> float:
@@ -79,7 +78,7 @@ def tolerances_of(run: Run) -> Tolerances:
     root mean square turns the sign of about 0.4 e of the elements, each of which is then 2 off: 1.3 sqrt(e) in norm.
     Allowed are 2 sqrt(e).
     """
-    if derived.params_dtype_name(run) == "float32":
+    if run.derived.params_dtype_name == "float32":
         return FP32
     gradient = 2 * rounding_error(run)
     return Tolerances(scalar=unit_roundoff(run), gradient=gradient, update=2 * gradient**0.5)

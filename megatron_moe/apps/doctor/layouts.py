@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
-from megatron_moe.config import derived, rules
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import ParallelConfig, Run, replace
 
@@ -39,7 +39,7 @@ _MODEL_FEATURES: dict[str, Callable[[Run], object]] = {
     "grouped-query attention": lambda run: run.model.group_query_attention,
     "tied embeddings": lambda run: not run.model.untie_embeddings_and_output_weights,
     "separate embeddings": lambda run: run.model.untie_embeddings_and_output_weights,
-    "dense layers": lambda run: 0 in derived.moe_layer_pattern(run),
+    "dense layers": lambda run: 0 in run.derived.moe_layer_pattern,
     "multi-token prediction": lambda run: run.model.mtp_num_layers is not None,
     "fused loss": lambda run: run.model.cross_entropy_loss_fusion,
     "per-token loss": lambda run: run.optimizer.calculate_per_token_loss,
@@ -49,7 +49,7 @@ _MODEL_FEATURES: dict[str, Callable[[Run], object]] = {
     "overlapped reduction": lambda run: run.parallel.overlap_grad_reduce,
     "uneven stages": lambda run: run.parallel.decoder_first_pipeline_num_layers is not None,
     "virtual stages": lambda run: run.parallel.num_layers_per_virtual_pipeline_stage is not None,
-    "fp32": lambda run: derived.params_dtype_name(run) == "float32",
+    "fp32": lambda run: run.derived.params_dtype_name == "float32",
     "bf16": lambda run: run.precision.bf16,
     "fp16": lambda run: run.precision.fp16,
 }

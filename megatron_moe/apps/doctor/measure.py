@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, default_collate
 
 from megatron_moe.apps.doctor.assemble import parameter_shards, router_names
 from megatron_moe.apps.doctor.recorder import StepRecorder, values_of_masters
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.io.local_ranks import LocalRanks
@@ -156,7 +155,7 @@ def measure(request: Request) -> dict[str, Any]:
         scheduler = build_scheduler(run, optimizer)
         connect(chunks, optimizer)
         world_size = dist.get_world_size()
-        batch = derived.global_batch_size(run, world_size)
+        batch = run.derived.global_batch_size(world_size)
         samples = MadeUpSamples(request.data_seed, request.steps * batch, run, request.masked, request.picked)
         batches = batch_iterators(samples, run, pg_collection=pg_collection, num_chunks=len(chunks))
         tensors = {"initial weight": _weights(chunks)}
@@ -171,7 +170,7 @@ def measure(request: Request) -> dict[str, Any]:
                 optimizer,
                 scheduler,
                 batches,
-                num_micro_batches=derived.num_microbatches(run, world_size),
+                num_micro_batches=run.derived.num_microbatches(world_size),
                 micro_batch_size=run.training.micro_batch_size,
                 seq_length=run.model.seq_length,
                 pg_collection=pg_collection,
@@ -197,7 +196,7 @@ def _last_weights(
     """Return the optimizer's weights, and the model's own where they are not fp32."""
     with gathered_parameters(chunks):
         last = _weights(chunks)
-    if derived.params_dtype_name(run) == "float32":
+    if run.derived.params_dtype_name == "float32":
         return {quantity: last}
     return {quantity: values_of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
 

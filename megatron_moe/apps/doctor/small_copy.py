@@ -13,7 +13,6 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run, flatten, replace
 
 LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
@@ -121,7 +120,7 @@ def _sizes(run: Run) -> dict[str, Any]:
     else:
         sizes["kv_channels"] = None if m.kv_channels is None else 16
         if m.group_query_attention:
-            groups = derived.num_query_groups(run)
+            groups = run.derived.num_query_groups
             if groups == 1:
                 sizes["num_query_groups"] = 1
             else:
@@ -137,7 +136,7 @@ def _experts(run: Run) -> dict[str, Any]:
         "num_experts": EXPERTS,
         "moe_ffn_hidden_size": WIDTH,
         "moe_router_topk": min(moe.moe_router_topk, 2),
-        "moe_layer_freq": _pattern(derived.moe_layer_pattern(run)),
+        "moe_layer_freq": _pattern(run.derived.moe_layer_pattern),
         "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
     }
     kinds = moe.moe_router_load_balancing_type
@@ -156,7 +155,7 @@ def _experts(run: Run) -> dict[str, Any]:
     return sizes
 
 
-def _pattern(pattern: list[int]) -> int | str:
+def _pattern(pattern: tuple[int, ...]) -> int | str:
     """Return --moe-layer-freq of LAYERS layers with the same order of dense and MoE layers.
 
     Consecutive layers of one kind become one layer; the last kind is repeated.

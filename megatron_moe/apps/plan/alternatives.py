@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_moe.apps.plan.plan import Machine, layout, peak_gib, recomputed
 from megatron_moe.apps.plan.tracing import RankTrace
-from megatron_moe.config import derived, rules
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 
@@ -103,8 +103,8 @@ def relative_time(run: Run, world_size: int) -> float:
     Full recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left
     out.
     """
-    stages, chunks = run.parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(run) or 1
-    bubble = (stages - 1) / (chunks * derived.num_microbatches(run, world_size))
+    stages, chunks = run.parallel.pipeline_model_parallel_size, run.derived.virtual_pipeline_size or 1
+    bubble = (stages - 1) / (chunks * run.derived.num_microbatches(world_size))
     return (1 + bubble) * (4 / 3 if run.training.recompute_granularity == "full" else 1.0)
 
 

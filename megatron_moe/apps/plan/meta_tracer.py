@@ -2,7 +2,7 @@
 
 A multiply-add counts as 2 FLOPs. Matrix products and attention are counted; norms, activations and softmax are not.
 Causal attention is counted as half of the full square (S / 2 keys per query, not (S + 1) / 2), and its backward pass as
-twice its forward, although the flash kernels compute the scores once more. `config.derived.flops_per_token`, from which
+twice its forward, although the flash kernels compute the scores once more. `run.derived.flops_per_token`, from which
 MFU is computed, is this count of one forward and backward pass without recomputation, divided by the tokens.
 """
 

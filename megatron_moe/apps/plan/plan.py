@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_moe import platform
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 
@@ -89,7 +88,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         share = buffer.numel // len(buffer.ranks) if run.optimizer.use_distributed_optimizer else buffer.used
         optimizer += share * (_MOMENTS + (_MASTER if buffer.parameter_bytes < 4 else 0))
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
-    activations, in_flight = _activation_peak(run, trace, derived.num_microbatches(run, world_size))
+    activations, in_flight = _activation_peak(run, trace, run.derived.num_microbatches(world_size))
     return PlannedMemory(
         weights=trace.weights,
         gradients=sum(buffer.numel * buffer.gradient_bytes for buffer in trace.buffers),
@@ -173,7 +172,7 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
             totals[name][0] += sent
             totals[name][1] += sent * _share_between_nodes(kind, ranks, gpus_per_node)
 
-    micro_batches = derived.num_microbatches(run, world_size)
+    micro_batches = run.derived.num_microbatches(world_size)
     for chunk in trace.chunks:
         for call in chunk.forward + chunk.backward:
             if call.kind != "broadcast":
@@ -218,7 +217,7 @@ def vocabulary(run: Run) -> int:
     """
     if run.model.vocab_size is None:
         raise ConfigError("no --vocab-size: a plan reads no tokenizer; give --vocab-size, e.g. --vocab-size 32000")
-    return derived.padded_vocab_size(run.model.vocab_size, run)
+    return run.derived.padded_vocab_size(run.model.vocab_size)
 
 
 def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
@@ -235,18 +234,18 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
     whole: dict[str, int] = {}
     for trace in traces:
         whole |= trace.whole
-    micro_batches, stages = derived.num_microbatches(run, world_size), len(traces)
-    per_token = derived.flops_per_token(run, size)
+    micro_batches, stages = run.derived.num_microbatches(world_size), len(traces)
+    per_token = run.derived.flops_per_token(size)
     ranks = [_rank(run, trace, world_size, machine) for trace in traces]
     computed = sum(sum(chunk.flops for chunk in trace.chunks) for trace in traces)
     per_stage = world_size // stages
     in_job = computed * micro_batches * per_stage
-    tokens = derived.global_batch_size(run, world_size) * run.model.seq_length
+    tokens = run.derived.global_batch_size(world_size) * run.model.seq_length
     return {
         "world_size": world_size,
         "layout": layout(run, world_size),
         "total_params": sum(whole.values()),
-        "active_params": derived.active_parameter_count(run, size),
+        "active_params": run.derived.active_parameter_count(size),
         "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
         "device_memory_gib": machine.memory_gib,
         "imbalance": machine.imbalance,
@@ -255,7 +254,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         "computed_flops_per_token": in_job / tokens,
         "bubble_share": bubble_share(len(traces[0].chunks), stages, micro_batches),
         "micro_batches": micro_batches,
-        "global_batch_size": derived.global_batch_size(run, world_size),
+        "global_batch_size": run.derived.global_batch_size(world_size),
         "mfu": machine.mfu,
         "peak_tflops": machine.peak_tflops,
         "tokens_per_second": machine.mfu * machine.peak_tflops * 1e12 * world_size / per_token,
@@ -315,12 +314,12 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
     return {
         "TP": p.tensor_model_parallel_size,
         "PP": p.pipeline_model_parallel_size,
-        "VPP": derived.virtual_pipeline_size(run) or 1,
+        "VPP": run.derived.virtual_pipeline_size or 1,
         "CP": p.context_parallel_size,
         "EP": p.expert_model_parallel_size,
-        "ETP": derived.expert_tensor_parallel_size(run),
-        "DP": derived.data_parallel_size(run, world_size),
-        "EDP": derived.expert_data_parallel_size(run, world_size),
+        "ETP": run.derived.expert_tensor_parallel_size,
+        "DP": run.derived.data_parallel_size(world_size),
+        "EDP": run.derived.expert_data_parallel_size(world_size),
         "micro_batch_size": run.training.micro_batch_size,
         "recompute": _recompute_words(run.training.recompute_granularity, run.training.recompute_modules),
     }

@@ -19,7 +19,6 @@ import torch
 from megatron_moe import platform
 from megatron_moe.apps.plan.live_bytes import storage_bytes
 from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device
-from megatron_moe.config import derived
 from megatron_moe.config.schema import Run
 from megatron_moe.model.build import build_model
 from megatron_moe.model.initialize import global_name, placement
@@ -139,7 +138,7 @@ def trace_ranks(
 
 def _layers(run: Run, stage: int) -> list[list[int]]:
     """Return the global numbers, from 0, of the layers of each of a stage's chunks."""
-    counts, chunks = derived.pipeline_layer_counts(run), derived.virtual_pipeline_size(run) or 1
+    counts, chunks = run.derived.pipeline_layer_counts, run.derived.virtual_pipeline_size or 1
     if chunks == 1:
         return [list(range(sum(counts[:stage]), sum(counts[: stage + 1])))]
     size = counts[stage] // chunks
@@ -155,7 +154,7 @@ def _kind(run: Run, stage: int) -> Any:
     """
     if run.precision.keep_fp32 is not None:
         return stage
-    pattern = derived.moe_layer_pattern(run) if run.moe.num_experts is not None else [0] * run.model.num_layers
+    pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
     kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
     return stage == 0, stage == run.parallel.pipeline_model_parallel_size - 1, kinds
 
@@ -304,7 +303,7 @@ def _hidden_states(run: Run) -> torch.Tensor:
     """Return an empty tensor like this rank's part [S, B, H] of the hidden states between two stages."""
     layout = run.parallel
     split = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
-    dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, derived.params_dtype_name(run)))
+    dtype = residual_dtype(run.precision.fp32_residual_connection, getattr(torch, run.derived.params_dtype_name))
     shape = (run.model.seq_length // split, run.training.micro_batch_size, run.model.hidden_size)
     return torch.empty(shape, dtype=dtype, device=platform.device())
 

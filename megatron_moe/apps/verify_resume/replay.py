@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, fields_by_name, flatten, replace
 from megatron_moe.report.jsonl import read_steps
@@ -199,7 +198,7 @@ def _replay(
     before = build(plain)
     recorded_on = state["layout"]["world_size"]
     # A batch size that follows from the number of ranks is that of the ranks that made the record.
-    plain["global_batch_size"] = derived.global_batch_size(before, recorded_on)
+    plain["global_batch_size"] = before.derived.global_batch_size(recorded_on)
     run = replace(
         build({**plain, **changes}),
         load=str(root),

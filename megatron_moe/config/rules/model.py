@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megatron_moe.config import derived, module_names
+from megatron_moe.config import module_names
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among
 from megatron_moe.config.schema import Run
 
@@ -56,7 +56,7 @@ def query_groups_go_with_their_switch(run: Run, world_size: int) -> None:
 
 def query_groups_divide_heads(run: Run, world_size: int) -> None:
     """Every key/value head serves the same number of query heads."""
-    groups = derived.num_query_groups(run)
+    groups = run.derived.num_query_groups
     if run.model.num_attention_heads % groups:
         raise refuse(
             run,
@@ -125,7 +125,7 @@ def rotary_width_is_even(run: Run, world_size: int) -> None:
                 f"rotation takes pairs of channels; use {nearest_multiples(m.qk_pos_emb_head_dim, 2)}",
             )
         return
-    width = derived.head_size(run)
+    width = run.derived.head_size
     rotated = int(width * m.rotary_percent)
     if rotated % 2 or rotated == 0:
         raise refuse(
@@ -139,7 +139,7 @@ def rotary_width_is_even(run: Run, world_size: int) -> None:
 def sequence_fits_positions(run: Run, world_size: int) -> None:
     """The model is built for at least as many positions as a sequence has."""
     m = run.model
-    if m.seq_length > derived.max_position_embeddings(run):
+    if m.seq_length > run.derived.max_position_embeddings:
         raise refuse(
             run,
             ("seq_length", "max_position_embeddings"),

@@ -24,7 +24,7 @@ def moe_flags_need_experts(run: Run, world_size: int) -> None:
 
 def layer_pattern_fits(run: Run, world_size: int) -> None:
     """The pattern has a 0 or 1 for every layer, and a MoE model has a MoE layer."""
-    if run.moe.num_experts is not None and sum(derived.moe_layer_pattern(run)) == 0:
+    if run.moe.num_experts is not None and sum(run.derived.moe_layer_pattern) == 0:
         raise refuse(
             run,
             ("moe_layer_freq", "num_experts"),
@@ -57,10 +57,10 @@ def grouped_products_are_aligned(run: Run, world_size: int) -> None:
     """torch's grouped product takes rows of whole 16 bytes."""
     if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
         return
-    full, ranks = derived.moe_ffn_hidden_size(run), derived.expert_tensor_parallel_size(run)
+    full, ranks = run.derived.moe_ffn_hidden_size, run.derived.expert_tensor_parallel_size
     if full % ranks:
         return  # has a rule of its own
-    refusal = derived.grouped_product_refusal(derived.params_dtype_name(run), run.model.hidden_size, full // ranks)
+    refusal = derived.grouped_product_refusal(run.derived.params_dtype_name, run.model.hidden_size, full // ranks)
     if refusal is not None:
         raise refuse(run, ("moe_expert_backend", "hidden_size", "moe_ffn_hidden_size"), refusal)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
@@ -52,7 +51,7 @@ def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
     """Every tensor-parallel rank has key/value heads of its own; they are not replicated."""
     if run.model.multi_latent_attention or not run.model.group_query_attention:
         return
-    groups, tp = derived.num_query_groups(run), run.parallel.tensor_model_parallel_size
+    groups, tp = run.derived.num_query_groups, run.parallel.tensor_model_parallel_size
     if groups % tp:
         raise refuse(
             run,
@@ -64,18 +63,18 @@ def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
 def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
     """The MLP's and the shared expert's width is split over TP, an expert's over expert-TP."""
     tp = run.parallel.tensor_model_parallel_size
-    widths = {"ffn_hidden_size": (derived.ffn_hidden_size(run), tp, "tensor_model_parallel_size")}
+    widths = {"ffn_hidden_size": (run.derived.ffn_hidden_size, tp, "tensor_model_parallel_size")}
     if run.moe.num_experts is not None:
-        etp = derived.expert_tensor_parallel_size(run)
+        etp = run.derived.expert_tensor_parallel_size
         flag = (
             "tensor_model_parallel_size"
             if run.parallel.expert_tensor_parallel_size is None
             else "expert_tensor_parallel_size"
         )
-        widths["moe_ffn_hidden_size"] = (derived.moe_ffn_hidden_size(run), etp, flag)
+        widths["moe_ffn_hidden_size"] = (run.derived.moe_ffn_hidden_size, etp, flag)
         shared = run.moe.moe_shared_expert_intermediate_size or 0
         widths["moe_shared_expert_intermediate_size"] = (shared, tp, "tensor_model_parallel_size")
-        if all(derived.moe_layer_pattern(run)):
+        if all(run.derived.moe_layer_pattern):
             del widths["ffn_hidden_size"]
     for name, (width, ranks, flag) in widths.items():
         if width % ranks:
@@ -143,7 +142,7 @@ def layers_divide_over_stages(run: Run, world_size: int) -> None:
     layers = run.model.num_layers
     ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     try:
-        if min(derived.pipeline_layer_counts(run)) >= 1:
+        if min(run.derived.pipeline_layer_counts) >= 1:
             return
     except ConfigError:
         pass  # worded below, with the remedy
@@ -191,7 +190,7 @@ def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
 
 def world_divides_by_model(run: Run, world_size: int) -> None:
     """The ranks hold a whole number of copies of the model."""
-    ranks = derived.model_ranks(run)
+    ranks = run.derived.model_ranks
     if world_size % ranks:
         raise refuse(
             run,
@@ -203,9 +202,9 @@ def world_divides_by_model(run: Run, world_size: int) -> None:
 
 def world_divides_by_experts(run: Run, world_size: int) -> None:
     """The ranks hold a whole number of copies of the experts."""
-    ranks = derived.expert_ranks(run)
+    ranks = run.derived.expert_ranks
     if run.moe.num_experts is not None and world_size % ranks:
-        etp = derived.expert_tensor_parallel_size(run)
+        etp = run.derived.expert_tensor_parallel_size
         note = "" if run.parallel.expert_tensor_parallel_size is not None else f" (expert-TP is {etp}, as TP)"
         raise refuse(
             run,
@@ -245,8 +244,8 @@ def bucket_size_needs_overlap(run: Run, world_size: int) -> None:
 
 def global_batch_divides(run: Run, world_size: int) -> None:
     """Every rank takes a whole number of micro-batches, at least one."""
-    micro, dp = run.training.micro_batch_size, derived.data_parallel_size(run, world_size)
-    batch = derived.global_batch_size(run, world_size)
+    micro, dp = run.training.micro_batch_size, run.derived.data_parallel_size(world_size)
+    batch = run.derived.global_batch_size(world_size)
     if batch % (micro * dp):
         raise refuse(
             run,
@@ -258,12 +257,12 @@ def global_batch_divides(run: Run, world_size: int) -> None:
 
 def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
     """The interleaved schedule walks micro-batches in rounds of PP."""
-    if derived.virtual_pipeline_size(run) is None:
+    if run.derived.virtual_pipeline_size is None:
         return
     pp, micro = run.parallel.pipeline_model_parallel_size, run.training.micro_batch_size
-    count = derived.num_microbatches(run, world_size)
+    count = run.derived.num_microbatches(world_size)
     if count % pp:
-        samples = micro * derived.data_parallel_size(run, world_size)
+        samples = micro * run.derived.data_parallel_size(world_size)
         named = f"{spelled(run, 'global_batch_size')}, {spelled(run, 'num_layers_per_virtual_pipeline_stage')}"
         sizes = nearest_multiples(count * samples, pp * samples)
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
@@ -74,7 +73,7 @@ def audit_needs_a_second_step(run: Run, world_size: int) -> None:
 
 def health_sample_needs_health(run: Run, world_size: int) -> None:
     """Without measurements there is nothing to sample."""
-    if set_among(run, ("health_sample_tokens",)) and derived.health_interval(run) == 0:
+    if set_among(run, ("health_sample_tokens",)) and run.derived.health_interval == 0:
         raise refuse(
             run, ("health_sample_tokens", "health_interval"), "nothing is measured; use --health-interval 10, say"
         )
@@ -116,7 +115,7 @@ def warmup_is_given_once(run: Run, world_size: int) -> None:
 
 def warmup_ends_before_decay(run: Run, world_size: int) -> None:
     """The warm-up is the first part of the schedule and leaves a rest."""
-    warmup, decay = derived.lr_warmup_iters(run), derived.lr_decay_iters(run)
+    warmup, decay = run.derived.lr_warmup_iters, run.derived.lr_decay_iters
     if decay is not None and warmup >= decay:
         names = ["lr_warmup_iters", "lr_decay_iters" if run.optimizer.lr_decay_iters is not None else "train_iters"]
         raise refuse(
@@ -135,7 +134,7 @@ def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
 
 def wsd_phases_fit(run: Run, world_size: int) -> None:
     """Warm-up and last phase fit into the schedule."""
-    o, decay = run.optimizer, derived.lr_decay_iters(run)
+    o, decay = run.optimizer, run.derived.lr_decay_iters
     if o.lr_decay_style != "WSD" or decay is None:
         return
     if o.lr_wsd_decay_iters is None:
@@ -144,7 +143,7 @@ def wsd_phases_fit(run: Run, world_size: int) -> None:
             ("lr_decay_style", "lr_wsd_decay_iters"),
             f"say how long the last phase is, e.g. --lr-wsd-decay-iters {max(1, decay // 10)}",
         )
-    room = decay - derived.lr_warmup_iters(run)
+    room = decay - run.derived.lr_warmup_iters
     if o.lr_wsd_decay_iters > room:
         raise refuse(
             run,
@@ -164,7 +163,7 @@ def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
     if len(ramp) != 3:
         raise refuse(run, ("rampup_batch_size",), "takes three numbers, START INCREMENT SAMPLES; e.g. 8 8 10000")
     start, increment, samples = ramp
-    batch = derived.global_batch_size(run, world_size)
+    batch = run.derived.global_batch_size(world_size)
     if start >= batch or (batch - start) % increment:
         raise refuse(
             run,
@@ -185,8 +184,8 @@ def rampup_batches_divide(run: Run, world_size: int) -> None:
     ramp = run.training.rampup_batch_size
     if ramp is None:
         return
-    unit = run.training.micro_batch_size * derived.data_parallel_size(run, world_size)
-    if derived.virtual_pipeline_size(run) is not None:
+    unit = run.training.micro_batch_size * run.derived.data_parallel_size(world_size)
+    if run.derived.virtual_pipeline_size is not None:
         unit *= run.parallel.pipeline_model_parallel_size
     for word, size in zip(("START", "INCREMENT"), ramp):
         if size % unit:
@@ -244,7 +243,7 @@ def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
 
 def recompute_layers_within_stage(run: Run, world_size: int) -> None:
     """No stage recomputes more layers than it has."""
-    chunk = max(derived.pipeline_layer_counts(run)) // (derived.virtual_pipeline_size(run) or 1)
+    chunk = max(run.derived.pipeline_layer_counts) // (run.derived.virtual_pipeline_size or 1)
     count = run.training.recompute_num_layers
     if count is not None and count > chunk:
         raise refuse(

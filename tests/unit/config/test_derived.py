@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_moe.config import cli, derived, rules, schema
+from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 
@@ -27,33 +27,33 @@ def run_of(flags: str) -> schema.Run:
 def test_a_published_models_preset_has_its_published_size(preset, billions, active_billions):
     run = run_of(f"--preset {preset}")
     vocab = run.model.vocab_size
-    assert derived.padded_vocab_size(vocab, run) == vocab
-    assert round(derived.parameter_count(run, vocab) / 1e9, 2) == billions
-    assert round(derived.active_parameter_count(run, vocab) / 1e9, 2) == active_billions
+    assert run.derived.padded_vocab_size(vocab) == vocab
+    assert round(run.derived.parameter_count(vocab) / 1e9, 2) == billions
+    assert round(run.derived.active_parameter_count(vocab) / 1e9, 2) == active_billions
 
 
 def test_flops_per_token_of_qwen3_30b_match_the_published_ratio():
     # (TFLOP/s per GPU) / (tokens/s per GPU) of NVIDIA's published runs is 23.0 to 23.1 GFLOP.
     run = run_of("--preset qwen3-30b-a3b")
-    assert derived.flops_per_token(run, run.model.vocab_size) / 1e9 == pytest.approx(23.08, abs=0.01)
+    assert run.derived.flops_per_token(run.model.vocab_size) / 1e9 == pytest.approx(23.08, abs=0.01)
 
 
 def test_flops_per_token_of_deepseek_v3_match_the_published_ratio():
     # Published with one multi-token-prediction depth.
     run = run_of("--preset deepseek-v3 --mtp-num-layers 1")
-    assert derived.flops_per_token(run, run.model.vocab_size) / 1e9 == pytest.approx(260.64, abs=0.05)
+    assert run.derived.flops_per_token(run.model.vocab_size) / 1e9 == pytest.approx(260.64, abs=0.05)
 
 
 def test_one_depth_of_deepseek_v3_adds_its_published_size():
     # 685B in the published files: 671B, and 14B of the depth with its own copies of both tables.
     alone, deeper = run_of("--preset deepseek-v3"), run_of("--preset deepseek-v3 --mtp-num-layers 1")
     hidden, vocab = alone.model.hidden_size, alone.model.vocab_size
-    added = derived.parameter_count(deeper, vocab) - derived.parameter_count(alone, vocab)
+    added = deeper.derived.parameter_count(vocab) - alone.derived.parameter_count(vocab)
     a_layer_more = schema.replace(alone, num_layers=62, moe_layer_freq="[0]*3+[1]*59")
-    layer = derived.parameter_count(a_layer_more, vocab) - derived.parameter_count(alone, vocab)
+    layer = a_layer_more.derived.parameter_count(vocab) - alone.derived.parameter_count(vocab)
     assert added == layer + 2 * hidden**2 + 3 * hidden
     assert round((added + 2 * vocab * hidden) / 1e9) == 13  # told as 14: 11.61 + 1.85 = 13.46
-    assert round((derived.parameter_count(deeper, vocab) + 2 * vocab * hidden) / 1e9, 1) == 684.5
+    assert round((deeper.derived.parameter_count(vocab) + 2 * vocab * hidden) / 1e9, 1) == 684.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -77,7 +77,7 @@ def test_parameters_are_counted_piece_by_piece():
     attention = 4 * 8 * 8 + 3 * 8
     norms = 2 * 8
     moe_layer = 4 * 8 + 4 * 3 * 8 * 6 + 3 * 8 * 5 + 8
-    assert derived.parameter_count(run, 32) == 32 * 8 + 2 * (attention + norms) + 3 * 8 * 10 + moe_layer + 8
+    assert run.derived.parameter_count(32) == 32 * 8 + 2 * (attention + norms) + 3 * 8 * 10 + moe_layer + 8
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_parameters_are_counted_piece_by_piece():
     ],
 )
 def test_the_layer_pattern_follows_frequency_or_expression(flags, pattern):
-    assert derived.moe_layer_pattern(run_of(flags)) == pattern
+    assert run_of(flags).derived.moe_layer_pattern == tuple(pattern)
 
 
 @pytest.mark.parametrize("expression", ["[1]*3", "[2]*4", "[1.0]*4", "print(1)", "[1]*-1", "[1]*99999999999", "[1]+"])
 def test_a_wrong_layer_expression_is_refused_and_never_run(expression):
     run = schema.replace(schema.Run(), num_experts=8, moe_layer_freq=expression)
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
-        derived.moe_layer_pattern(run)
+        _ = run.derived.moe_layer_pattern
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_wrong_layer_expression_is_refused_and_never_run(expression):
     ],
 )
 def test_layers_are_spread_over_stages(flags, counts):
-    assert derived.pipeline_layer_counts(run_of(flags)) == counts
+    assert run_of(flags).derived.pipeline_layer_counts == tuple(counts)
 
 
 def test_sizes_of_parallel_groups_multiply_to_the_world():
@@ -128,27 +128,27 @@ def test_sizes_of_parallel_groups_multiply_to_the_world():
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
         " --expert-tensor-parallel-size 1"
     )
-    assert derived.data_parallel_size(run, 16) == 4
-    assert derived.expert_data_parallel_size(run, 16) == 2
-    assert derived.expert_tensor_parallel_size(schema.replace(run, expert_tensor_parallel_size=None)) == 2
+    assert run.derived.data_parallel_size(16) == 4
+    assert run.derived.expert_data_parallel_size(16) == 2
+    assert schema.replace(run, expert_tensor_parallel_size=None).derived.expert_tensor_parallel_size == 2
 
 
 def test_batches_count_sequences_and_microbatches():
     run = run_of("--micro-batch-size 4")
-    assert derived.global_batch_size(run, 3) == 12
-    assert derived.num_microbatches(schema.replace(run, global_batch_size=24), 3) == 2
+    assert run.derived.global_batch_size(3) == 12
+    assert schema.replace(run, global_batch_size=24).derived.num_microbatches(3) == 2
 
 
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(1, 1, 128), (128, 1, 128), (129, 1, 256), (129, 4, 512)])
 def test_the_vocabulary_is_padded_for_tensor_parallel(vocab, tp, padded):
-    assert derived.padded_vocab_size(vocab, run_of(f"--tensor-model-parallel-size {tp}")) == padded
+    assert run_of(f"--tensor-model-parallel-size {tp}").derived.padded_vocab_size(vocab) == padded
 
 
 def test_one_virtual_stage_is_none():
     flags = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
-    assert derived.virtual_pipeline_size(run_of(f"{flags} 1")) == 2
-    assert derived.virtual_pipeline_size(run_of(f"{flags} 2")) is None
-    assert derived.virtual_pipeline_size(run_of("")) is None
+    assert run_of(f"{flags} 1").derived.virtual_pipeline_size == 2
+    assert run_of(f"{flags} 2").derived.virtual_pipeline_size is None
+    assert run_of("").derived.virtual_pipeline_size is None
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def test_one_virtual_stage_is_none():
     ],
 )
 def test_open_normalisation_follows_megatrons_rule(flags, normalised):
-    assert derived.norm_topk_prob(run_of(flags)) is normalised
+    assert run_of(flags).derived.norm_topk_prob is normalised
 
 
 def test_warmup_is_a_count_or_a_share_of_the_decay():
-    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-warmup-iters 7")) == 7
-    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-warmup-fraction 0.1")) == 20
-    assert derived.lr_warmup_iters(run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1")) == 10
+    assert run_of("--train-iters 200 --lr-warmup-iters 7").derived.lr_warmup_iters == 7
+    assert run_of("--train-iters 200 --lr-warmup-fraction 0.1").derived.lr_warmup_iters == 20
+    assert run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1").derived.lr_warmup_iters == 10
 
 
 @pytest.mark.parametrize(("flags", "name"), [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16")])
 def test_the_dtype_of_the_weights_has_torchs_name(flags, name):
-    assert derived.params_dtype_name(run_of(flags)) == name
+    assert run_of(flags).derived.params_dtype_name == name

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_moe.config import cli, derived
+from megatron_moe.config import cli
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 
@@ -29,15 +29,15 @@ def test_parameters_are_counted_as_they_are_built(one_process):
         run = cli.parse(shlex.split(flags))
         chunks = build_model(run, pg_collection, 256, wrap=False)
         built = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-        assert derived.parameter_count(run, 256) == built, flags
+        assert run.derived.parameter_count(256) == built, flags
 
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_active_parameters_leave_out_the_experts_not_chosen(flags):
     run = cli.parse(shlex.split(flags))
-    idle = derived.parameter_count(run, 256) - derived.active_parameter_count(run, 256)
-    one_expert = 3 * run.model.hidden_size * derived.moe_ffn_hidden_size(run)
+    idle = run.derived.parameter_count(256) - run.derived.active_parameter_count(256)
+    one_expert = 3 * run.model.hidden_size * run.derived.moe_ffn_hidden_size
     idle_experts = (run.moe.num_experts or run.moe.moe_router_topk) - run.moe.moe_router_topk
-    pattern = derived.moe_layer_pattern(run)
+    pattern = run.derived.moe_layer_pattern
     moe_layers = sum(pattern) + pattern[-1] * (run.model.mtp_num_layers or 0)
     assert idle == moe_layers * idle_experts * one_expert

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
@@ -56,7 +55,7 @@ def test_both_spellings_say_the_same_without_a_note(case):
 def test_what_is_read_has_as_many_parameters_as_transformers_builds(case):
     run = build(read(saved(case)).flat)
     theirs = sum(parameter.numel() for parameter in loaded(saved(case)).parameters())
-    assert derived.parameter_count(run, tiny_models.VOCABULARY) == theirs
+    assert run.derived.parameter_count(tiny_models.VOCABULARY) == theirs
 
 
 @pytest.mark.parametrize("case", tiny_models.CASES)

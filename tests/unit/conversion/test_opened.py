@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.opened import one_process as one_process_of
@@ -96,15 +95,15 @@ def test_a_run_becomes_one_process_that_evaluates(folder: Path) -> None:
         max_position_embeddings=99,
     )
     alone = one_process_of(run)
-    assert derived.model_ranks(alone) == alone.parallel.expert_model_parallel_size == 1
+    assert alone.derived.model_ranks == alone.parallel.expert_model_parallel_size == 1
     assert (alone.model.hidden_dropout, alone.model.attention_dropout) == (0.0, 0.0)
     assert alone.training.recompute_granularity is None
-    assert derived.params_dtype_name(alone) == "float32"
+    assert alone.derived.params_dtype_name == "float32"
     assert alone.moe.moe_expert_capacity_factor is None
     assert alone.moe.moe_router_dtype == "fp64"
     assert alone.model.transformer_impl == "local"
     assert not alone.model.cross_entropy_loss_fusion
-    assert derived.max_position_embeddings(alone) == 99
+    assert alone.derived.max_position_embeddings == 99
     assert alone.model.num_layers == run.model.num_layers
 
 

@@ -21,7 +21,6 @@ from megatron_moe.apps.convert.ties import TIE, choice_margin
 from megatron_moe.apps.convert.to_hf import ToHF
 from megatron_moe.apps.convert.to_native import ToNative
 from megatron_moe.apps.convert.workspace import Workspace
-from megatron_moe.config import derived
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.folder import HFFolder
@@ -215,7 +214,7 @@ def test_only_layers_that_are_there_and_some_with_experts_can_be_compared(deepse
 def test_what_does_not_fit_is_refused_with_the_layers_that_do(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "run_reference", lambda *_, **__: pytest.fail("was loaded"))
     run = one_process(locate(deepseek / "hf").run, layers=3)
-    three = 4 * derived.parameter_count(run, 256)
+    three = 4 * run.derived.parameter_count(256)
     monkeypatch.setattr(parity.platform, "available_memory_bytes", lambda: 2**28 + three)
     with pytest.raises(ConfigError, match="--verify-layers 2 compares as many as fit"):
         compare(deepseek / "hf", deepseek / "bf16", batch=1, length=2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from megatron_moe.config import derived
 from megatron_moe.config.presets_published import PUBLISHED
 from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.hf import config as hf_config
@@ -64,7 +63,7 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
 def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
     run = build(PUBLISHED[name])
     vocab = run.model.vocab_size
-    assert derived.padded_vocab_size(vocab, run) == vocab
+    assert run.derived.padded_vocab_size(vocab) == vocab
     for config in (CONFIGS[name], hf_config.config_of(run, family_of_run(run), "bfloat16")):
         fields = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
         # transformers knows Kimi-K2 by the class it shares with DeepSeek-V3.
@@ -73,7 +72,7 @@ def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
         )
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(described)
-        assert sum(parameter.numel() for parameter in model.parameters()) == derived.parameter_count(run, vocab)
+        assert sum(parameter.numel() for parameter in model.parameters()) == run.derived.parameter_count(vocab)
 
 
 @pytest.mark.claim("Presets have the published settings, and as many parameters as transformers builds.")
@@ -84,7 +83,7 @@ def test_a_preset_has_the_size_that_its_publisher_says(name):
     if "with prediction" in counted:
         run = replace(run, mtp_num_layers=1)
     vocab = run.model.vocab_size
-    count = derived.parameter_count(run, vocab)
+    count = run.derived.parameter_count(vocab)
     if "without tables" in counted:
         count -= 2 * vocab * run.model.hidden_size
     digits = len(said.partition(".")[2])

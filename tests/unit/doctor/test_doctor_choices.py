@@ -18,7 +18,7 @@ from megatron_moe.apps.doctor.small_copy import (
     changed_fields,
     small_copy,
 )
-from megatron_moe.config import derived, rules
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
@@ -62,7 +62,7 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     rules.check(copy, 1)
     before, after = flatten(run), flatten(copy)
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
-    assert derived.parameter_count(copy, PADDED_VOCABULARY) < 300_000
+    assert copy.derived.parameter_count(PADDED_VOCABULARY) < 300_000
     for name in (
         "q_lora_rank",
         "num_experts",
@@ -71,7 +71,7 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
         "mtp_num_layers",
     ):
         assert (after[name] is None) == (before[name] is None), name
-    assert derived.params_dtype_name(copy) == "float32"
+    assert copy.derived.params_dtype_name == "float32"
     assert copy.model.attention_dropout == 0.0
     assert changed_fields(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
 
@@ -105,7 +105,7 @@ def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
 )
 def test_the_small_copy_keeps_the_kinds_of_layers_in_their_order(freq, layers, wanted):
     run = replace(Run(), num_experts=8, num_layers=layers, moe_layer_freq=freq)
-    assert derived.moe_layer_pattern(small_copy(run)) == wanted
+    assert small_copy(run).derived.moe_layer_pattern == tuple(wanted)
     assert len(wanted) == LAYERS
 
 
@@ -161,7 +161,7 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
         "pp2-dp2-ep2-no-virtual-stages",
     ]
     for layout in found.layouts[2:]:
-        assert derived.model_ranks(replace(small_copy(own), **layout.flags)) == (2 if "PP" in layout.kinds else 1)
+        assert replace(small_copy(own), **layout.flags).derived.model_ranks == (2 if "PP" in layout.kinds else 1)
     full = found.layouts[6].flags
     assert full["num_layers_per_virtual_pipeline_stage"] == 1
     assert full["use_distributed_optimizer"] and full["overlap_grad_reduce"]
@@ -220,8 +220,8 @@ def test_half_precision_is_held_against_fp32_on_one_process_and_then_against_its
     for name in ("bf16", "fp16"):
         first, *others = (layout for layout in default_choice(4).layouts if layout.model == name)
         assert (first.name, first.ranks) == (f"{name}-against-fp32", 1)
-        assert derived.params_dtype_name(first.copy) == "float32"
-        assert {"bf16": "bfloat16", "fp16": "float16"}[name] == derived.params_dtype_name(first.run)
+        assert first.copy.derived.params_dtype_name == "float32"
+        assert {"bf16": "bfloat16", "fp16": "float16"}[name] == first.run.derived.params_dtype_name
         assert others and all(layout.copy.precision == layout.run.precision for layout in others)
 
 

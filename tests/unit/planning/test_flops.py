@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_moe.apps.plan.meta_tracer import FORMULAS, attention_flops
 from megatron_moe.apps.plan.tracing import trace_ranks
-from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.model.build import build_model
@@ -45,13 +44,13 @@ MODELS = {
 def test_flops_per_token_are_those_that_torch_counts(model):
     run = build({**MODELS[model], "micro_batch_size": 2})
     try:
-        chunk = build_model(run, groups.initialize(run), derived.padded_vocab_size(1000, run))[0]
+        chunk = build_model(run, groups.initialize(run), run.derived.padded_vocab_size(1000))[0]
         ids = torch.randint(0, 1000, (2, run.model.seq_length))
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             chunk(ids, torch.arange(run.model.seq_length).expand_as(ids), None, labels=ids).sum().backward()
     finally:
         groups.destroy()
-    wanted = derived.flops_per_token(run, derived.padded_vocab_size(1000, run)) * ids.numel()
+    wanted = run.derived.flops_per_token(run.derived.padded_vocab_size(1000)) * ids.numel()
     assert counter.get_total_flops() == wanted
 
 
@@ -59,10 +58,10 @@ def test_flops_per_token_are_those_that_torch_counts(model):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_plan_counts_the_same(device):
     run = build({**MLA, "mtp_num_layers": 1})
-    vocabulary = derived.padded_vocab_size(1000, run)
+    vocabulary = run.derived.padded_vocab_size(1000)
     trace = trace_ranks(run, 1, vocabulary, device=device, imbalance=1.0)[0]
     tokens = run.training.micro_batch_size * run.model.seq_length
-    assert trace.chunks[0].flops == derived.flops_per_token(run, vocabulary) * tokens
+    assert trace.chunks[0].flops == run.derived.flops_per_token(vocabulary) * tokens
 
 
 def test_recomputation_is_computed_and_not_in_the_models_flops():
@@ -73,13 +72,13 @@ def test_recomputation_is_computed_and_not_in_the_models_flops():
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         )
     )
-    vocabulary = derived.padded_vocab_size(1000, plain)
+    vocabulary = plain.derived.padded_vocab_size(1000)
     once, twice = (
         trace_ranks(run, 1, vocabulary, device="cuda", imbalance=1.0)[0].chunks[0].flops for run in (plain, full)
     )
     head = 2 * plain.model.hidden_size * vocabulary * plain.training.micro_batch_size * plain.model.seq_length
     assert twice - head * 3 == (once - head * 3) * 4 / 3
-    assert derived.flops_per_token(plain, vocabulary) == derived.flops_per_token(full, vocabulary)
+    assert plain.derived.flops_per_token(vocabulary) == full.derived.flops_per_token(vocabulary)
 
 
 def test_causal_attention_is_half_of_the_square_and_two_chunks_are_the_whole():

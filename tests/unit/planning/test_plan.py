@@ -11,7 +11,6 @@ from megatron_moe.apps.plan.alternatives import legal, nearest_legal, neighbours
 from megatron_moe.apps.plan.plan import Machine, bubble_share, make_plan, schedule
 from megatron_moe.apps.plan.report import text_report
 from megatron_moe.apps.plan.tracing import trace_ranks
-from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 
@@ -22,7 +21,7 @@ TIED = {"untie_embeddings_and_output_weights": False}
 
 def traced(world_size, **changes):
     run = build({**TINY, **changes})
-    vocabulary = derived.padded_vocab_size(1000, run)
+    vocabulary = run.derived.padded_vocab_size(1000)
     return run, vocabulary, trace_ranks(run, world_size, vocabulary, device="cuda", imbalance=1.0)
 
 
@@ -40,7 +39,7 @@ def traced(world_size, **changes):
 def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes):
     run, vocabulary, traces = traced(world_size, **changes)
     whole = {name: size for trace in traces for name, size in trace.whole.items()}
-    assert sum(whole.values()) == derived.parameter_count(run, vocabulary)
+    assert sum(whole.values()) == run.derived.parameter_count(vocabulary)
     assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
 
 

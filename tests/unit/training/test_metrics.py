@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe.config import derived
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.training.finalize_model_grads import RouterUpdate
@@ -72,7 +71,7 @@ def test_rates_are_the_jobs_and_flops_the_devices():
     meter = Meter(RUN, world_size=4, padded_vocab_size=384)
     step = record(meter, 1, seconds=0.5)
     assert (step.tokens, step.tokens_per_second) == (8 * 64, 1024.0)
-    tflops = derived.flops_per_token(RUN, 384) * 1024.0 / 4 / 1e12
+    tflops = RUN.derived.flops_per_token(384) * 1024.0 / 4 / 1e12
     assert step.model_tflops == pytest.approx(tflops) and step.mfu == pytest.approx(tflops / 2.0)
 
 

@@ -1,0 +1,166 @@
+"""The settings of a run around its model: optimizer, length, data, checkpoints, faults, what is reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_moe.config.flag import flag, mute
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: str = flag("adam", "optimizer; adam is AdamW", choices=("adam",))
+    lr: float = flag(1e-3, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = flag("cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD"))
+    lr_decay_iters: int | None = flag(None, "iterations of the decay; default train-iters")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of lr-decay-iters, instead of lr-warmup-iters")
+    lr_warmup_init: float = flag(0.0, "learning rate at the first step of the warm-up")
+    lr_wsd_decay_style: str = flag("exponential", "WSD: the last phase", choices=("exponential", "linear", "cosine"))
+    lr_wsd_decay_iters: int | None = flag(None, "WSD: iterations of the last phase")
+    weight_decay: float = flag(0.01, "decoupled weight decay (not on norms and biases)")
+    adam_beta1: float = flag(0.9, "decay of the first moment")
+    adam_beta2: float = flag(0.95, "decay of the second moment")
+    adam_eps: float = flag(1e-8, "epsilon of Adam")
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
+    use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
+    calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batches, length, evaluation, seeds, recomputation."""
+
+    micro_batch_size: int = flag(1, "sequences per micro-batch and rank")
+    global_batch_size: int | None = flag(None, "sequences per optimizer step; default micro-batch-size x DP")
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES"
+    )
+    train_iters: int | None = flag(None, "optimizer steps of the whole run")
+    eval_interval: int = flag(0, "iterations between evaluations; 0: only at the end")
+    eval_iters: int = flag(10, "global batches per evaluation; 0 switches evaluation off")
+    seed: int = flag(1234, "seed of the weights, dropout and data order")
+    exit_interval: int | None = flag(None, "save and stop after an iteration that this divides")
+    exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", unit="min")
+    exit_signal_handler: bool = flag(False, "save and stop on SIGTERM or SIGUSR1")
+    recompute_granularity: str | None = flag(
+        None, "recompute activations in the backward pass", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(None, "full recomputation: which layers", choices=("uniform", "block"))
+    recompute_num_layers: int | None = flag(None, "full recomputation: layers per chunk (uniform) or per stage (block)")
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "selective recomputation: modules",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Tokens: where they come from and how they are split."""
+
+    data_path: tuple[str, ...] | None = flag(
+        None, "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...: indexed datasets, split by --split"
+    )
+    split: str | None = flag(None, "shares of train, valid, test, e.g. 969,30,1")
+    train_data_path: tuple[str, ...] | None = flag(None, "as data-path, for training only")
+    valid_data_path: tuple[str, ...] | None = flag(None, "as data-path, for validation only")
+    test_data_path: tuple[str, ...] | None = flag(None, "as data-path, for testing only")
+    data_cache_path: str | None = flag(None, "folder of the index caches; default: beside the data")
+    mock_data: bool = flag(False, "made-up tokens, no files")
+    tokenizer_type: str | None = flag(
+        None,
+        "kind of tokenizer",
+        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
+    num_workers: int = flag(0, "processes that read data, per rank")
+    reset_position_ids: bool = flag(False, "positions start again after an end-of-document token")
+    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    no_mmap_bin_files: bool = flag(False, "read .bin files instead of mapping them")
+    data_verify_gb: float = flag(
+        4.0, "check SHA-256 of .bin files at the start up to this much in all; beyond it their sizes", unit="GB"
+    )
+    accept_changed_data: bool = flag(
+        False, "resume although a data file is not the one that the checkpoint was trained on"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What survives."""
+
+    save: str | None = mute(None, "folder for checkpoints")
+    save_interval: int | None = flag(None, "iterations between checkpoints; default: only at the end")
+    load: str | None = mute(None, "folder to continue from: its latest step")
+    load_hf: str | None = mute(
+        None, "Hugging Face folder to start from: architecture and weights; a step that --load holds goes before it"
+    )
+    use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
+    ckpt_step: int | None = mute(None, "load this step instead of the latest")
+    exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint, instead of starting fresh")
+    finetune: bool = flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
+    no_load_optim: bool = flag(False, "do not load the optimizer")
+    no_load_rng: bool = flag(False, "do not load the random states")
+    no_save_optim: bool = flag(False, "do not save the optimizer")
+    no_save_rng: bool = flag(False, "do not save the random states")
+    async_save: bool = flag(False, "write checkpoints in the background, while the training goes on")
+    save_retain_interval: int | None = flag(
+        None, "iterations between checkpoints that stay for ever; of the others --keep-last-k stay, 1 by default"
+    )
+    keep_last_k: int | None = flag(None, "how many of the checkpoints stay; default: all")
+    on_save_error: str = flag(
+        "stop", "a checkpoint cannot be written (full disk): stop, or go on without", choices=("stop", "continue")
+    )
+    verify_checkpoint: bool = flag(True, "check the SHA-256 of every file of a step before anything of it is used")
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """What is done about numbers that go wrong and ranks that die."""
+
+    on_nan: str = flag(
+        "skip",
+        "a loss or gradient that is NaN or infinite: skip the step, or stop (fp16's overflows are always skipped)",
+        choices=("skip", "stop"),
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, "iterations between comparisons of all replicas of every weight, bit by bit; none: never"
+    )
+    loss_spike_factor: float | None = flag(
+        None, "write down the batch of a step whose loss is this many deviations above the median of the last 128"
+    )
+    watchdog: bool = flag(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the job")
+    fault_dir: str | None = flag(
+        None, "folder for the stacks of a job that hung and the batches of loss spikes; default: faults/ under --save"
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a person sees."""
+
+    log_interval: int = flag(1, "iterations between log lines")
+    tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
+    metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
+    plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
+    summary_file: str | None = mute(None, "JSON with the run's result, written at the end")
+    sample_prompt: str | None = flag(None, "text to continue at the end of the run")
+    sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")
+    peak_tflops: float | None = flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
+    dry_run: bool = mute(False, "check the configuration and stop")
+    timing_log_level: int = flag(
+        0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
+    )
+    health_interval: int | None = flag(
+        None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"
+    )
+    list_advisories: bool = flag(
+        False, "print the known defects of the engine, which of them these flags meet, what is done, and stop"
+    )
+    health_sample_tokens: int = flag(
+        256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"
+    )
