@@ -15,7 +15,8 @@ from megatron_moe.config.schema import MoEConfig, sections
 
 PACKAGE = Path(megatron_moe.__file__).parent
 # What declares a setting, checks it or sets it, and does not act on it.
-DECLARES = ("config/model_flags.py", "config/run_flags.py", "config/fields.py", "config/cli.py", "config/presets", "config/rules/")
+FLAGS = ("config/model_flags.py", "config/run_flags.py")
+DECLARES = (*FLAGS, "config/fields.py", "config/cli.py", "config/presets", "config/rules/")
 
 # Fields that nothing reads by name, each with the reason.
 NOT_READ = {
