@@ -22,7 +22,7 @@ from tests.helpers.sources import ROOT, name_of, sources, tree
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 COPIED = ("megatron_moe", "tests", "docs", "constraints")
-WORKS = pytest.mark.claim("What docs/extending.md shows adds what it says, and a forgotten part fails a test it names.")
+pytestmark = pytest.mark.claim("What docs/extending.md shows works, and a forgotten part fails a test that it names.")
 
 
 # ---- the page's blocks of lines, applied to a copy of the repository
@@ -66,9 +66,10 @@ def changed_copy(folder: Path, changes: list[Hunk]) -> Path:
 
 
 def started(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**outside, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 
@@ -81,9 +82,9 @@ def printed(folder: Path, code: str) -> Any:
 
 def failed(folder: Path, *tests: str) -> set[str]:
     """Return those of a copy's tests that fail, each as file::function."""
-    result = started(folder, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "-W", "ignore", *tests)
+    result = started(folder, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-W", "ignore", *tests)
     assert result.returncode in (0, 1), result.stdout + result.stderr
-    return set(re.findall(r"^FAILED (\S+)", result.stdout, re.MULTILINE))
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE))
 
 
 def named_in(heading: str) -> set[str]:
@@ -123,7 +124,6 @@ def trained(words: list[str]) -> tuple[set[tuple[str, str]], str]:
     return looked_up, stream.getvalue()
 
 
-@WORKS
 def test_the_program_trains_with_what_it_registers(gloo: Any) -> None:
     small = "--preset tiny --mock-data --vocab-size 100 --seq-length 16 --train-iters 2 --eval-iters 0 --log-interval 1"
     choices = {
@@ -161,7 +161,6 @@ def test_the_page_names_the_tests_that_fail() -> None:
         assert {test.partition("::")[0] for test in tests} <= named_in(heading), heading
 
 
-@WORKS
 def test_what_is_declared_and_not_finished_fails_the_tests_that_the_page_names(tmp_path: Path) -> None:
     begun = [hunk for kind, file in FIRST.items() for hunk in hunks(kind) if Path(hunk.file).name == file]
     told = [test for tests in TOLD_BY.values() for test in tests]
@@ -174,7 +173,6 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return changed_copy(tmp_path_factory.mktemp("complete"), [hunk for kind in FIRST for hunk in hunks(kind)])
 
 
-@WORKS
 def test_with_all_lines_of_the_page_these_tests_pass(complete: Path) -> None:
     ours = [*TOLD_BY["A flag"], *TOLD_BY["A preset"]]
     engine, ranges = "tests/unit/model/test_engine_config.py", "tests/unit/config/test_rules.py"
@@ -234,7 +232,6 @@ print(json.dumps({
 """
 
 
-@WORKS
 def test_the_flag_is_parsed_checked_stored_and_obeyed(complete: Path) -> None:
     found = printed(complete, FLAG)
     refused = found.pop("refused")
@@ -265,7 +262,6 @@ print(json.dumps({
 """
 
 
-@WORKS
 def test_the_preset_is_one_and_the_family_is_read_written_and_mapped(complete: Path) -> None:
     matrices = [f"model.layers.0.ffn.experts.63.{matrix}_proj.weight" for matrix in ("down", "gate", "up")]
     assert printed(complete, PRESET_AND_FAMILY) == {
@@ -289,7 +285,6 @@ def test_every_family_has_a_reader_a_writer_a_case_and_a_row() -> None:
     assert {family.architecture for family in FAMILIES.values()} == cases
 
 
-@WORKS
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_named_in_the_files_that_the_page_names(name: str) -> None:
     """Presets have names of their own, some of them alike."""
