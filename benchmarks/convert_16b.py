@@ -28,8 +28,7 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.hf.config import config_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.mapping import mapping
-from megatron_moe.hf.safetensors_file import bytes_of
-from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILY = FAMILIES["deepseek-v2"]

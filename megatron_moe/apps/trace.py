@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.opened import opened
+from megatron_moe.hf.safetensors_file import StreamedFile
 from megatron_moe.hf.source import ModelSource, locate
-from megatron_moe.hf.streamed_file import StreamedFile
 from megatron_moe.hf.tensors import layout_of, write_tensor
 from megatron_moe.hf.trace import Trace, trace, working_bytes
 from megatron_moe.io.files import replace_json, require_writable, written_aside

@@ -28,8 +28,7 @@ from megatron_moe.checkpoint.state import (
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import size_text
-from megatron_moe.parallel.groups import rank_facts
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import rank_facts, seed_everything
 
 # ---- Does a step hold what was saved? Every rank hashes its share of the files before any weight is used.
 

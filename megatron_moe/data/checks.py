@@ -11,8 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.index_file import TokenIndex, open_index
-from megatron_moe.data.sidecar import Sidecar, read_sidecar, sidecar_path
+from megatron_moe.data.index_file import Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.data.sources import SPLITS, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file

@@ -37,7 +37,7 @@ from torch.utils.data import Dataset
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import cache_folder, hashing, require_sequence
-from megatron_moe.data.sidecar import read_sidecar
+from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.sources import SPLITS, Blend, Sources, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json

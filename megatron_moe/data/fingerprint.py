@@ -14,7 +14,7 @@ from typing import Any
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.checks import hashing, within_verify_limit
-from megatron_moe.data.sidecar import read_sidecar
+from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.sources import read_sources
 
 Fingerprint = dict[str, dict[str, dict[str, Any]]]

@@ -35,8 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import DataConfig
 from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
-from megatron_moe.data.index_file import token_dtype
-from megatron_moe.data.sidecar import FORMAT, Sidecar, sidecar_path
+from megatron_moe.data.index_file import FORMAT, Sidecar, sidecar_path, token_dtype
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.io.files import publish_files

@@ -14,26 +14,26 @@ from typing import Any
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, build, flatten
-from megatron_moe.hf import grouped_settings, latent_settings
+from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import Family, family_of
 from megatron_moe.hf.rope_settings import amplitude
 
 _READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "deepseek-v2": latent_settings.deepseek_v2,
-    "deepseek-v3": latent_settings.deepseek_v3,
-    "mixtral": grouped_settings.mixtral,
-    "qwen2-moe": grouped_settings.qwen2_moe,
-    "qwen3-moe": grouped_settings.qwen3_moe,
-    "glm4-moe": grouped_settings.glm4_moe,
+    "deepseek-v2": family_settings.deepseek_v2,
+    "deepseek-v3": family_settings.deepseek_v3,
+    "mixtral": family_settings.mixtral,
+    "qwen2-moe": family_settings.qwen2_moe,
+    "qwen3-moe": family_settings.qwen3_moe,
+    "glm4-moe": family_settings.glm4_moe,
 }
 _WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
-    "deepseek-v2": latent_settings.deepseek_v2_keys,
-    "deepseek-v3": latent_settings.deepseek_v3_keys,
-    "mixtral": grouped_settings.mixtral_keys,
-    "qwen2-moe": grouped_settings.qwen2_moe_keys,
-    "qwen3-moe": grouped_settings.qwen3_moe_keys,
-    "glm4-moe": grouped_settings.glm4_moe_keys,
+    "deepseek-v2": family_settings.deepseek_v2_keys,
+    "deepseek-v3": family_settings.deepseek_v3_keys,
+    "mixtral": family_settings.mixtral_keys,
+    "qwen2-moe": family_settings.qwen2_moe_keys,
+    "qwen3-moe": family_settings.qwen3_moe_keys,
+    "glm4-moe": family_settings.glm4_moe_keys,
 }
 _WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.safetensors_file import shortened, stamp_of
-from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.safetensors_file import StreamedFile, shortened, stamp_of
 
 _CHUNK = 1 << 24
 """Bytes that are read, and hashed while the next ones are read."""

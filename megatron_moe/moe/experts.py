@@ -21,7 +21,7 @@ from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.recompute import forgetting
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.autocast import unaffected_by_autocast
+from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.contract import mixes_dtypes
 
 # ---- The experts' activation: SwiGLU times the routing weight, as one step of the graph.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.platform.autocast import unaffected_by_autocast
 from megatron_moe.platform.half_products import multiply_in_fp32
+from megatron_moe.platform.isolation import unaffected_by_autocast
 
 # ---- The product of a gate, the router's or the shared expert's: few columns, and wider than the model.
 

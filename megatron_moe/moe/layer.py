@@ -19,7 +19,7 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.autocast import is_autocast_on, without_autocast
+from megatron_moe.platform.isolation import is_autocast_on, without_autocast
 from megatron_moe.precision.gates import require_dtype
 
 

@@ -17,7 +17,7 @@ from megatron_moe.moe.load_balance import StepTokens, build_aux_losses, demand_o
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.autocast import without_autocast
+from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.fp32_state import Fp32State
 
 Observer = Callable[["TopKRouter", RoutedTokens], None]

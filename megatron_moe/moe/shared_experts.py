@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
-from megatron_moe.platform.autocast import without_autocast
+from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.contract import mixes_dtypes
 
 

@@ -25,7 +25,7 @@ OLDEST: Version = (0, 16, 1)
 NEWEST: Version = (0, 19, 2)
 """The two releases that this project is tested with."""
 
-Treatment = Literal["overridden", "refused", "not used", "kept"]
+Treatment = Literal["overridden", "not used", "kept"]
 """What is done about a defect; the head of the YAML file explains each."""
 
 

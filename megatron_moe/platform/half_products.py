@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.platform import hardware, switches
-from megatron_moe.platform.autocast import unaffected_by_autocast
+from megatron_moe.platform.isolation import unaffected_by_autocast
 
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
 _INSTRUCTIONS = {

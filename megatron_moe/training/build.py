@@ -27,8 +27,7 @@ from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import Import, fill
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.groups import RankFacts
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import RankFacts, seed_everything
 from megatron_moe.platform import advisories
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch
-from megatron_moe.platform.autocast import without_autocast
+from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step
 from megatron_moe.training.step_sums import Model, local_loss, sum_over_ranks

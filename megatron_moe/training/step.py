@@ -35,8 +35,7 @@ from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
-from megatron_moe.platform.autocast import without_autocast
-from megatron_moe.platform.loss_scale import without_loss_scale
+from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import tell_of_global_batch
 from megatron_moe.training.optimizer import (

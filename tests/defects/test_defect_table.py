@@ -39,7 +39,7 @@ def test_a_row_says_what_the_package_says(defect: Defect) -> None:
 @pytest.mark.parametrize("defect", known_defects(), ids=lambda defect: defect.id)
 def test_a_defect_names_tests_that_exist_or_says_why_there_is_none(defect: Defect) -> None:
     if defect.no_test is not None:
-        assert defect.treatment in ("not used", "kept"), "what is overridden or refused has a test"
+        assert defect.treatment in ("not used", "kept"), "what is overridden has a test"
         assert not defect.tests
         return
     named = [name.split("::") for name in defect.tests]

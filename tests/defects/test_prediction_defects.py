@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.mtp import without_second_table
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 from tests.defects.stock import present
 from tests.defects.test_engine_defects import small_config
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_moe.config.schema import Run
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE, GLOBAL_BATCH = 2, 32, 4, 64, 16, 4
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}

@@ -8,14 +8,14 @@ from unittest import mock
 
 import torch
 
-from megatron_moe.apps.plan.live_bytes import LiveBytes, storage_bytes
+from megatron_moe.apps.plan.meta_tracer import LiveBytes, storage_bytes
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform import switches
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step

@@ -22,7 +22,7 @@ def steps(run: Run, count: int = 2) -> dict[str, Any]:
     """
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.evaluate import gathered_parameters
     from megatron_moe.training.metrics import expert_load
     from megatron_moe.training.optimizer import build_optimizer, build_scheduler

@@ -54,7 +54,7 @@ def stepped(flags: dict[str, Any], unequal: bool = False, steps: int = 1) -> dic
     from megatron_moe.model.build import build_model
     from megatron_moe.moe.state import routers
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.optimizer import build_optimizer, build_scheduler
     from megatron_moe.training.step import connect, train_step
 
@@ -222,7 +222,7 @@ def padded_gradients(flags: dict[str, Any], length: int) -> dict[str, Any]:
     from megatron_moe.moe.load_balance import GlobalBatch
     from megatron_moe.moe.state import announce_global_batch, routers
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
 
     run = replace(Run(), **{**MODEL, **flags, "seq_length": length})

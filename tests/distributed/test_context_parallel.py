@@ -186,7 +186,7 @@ def dropped(rate: float) -> dict[str, torch.Tensor]:
 
     from megatron_moe.model.attention import SDPACoreAttention
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     run = replace(Run(), context_parallel_size=2)
     pg_collection = groups.initialize(run)
@@ -269,7 +269,7 @@ def copied(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import next_token_logits
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     pg_collection = groups.initialize(run)
     seed_everything(run)

@@ -17,7 +17,7 @@ from megatron_moe import Float16Module, TopKRouter, finalize_model_grads
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 from tests.reference.reference_moe import bias_step
 
 EXPERTS, TOPK, STEPS = 4, 2, 3

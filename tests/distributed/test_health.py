@@ -28,7 +28,7 @@ def norms(run: Run) -> dict[str, Any]:
     """One step's gradients: the norms that health tells, the joint one, and each parameter's squares on this rank."""
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.optimizer import build_optimizer, part_grad_norms
 
     pg_collection = groups.initialize(run)

@@ -25,7 +25,7 @@ def streams(run: Run) -> dict[str, float]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     groups.initialize(run)
     seed_everything(run)
@@ -42,7 +42,7 @@ def engine_moe(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     collection = groups.initialize(run)
     seed_everything(run)

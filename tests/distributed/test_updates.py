@@ -123,7 +123,7 @@ def trained(run: Run) -> dict[str, Any]:
     """The weights at the start, and of every step what it was given, said and left behind."""
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.optimizer import build_optimizer, build_scheduler
     from megatron_moe.training.step import connect, train_step
 

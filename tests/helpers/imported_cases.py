@@ -67,7 +67,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from megatron_moe.hf.importing import fill, plan_import
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.evaluate import gathered_parameters
     from megatron_moe.training.optimizer import build_optimizer, owned_range
 

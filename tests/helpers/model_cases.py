@@ -33,7 +33,7 @@ def one_step(run: Run) -> dict[str, Any]:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import next_token_logits
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.optimizer import build_optimizer
 
     pg_collection = groups.initialize(run)
@@ -103,7 +103,7 @@ def train(run: Run, steps: int) -> list[float]:
     """Losses of some steps of Adam, on the same batch each time."""
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.optimizer import build_optimizer
 
     pg_collection = groups.initialize(run)
@@ -123,7 +123,7 @@ def continuation(run: Run, temperature: float) -> list[int]:
     from megatron_moe.model.build import build_model
     from megatron_moe.model.generate import generate
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     pg_collection = groups.initialize(run)
     seed_everything(run)

@@ -33,7 +33,7 @@ class Trainer:
         from megatron_moe.data.tokenizers import build_tokenizer
         from megatron_moe.model.build import build_model
         from megatron_moe.parallel import groups
-        from megatron_moe.parallel.seeds import seed_everything
+        from megatron_moe.parallel.groups import seed_everything
         from megatron_moe.training.optimizer import build_optimizer, build_scheduler
         from megatron_moe.training.step import connect
 

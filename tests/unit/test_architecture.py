@@ -49,7 +49,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.spec_utils": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_layer": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_config": {"model/engine_config.py"},
-    "transformer.moe": {"moe/load_balance.py", "platform/loss_scale.py"},
+    "transformer.moe": {"moe/load_balance.py", "platform/isolation.py"},
     # the engine's own configurations, all made in one place
     "distributed.DistributedDataParallelConfig": {"model/engine_config.py"},
     "optimizer.OptimizerConfig": {"model/engine_config.py"},
@@ -70,7 +70,7 @@ DOORS: dict[str, set[str]] = {
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
     "tensor_parallel.random": {"checkpoint/state.py", "training/global_batch.py", "training/replay.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
-    "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/seeds.py"},
+    "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/groups.py"},
     "tensor_parallel.layers": {
         "model/spec.py",
         "model/build.py",
@@ -137,7 +137,7 @@ WRITING_BY_HAND = {
     "apps/convert/workspace.py": "a journal is appended to, and a folder is renamed as a whole",
     "checkpoint/lock.py": "a lock is linked, and taken over by a rename, so that one of several rivals has it",
     "checkpoint/publish.py": "a step's folder is renamed as a whole; a pointer is put back while the disk fails",
-    "hf/streamed_file.py": "a file is written tensor by tensor at known places",
+    "hf/safetensors_file.py": "a file is written tensor by tensor at known places",
     "report/jsonl.py": "lines are appended",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_moe.apps.audit.locations import OperationLocation
+from megatron_moe.apps.audit.operations import OperationLocation
 
 COUNTED = (
     "unintended_promotions",

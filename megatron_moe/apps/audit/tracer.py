@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_moe import platform
 from megatron_moe.apps.audit.findings import Audit, ModuleDtypes
-from megatron_moe.apps.audit.locations import UNKNOWN, LocationFinder, OperationLocation
 from megatron_moe.apps.audit.operations import (
+    UNKNOWN,
+    LocationFinder,
     Operation,
+    OperationLocation,
     deciding_operands,
     describe,
     dtype_name,

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_moe.apps.audit.findings import Audit, Widened
-from megatron_moe.apps.audit.locations import OperationLocation
-from megatron_moe.apps.audit.operations import dtype_name, dtype_names, width
+from megatron_moe.apps.audit.operations import OperationLocation, dtype_name, dtype_names, width
 from megatron_moe.precision.contract import wider_output
 
 _WIDE = 4

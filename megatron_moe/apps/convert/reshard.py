@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_moe.apps.convert import certificate, native_step
+from megatron_moe.apps.convert import certificate, to_native
 from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record
-from megatron_moe.apps.convert.native_step import DataFile, StoredPart
+from megatron_moe.apps.convert.to_native import DataFile, StoredPart
 from megatron_moe.checkpoint import folder, manifest, pickles
 from megatron_moe.checkpoint.index import LARGEST_VALUE, Tensor
 from megatron_moe.checkpoint.pickles import PER_PART
@@ -94,15 +94,15 @@ class Reshard(Conversion):
                     f"PRECISION WARNING: {key} is {dtype_name(self.reader.dtype(key))} in {self.source}, must be "
                     "float32: it was rounded before it was saved; kept in float32 from now on"
                 )
-            files.setdefault(native_step.file_order(key), []).extend(_boxes(key, tensor))
+            files.setdefault(to_native.file_order(key), []).extend(_boxes(key, tensor))
         units = []
         for number, order in enumerate(sorted(files)):
             size = sum(self._bytes(box) for box in files[order])
-            name = f"{self.source.name}/{native_step.data_name(number)}"
+            name = f"{self.source.name}/{to_native.data_name(number)}"
             units.append(OutputFile(name, size, tuple(sorted(files[order]))))
         if self.reader.index.values:  # values that are neither tensors nor in the common file
             size = sum(stored.length for stored in self.reader.index.values.values())
-            name = f"{self.source.name}/{native_step.data_name(len(units))}"
+            name = f"{self.source.name}/{to_native.data_name(len(units))}"
             units.append(OutputFile(name, size, tuple(sorted(self.reader.index.values))))
         return units
 
@@ -148,21 +148,21 @@ class Reshard(Conversion):
         parts = [StoredPart(*part) for record in records for part in record["parts"]]
         values = [StoredPart(*part) for record in records for part in record["values"]]
         tensors = {key: (dtype_name(self._dtype(key)), tensor.shape) for key, tensor in sorted(self.tensors.items())}
-        files[".metadata"] = native_step.write_index(step, tensors, parts, values)
+        files[".metadata"] = to_native.write_index(step, tensors, parts, values)
         common = pickles.read_file(self.source, pickles.COMMON) if pickles.COMMON in self.files else {}
         if not self.keeps_optimizer:
             common.pop("optimizer", None)
-        files |= native_step.write_common(step, common)
+        files |= to_native.write_common(step, common)
         for name, known in self.files.items():
             if not (name.endswith(".distcp") or name in _REWRITTEN):
                 (step / name).parent.mkdir(exist_ok=True)
-                files[name] = native_step.copy_file(self.source / name, step / name, known)
+                files[name] = to_native.copy_file(self.source / name, step / name, known)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, self._new_config())
         had = bool(self.state.get("has_optimizer"))
         files[folder.STATE] = write_json(
             step / folder.STATE, {**self.state, "has_optimizer": had and self.keeps_optimizer}
         )
-        return native_step.seal(output, self.iteration, files)
+        return to_native.seal(output, self.iteration, files)
 
     def _new_config(self) -> dict[str, Any]:
         if self.options.dtype is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
-from megatron_moe.apps.convert.native_step import copy_file
+from megatron_moe.apps.convert.to_native import copy_file
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
@@ -22,9 +22,8 @@ from megatron_moe.hf import folder as hf_folder
 from megatron_moe.hf.config import config_of, differences, settings
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping
-from megatron_moe.hf.safetensors_file import bytes_of, parse_object, read_small
+from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
 from megatron_moe.hf.source import ModelSource
-from megatron_moe.hf.streamed_file import StreamedFile
 from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
 from megatron_moe.io.files import write_bytes

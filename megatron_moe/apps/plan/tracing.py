@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.apps.plan.live_bytes import storage_bytes
-from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device
+from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 from megatron_moe.config.schema import Run
 from megatron_moe.model.build import build_model
 from megatron_moe.model.initialize import global_name, placement
@@ -27,8 +26,8 @@ from megatron_moe.model.norm import residual_dtype
 from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
-from megatron_moe.platform.loss_scale import without_loss_scale
+from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.platform.isolation import without_loss_scale
 
 _logger = logging.getLogger(__name__)
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.apps.convert.native_step import DataFile, data_name, write_index
+from megatron_moe.apps.convert.to_native import DataFile, data_name, write_index
 from megatron_moe.apps.inspect import steps
 from megatron_moe.apps.inspect import tensors as inspect_tensors
 from megatron_moe.apps.inspect.cli import main

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_moe.apps.convert import certificate, convert, parity
 from megatron_moe.apps.convert.cli import main
-from megatron_moe.apps.convert.native_step import DataFile, copy_file
+from megatron_moe.apps.convert.to_native import DataFile, copy_file
 from megatron_moe.apps.convert.workspace import Workspace, hidden_folder
 from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.step_reader import StepReader

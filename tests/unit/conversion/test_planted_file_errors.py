@@ -17,10 +17,9 @@ from torch import Tensor
 
 from megatron_moe.apps.convert import to_hf, to_native
 from megatron_moe.apps.convert.convert import ConversionOptions, convert
-from megatron_moe.apps.convert.native_step import DataFile
 from megatron_moe.apps.convert.parity import compare
 from megatron_moe.apps.convert.to_hf import ToHF
-from megatron_moe.apps.convert.to_native import ToNative
+from megatron_moe.apps.convert.to_native import DataFile, ToNative
 from megatron_moe.apps.convert.workspace import Workspace
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.folder import HFFolder

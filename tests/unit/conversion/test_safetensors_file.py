@@ -14,11 +14,10 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe.hf import streamed_file
+from megatron_moe.hf import safetensors_file
 from megatron_moe.hf import tensors as hf_tensors
 from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.safetensors_file import DTYPES, FormatError, read_header
-from megatron_moe.hf.streamed_file import StreamedFile
+from megatron_moe.hf.safetensors_file import DTYPES, FormatError, StreamedFile, read_header
 from megatron_moe.hf.tensors import TensorReader, layout_of, write_tensor
 from megatron_moe.io import hashing
 
@@ -84,7 +83,7 @@ def test_what_is_written_tensor_by_tensor_is_read_by_the_library(tmp_path, backw
 def test_large_tensors_are_hashed_beside_the_reads_and_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_tensors, "_CHUNK", 1000)
     monkeypatch.setattr(hashing, "_LARGE", 1000)
-    monkeypatch.setattr(streamed_file, "_MOST_WRITTEN", 777)
+    monkeypatch.setattr(safetensors_file, "_MOST_WRITTEN", 777)
     tensors = {"a": torch.randn(100, 33), "b": torch.randn(77).bfloat16()}
     reader = TensorReader(folder_of(tmp_path, tensors))
     with StreamedFile(tmp_path / "out.safetensors", layout_of(tensors.items())) as file:

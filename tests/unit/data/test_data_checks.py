@@ -15,7 +15,7 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.checks import check_data
-from megatron_moe.data.sidecar import read_sidecar
+from megatron_moe.data.index_file import read_sidecar
 from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
 
 VOCABULARY = 1000

@@ -18,9 +18,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import preprocess as preprocess_module
 from megatron_moe.data.datasets import open_dataset
 from megatron_moe.data.documents import find_inputs, read_unit, work_units
-from megatron_moe.data.index_file import open_index
+from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from megatron_moe.data.sidecar import read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe.apps.doctor.recorder import RouterRecord
+from megatron_moe.apps.doctor.measure import RouterRecord
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision
 
 OPTIONS = {

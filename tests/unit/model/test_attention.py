@@ -90,7 +90,7 @@ def test_no_score_matrix_is_held(widths, dtype):
 def test_dropout_acts_in_training_only(one_process):
     from megatron_moe.config.schema import Run
     from megatron_moe.parallel import groups
-    from megatron_moe.parallel.seeds import seed_everything
+    from megatron_moe.parallel.groups import seed_everything
 
     groups.initialize(Run())
     seed_everything(Run())

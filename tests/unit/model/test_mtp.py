@@ -11,7 +11,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.loss import loss_func
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 from tests.reference import reference_mtp
 
 VOCAB, DEPTHS, FACTOR = 128, 3, 0.4

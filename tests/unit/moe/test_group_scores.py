@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_moe import TopKRouter
-from megatron_moe.apps.doctor.recorder import RouterRecord
+from megatron_moe.apps.doctor.measure import RouterRecord
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import ByScore, MicroBatch, route

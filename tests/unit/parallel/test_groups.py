@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.seeds import seed_everything
+from megatron_moe.parallel.groups import seed_everything
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 GROUPS = (

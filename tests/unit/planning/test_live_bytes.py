@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe.apps.plan.live_bytes import LiveBytes, storage_bytes
+from megatron_moe.apps.plan.meta_tracer import LiveBytes, storage_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

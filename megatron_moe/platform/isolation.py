@@ -1,9 +1,4 @@
-"""Switches torch.autocast off around arithmetic that has to be in a given dtype.
-
-A surrounding autocast rounds every matrix product on its list to half precision, whatever dtype its operands were cast
-to: the router's product, which chooses experts by differences of 1e-3, as well as the product of two fp32 numbers in a
-backward pass.
-"""
+"""Keeps what surrounds a computation out of it: torch.autocast, and the engine's scale of auxiliary losses."""
 
 from __future__ import annotations
 
@@ -14,6 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+# ---- torch.autocast.
+#
+# A surrounding autocast rounds every matrix product on its list to half precision, whatever dtype its operands were
+# cast to: the router's product, which chooses experts by differences of 1e-3, as well as the product of two fp32
+# numbers in a backward pass.
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -47,3 +49,19 @@ def unaffected_by_autocast(function: _Function) -> _Function:
             return function(ctx, *args)
 
     return run  # type: ignore[return-value]
+
+
+# ---- The engine's scale of auxiliary losses, a class attribute that outlives models and process groups.
+
+
+@contextmanager
+def without_loss_scale() -> Iterator[None]:
+    """Run the block as if no step had set a scale yet, and restore the scale afterwards."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    try:
+        yield
+    finally:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
