@@ -299,9 +299,7 @@ def test_a_family_is_named_in_the_files_that_the_page_names(name: str) -> None:
     }
     (section,) = re.findall(r"^## A Hugging Face family\n(.*)", PAGE, re.MULTILINE | re.DOTALL)
     on_the_page = set(re.findall(r"megatron_moe/(hf/\w+\.py)", section))
-    (settings,) = found - {"hf/families.py", "hf/config.py"}
-    assert len(found) == 3 and settings in ("hf/grouped_settings.py", "hf/latent_settings.py")
-    assert found <= on_the_page
+    assert found == {"hf/families.py", "hf/config.py", "hf/family_settings.py"} and found <= on_the_page
 
 
 # ---- the page itself
