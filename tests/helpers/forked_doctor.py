@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.apps.doctor.measure import Request
+from megatron_moe.config import registry
 from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed, GlooPool
 from tests.helpers.ranks import RankParent
@@ -26,6 +27,9 @@ def take_from(folder: str) -> None:
     for name in list(sys.modules):
         if name.startswith(f"{PACKAGE}.") and not f"{name}.".startswith(tuple(f"{one}." for one in kept)):
             del sys.modules[name]
+    for known in vars(registry).values():
+        if isinstance(known, registry.Registry):  # which is kept, and filled anew by the copy's modules
+            known._entries = dict.fromkeys(known._entries)
     sys.modules[PACKAGE].__path__ = [str(Path(folder) / PACKAGE)]
 
 

@@ -10,7 +10,6 @@ from tests.unit.conversion.planting import (
     EXPERTS,
     LOGITS,
     MISSING,
-    RULES,
     SHAPE,
     UNUSED,
     WEIGHTS,
@@ -91,6 +90,7 @@ COMPUTED = [
         "sigmoid in place of softmax", WEIGHTS, "qwen3-moe", moe_router_score_function="sigmoid",
         moe_router_pre_softmax=False,
     ),
+    *each("softmax in place of sigmoid", EXPERTS, "moonlight", moe_router_score_function="softmax"),
     # norms
     *each("the epsilon lost", EITHER, "moonlight", norm_epsilon=1e-6),
     *each("another epsilon", EITHER, "mixtral", "glm4-moe", norm_epsilon=1e-3),
@@ -171,10 +171,6 @@ COVERED = [
     *each(
         "no bias of the router", rf"{UNUSED}.*correction_bias", "deepseek-v3", "glm4-moe",
         moe_router_enable_expert_bias=False, caught=COVERAGE,
-    ),
-    *each(
-        "softmax with a bias", "moe-router-enable-expert-bias", "moonlight", moe_router_score_function="softmax",
-        moe_router_norm_topk_prob=None, caught=RULES,
     ),
     *each(
         "prediction layers that are none", rf"{MISSING}model\.layers\.4\.eh_proj", "deepseek-v3",

@@ -15,7 +15,7 @@ from megatron_moe.hf import source
 from megatron_moe.hf.mapping import Mapping, Piece
 from megatron_moe.hf.tensors import TensorReader
 
-PARITY, COVERAGE, RULES = "parity", "coverage", "rules"
+PARITY, COVERAGE = "parity", "coverage"
 
 EXPERTS = r"tokens go to other experts"
 WEIGHTS = r"weights of the same experts differ"
