@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
-from megatron_moe.moe.recompute import forgetting
+from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.half_products import linear
@@ -165,7 +165,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
             raise ValueError(f"latent attention is causal and has its own positions; got {unexpected or 'a mask'}")
         latents = self.latents(hidden_states)
         if self.recompute_up and self.training:
-            context = forgetting(self.query_key_value, self._attend, *latents)
+            context = without_output(self.query_key_value, self._attend, *latents)
         else:
             context = self._attend(*self.query_key_value(*latents))
         return self.linear_proj(context)
