@@ -104,7 +104,7 @@ def learning_rates_are_ordered(run: Run, world_size: int) -> None:
     for name, low in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
         if low > o.lr:
             flag = "--" + name.replace("_", "-")
-            raise refuse(run, (name, "lr"), f"lies above the peak; use {flag} {o.lr} or less")
+            raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
 def warmup_is_given_once(run: Run, world_size: int) -> None:
