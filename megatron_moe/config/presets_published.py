@@ -1,7 +1,7 @@
 """Presets of published models, with the figures of the config.json that their authors published.
 
 `derived.parameter_count` gives their published sizes, and transformers the same count for the same configuration. What
-a configuration file does not contain, such as coefficients of balancing losses, is the authors' where they published it.
+a configuration file does not contain, such as coefficients of balancing losses, is the authors' if they published it.
 Layers of multi-token prediction, which DeepSeek-V3 and GLM-4.5 were published with, are left to --mtp-num-layers.
 """
 

@@ -64,8 +64,8 @@ class Registry(Generic[Entry]):
 
 
 SCORE_FUNCTIONS: Registry = Registry("moe_router_score_function", "softmax", "sigmoid")
-"""The functions from logits to scores, `moe.routing.ScoreFunction`. The softmax can also come after the choice, over the
-chosen logits (without `--moe-router-pre-softmax`); all others score every expert before it."""
+"""The functions from logits to scores, `moe.routing.ScoreFunction`. The softmax can also come after the choice, over
+the chosen logits (without `--moe-router-pre-softmax`); all others score every expert before it."""
 
 EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "loop")
 """The backends of a rank's experts: a function (config, options, groups) -> `moe.experts.LocalExperts`, where

@@ -109,7 +109,7 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False, "do not save the random states")
     async_save: bool = flag(False, "write checkpoints in the background, while the training goes on")
     save_retain_interval: int | None = flag(
-        None, "iterations between checkpoints that are kept; of the others --keep-last-k stay, 1 by default"
+        None, "iterations between checkpoints that are kept permanently; of the others --keep-last-k stay, 1 by default"
     )
     keep_last_k: int | None = flag(None, "how many of the checkpoints stay; default: all")
     on_save_error: str = flag(
