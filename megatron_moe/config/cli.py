@@ -1,7 +1,7 @@
-"""The command line, made from the schema: one field is one flag.
+"""The command line and the YAML file, made from the schema: one field is one flag and one key.
 
 Precedence: flags, then `--config FILE`, then `--preset NAME`, then the folder of `--load-hf` or
-`--use-checkpoint-args`, then the schema's defaults. A folder's architecture is never overridden: that is an error.
+`--use-checkpoint-args`, then the schema's defaults. Overriding a folder's architecture is an error.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from megatron_moe.config.fields import Field, all_fields, from_file, from_text, 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run
 
-# ---- A run's configuration as a YAML file: flat keys, or keys grouped under the schema's section names.
+# Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
+SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error and not a silent choice of the last."""
+    """YAML's safe loader, with an error for a key that is given twice in place of a silent choice of the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise ConfigError(f"key {twice[0]} stands twice, near line {node.start_mark.line + 1}; keep one")
+            raise ConfigError(f"key {twice[0]} is given twice, near line {node.start_mark.line + 1}; keep one")
         return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The file's settings as a flat dict, field name -> value of the field's type.
+    """Read the file's settings as a flat dict, field name -> value of the field's type.
 
-    A key may be written with `-` or `_`. Under a section's name only that section's keys are allowed.
+    Keys are flat, or grouped under the schema's section names, where that section's keys alone are allowed. A key may
+    be written with `-` or `_`.
 
     Raises:
-        ConfigError: if the file cannot be read, is no YAML mapping, or holds an unknown key, a key twice or a value of
+        ConfigError: if the file cannot be read, is not a YAML mapping, or has an unknown key, a key twice or a value of
             the wrong type; the message names file and key.
     """
     try:
@@ -85,18 +87,11 @@ def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | N
     flat[field.name] = from_file(field, value, where)
 
 
-# ----
-
-
-# Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
-SPELLINGS: dict[str, tuple[str, Any]] = {"--disable-bias-linear": ("add_bias_linear", False)}
-
-
 def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
-    """The run that a command line asks for; its values are typed, their combination is `rules.check`'s matter.
+    """Return the run of a command line. Values are typed here; `rules.check` checks their combination.
 
     Args:
-        filled_in: adds what a folder that the settings name says of the model, and refuses what contradicts it.
+        filled_in: adds the architecture of a folder that the settings name, and refuses settings that contradict it.
 
     Raises:
         ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
@@ -111,12 +106,12 @@ def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, A
     flat = dict(_preset(preset)) if preset is not None else {}
     if path is not None:
         flat |= read_yaml(path)
-    flat |= {name: _joined(all_fields()[name], value) for name, value in given.items()}
+    flat |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
     return schema.build(flat if filled_in is None else filled_in(flat))
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print and exit: every rank parses, and only one may speak."""
+    """A parser that raises ConfigError where argparse would print and exit: every rank parses, and one prints."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -127,14 +122,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help in two columns as wide as the terminal, so that each flag's text is found beside it."""
+    """A formatter of help in two columns as wide as the terminal, with each flag's text next to it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
 
 
 def _build_parser() -> Parser:
-    """One argument group per section; nothing has a default, so that what was not typed is not in the result."""
+    """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
         prog="pretrain_moe.py",
         usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--config FILE] [flags]",
@@ -174,10 +169,10 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 class _Converter:
-    """`from_text` for one field, in the form argparse wants.
+    """A conversion by `from_text` for one field, in the form that argparse needs.
 
-    argparse turns ValueError, and with it ConfigError, into a message of its own; ArgumentTypeError keeps ours. Under
-    our parser's `error` the flag would then stand there twice, so the message is cut down to the rest.
+    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours. Our parser's
+    `error` would then repeat the flag, so it is removed from the message.
     """
 
     def __init__(self, field: Field) -> None:
@@ -209,14 +204,14 @@ def _metavar(field: Field) -> str:
     return {int: "N", float: "X", str: "TEXT"}[field.kinds[-1]]
 
 
-def _joined(field: Field, value: Any) -> Any:
-    """A repeated flag's words as a tuple; the single word `none` unsets it."""
+def _as_tuple(field: Field, value: Any) -> Any:
+    """Return a repeated flag's words as a tuple; the single word `none` unsets it."""
     if not field.repeated:
         return value
     if value == [None]:
         return None
     if None in value:
-        raise ConfigError(f"{field.flag}: `none` stands among other values; write it alone, to unset the flag")
+        raise ConfigError(f"{field.flag}: `none` is among other values; write it alone, to unset the flag")
     return tuple(value)
 
 
@@ -228,7 +223,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if not word.startswith("-"):
-        return f"unexpected argument {word!r}: every value stands behind its flag"
+        return f"unexpected argument {word!r}: every value follows its flag"
     flag = word.split("=")[0]
     known = [option for action in parser._actions for option in action.option_strings]
     prefixed = [option for option in known if option.startswith(flag)] if len(flag) > 3 else []

@@ -1,4 +1,4 @@
-"""Quantities that follow from a run's settings, one meaning each, shared by every room. No torch."""
+"""Values that follow from a run's settings, shared by the whole package. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class DerivedSettings:
-    """What follows from a run's settings, each value computed once: `run.derived.head_size`.
+    """The values that follow from a run's settings, each computed once: `run.derived.head_size`.
 
-    Each trusts that `rules.check` has passed, unless it says otherwise. Letters: H hidden size, F expert width, E
+    They assume that `rules.check` has passed, unless they say otherwise. Letters: H hidden size, F expert width, E
     experts, K experts per token, S sequence length.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    # ---- layout
+    # Layout
 
     @cached_property
     def model_ranks(self) -> int:
@@ -52,10 +52,10 @@ class DerivedSettings:
 
     @cached_property
     def pipeline_layer_counts(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage, the first and last as their own flags say.
+        """Layers of each pipeline stage, with the first and last by their own flags.
 
         Raises:
-            ConfigError: if the layers cannot be spread so.
+            ConfigError: if the layers cannot be split in this way.
         """
         layers, stages = self._run.model.num_layers, self._run.parallel.pipeline_model_parallel_size
         first, last = (
@@ -86,7 +86,7 @@ class DerivedSettings:
         chunks = self._run.model.num_layers // self._run.parallel.pipeline_model_parallel_size // per_chunk
         return chunks if chunks > 1 else None
 
-    # ---- batches and schedule
+    # Batches and schedule
 
     def global_batch_size(self, world_size: int) -> int:
         """Return the sequences per optimizer step, after any ramp-up; default micro-batch-size x DP."""
@@ -112,7 +112,7 @@ class DerivedSettings:
             return self._run.optimizer.lr_warmup_iters
         return int(self._run.optimizer.lr_warmup_fraction * (self.lr_decay_iters or 0))
 
-    # ---- model
+    # Model
 
     @cached_property
     def params_dtype_name(self) -> str:
@@ -176,7 +176,7 @@ class DerivedSettings:
     def norm_topk_prob(self) -> bool:
         """Whether a token's K weights sum to one (before the scaling factor).
 
-        Left open, it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
+        By default it follows Megatron-LM: a softmax over the chosen experts sums to one by itself, a softmax over all
         experts is not normalised, and other scores are when K > 1.
         """
         given = self._run.moe.moe_router_norm_topk_prob
@@ -228,7 +228,7 @@ class DerivedSettings:
             )
         return tuple(pattern)
 
-    # ---- counts
+    # Counts
 
     def _attention_parameters(self) -> int:
         m, h = self._run.model, self._run.model.hidden_size
@@ -250,7 +250,7 @@ class DerivedSettings:
         return (up + 1) * h * width + ((up * width + h) if self._run.model.add_bias_linear else 0)
 
     def _layer_parameters(self, is_moe: int, experts_counted: int) -> int:
-        """One transformer layer, its two norms among it."""
+        """Return the parameters of one transformer layer with its two norms."""
         h = self._run.model.hidden_size
         rest = self._attention_parameters() + 2 * h
         if not is_moe:

@@ -1,7 +1,7 @@
-"""What a schema field accepts: its type read from the annotation, and values turned into that type.
+"""The fields of the schema: types read from the annotations, and values converted to those types.
 
-The command line (text) and the YAML file (already typed values) meet here, so that both accept the same things and
-complain in the same words.
+The command line (text) and the YAML file (typed values) both use this file, so that they accept the same values and
+report errors in the same words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOUN = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the schema, as a command line and a file see it.
+    """One field of the schema, with what the command line and a file need to read it.
 
     `kinds` are the scalar types in the order they are tried; `repeated` marks a tuple of such values; `optional` says
     that None is allowed.
@@ -42,7 +42,7 @@ class Field:
 
     @property
     def choices(self) -> tuple | None:
-        """The values that are allowed, those of a registry as it is now; None where any is."""
+        """The allowed values, those of a registry as it is now; None where any value is allowed."""
         return None if self.allowed is None else tuple(self.allowed)
 
     @property
@@ -52,6 +52,7 @@ class Field:
 
     @property
     def is_bool(self) -> bool:
+        """Whether the field is a switch."""
         return self.kinds == (bool,)
 
     @property
@@ -63,13 +64,13 @@ class Field:
 
 @lru_cache(maxsize=1)
 def all_fields() -> dict[str, Field]:
-    """Field name -> Field, in the order of the schema."""
+    """Return field name -> Field, in the order of the schema."""
     hints = {section: typing.get_type_hints(cls) for section, cls in schema.sections().items()}
     return {name: _read(section, f, hints[section][name]) for name, (section, f) in schema.fields_by_name().items()}
 
 
 def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
-    """The field's type from its annotation: X, X | None, X | Y, tuple[X, ...] and tuple[X, ...] | None are known."""
+    """Read the field's type from its annotation: X, X | None, X | Y, tuple[X, ...] or tuple[X, ...] | None."""
     members = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
     optional = type(None) in members
     members = [member for member in members if member is not type(None)]
@@ -96,10 +97,12 @@ def _is_union(annotation: Any) -> bool:
 
 
 def from_text(field: Field, text: str) -> Any:
-    """One word of the command line as a value of the field (one element, for a tuple). `none` unsets an optional field.
+    """Convert one word of the command line to a value of the field (one element, for a tuple).
+
+    `none` unsets an optional field.
 
     Raises:
-        ConfigError: if the word is no such value.
+        ConfigError: if the word is not such a value.
     """
     if field.optional and text.lower() == "none" and text not in (field.choices or ()):
         return None
@@ -114,9 +117,9 @@ def from_text(field: Field, text: str) -> Any:
 
 
 def from_file(field: Field, value: Any, where: str) -> Any:
-    """A value of a YAML file as a value of the field.
+    """Convert a value of a YAML file to a value of the field.
 
-    A float may be written `1e-3`, which YAML 1.1 reads as text; nothing else changes its type. A tuple of one may be
+    A float may be written `1e-3`, which YAML 1.1 reads as text; other types are not converted. A tuple of one may be
     written without brackets. `where` names file and key for the message.
 
     Raises:
@@ -155,7 +158,7 @@ def _chosen(field: Field, value: Any, where: str) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known word, or nothing."""
+    """Return `; did you mean X?` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""How a setting is declared: one dataclass field with what the command line and a resumed run need to know of it."""
+"""The declaration of a setting: a dataclass field with what the command line and a resumed run need to know of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def flag(default: Any, help: str, *, free: bool = False, reported: bool = True, 
     """Declare a field with its default and what others need to know of it; lists are tuples.
 
     Args:
-        free: see `free`. reported: whether a resumed run says that it differs from the checkpoint's.
+        free: see `free`. reported: whether a resumed run reports that it differs from the checkpoint's.
         shown: choices; spelling, the flag's name where Megatron-LM's differs from the field's; unit.
     """
     absent = {"choices": None, "spelling": None, "unit": ""}
@@ -20,6 +20,6 @@ def flag(default: Any, help: str, *, free: bool = False, reported: bool = True, 
 
 
 free = partial(flag, free=True)
-"""Runs that share a checkpoint may differ in it: it changes neither a weight's shape nor its meaning."""
+"""Declare a field in which runs that share a checkpoint may differ: no weight's shape or meaning depends on it."""
 mute = partial(flag, reported=False)
-"""A resumed run does not say that it differs from the checkpoint's: it names a folder, a file or a mode."""
+"""Declare a field whose change a resumed run does not report: it names a folder, a file or a mode."""

@@ -1,4 +1,4 @@
-"""The settings that make a model and lay it out: transformer, experts, parallelism, precision."""
+"""The settings of a model and its layout: transformer, experts, parallelism, precision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ModelConfig:
         choices=("local", "transformer_engine"),
     )
     cross_entropy_loss_fusion: bool = free(
-        False, "output layer and cross entropy in one, over chunks of tokens: the logits are never held whole"
+        False, "output layer and cross entropy in one, over chunks of tokens, without the whole logits in memory"
     )
     cross_entropy_chunk_tokens: int | None = free(
         None, "tokens per chunk of the fused loss; default 1024, with which a chunk's fp32 logits take at most 32 MiB"
@@ -93,7 +93,9 @@ class MoEConfig:
         choices=("max", "top2", "megatron"),
     )
     moe_router_topk_scaling_factor: float | None = flag(None, "multiply the K weights by this")
-    moe_router_enable_expert_bias: bool = flag(False, "balance by a bias on the scores that chooses and never weighs")
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance by a bias on the scores, used for the choice and not for the weights"
+    )
     moe_router_bias_update_rate: float = free(1e-3, "step of the expert bias, per optimizer step")
     moe_router_dtype: str = free("fp32", "dtype of the gate's matmul and scores", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: tuple[str, ...] = free(
@@ -111,7 +113,7 @@ class MoEConfig:
     )
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of the shared expert; none: no shared expert")
     moe_shared_expert_gate: bool = flag(False, "gate the shared expert's output (Qwen2-MoE)")
-    moe_router_bias_center: bool = free(False, "take the mean off the expert bias after every update")
+    moe_router_bias_center: bool = free(False, "subtract the mean from the expert bias after every update")
     moe_global_aux_loss_counts: str = free(
         "batch",
         "global_aux_loss: balance the whole global batch, at the price of one more forward pass where it has several "
@@ -139,7 +141,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model and the batch are spread over ranks."""
+    """Split of the model and of the batch over ranks."""
 
     tensor_model_parallel_size: int = flag(1, "TP: ranks a layer's matrices are split over")
     sequence_parallel: bool = flag(
@@ -174,7 +176,7 @@ class PrecisionConfig:
     fp16: bool = flag(False, "weights and activations in float16, fp32 master weights, loss scaling")
     loss_scale: float | None = flag(None, "fp16: constant loss scale; default: dynamic")
     initial_loss_scale: float = flag(
-        2.0**16, "fp16: first dynamic loss scale; Megatron-LM's is 2^32, whose way down costs the first 16 steps"
+        2.0**16, "fp16: first dynamic loss scale; Megatron-LM's is 2^32, which overflows in the first 16 steps"
     )
     min_loss_scale: float = flag(1.0, "fp16: smallest dynamic loss scale")
     loss_scale_window: int = flag(1000, "fp16: steps without overflow before the scale doubles")
@@ -183,7 +185,7 @@ class PrecisionConfig:
         None, "accumulate and reduce gradients in fp32; default: on, unless --grad-reduce-in-bf16"
     )
     attention_softmax_in_fp32: bool = flag(True, "softmax of the attention in fp32 (always so in our attention)")
-    grad_reduce_in_bf16: bool = flag(False, "bf16: accumulate and reduce gradients in bf16; rounds, and is told so")
+    grad_reduce_in_bf16: bool = flag(False, "bf16: accumulate and reduce gradients in bf16, which rounds them")
     keep_fp32: tuple[str, ...] | None = flag(
         None,
         "bf16, fp16: keep these modules' weights and compute in fp32: names with wildcards, layers numbered from 0 "

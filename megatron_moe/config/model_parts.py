@@ -1,9 +1,9 @@
-"""What a model is made of: one record for each kind of module, read by all that names modules or states dtypes.
+"""The parts of a model: one record for each kind of module, with its names, parameters, state and dtypes.
 
 The names and parameters of modules, the words of `--keep-fp32`, what a module kept in fp32 emits, the state that is
 always fp32 and the printed precision contract follow from these records; a test compares them with built models. A new
 kind of module is a record here, its class, and how its parameters are split over tensor-parallel ranks
-(`model/initialize.py`). No torch.
+(`model/initialize.py`). This file does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_moe.config.schema import Run
 
 Condition = Callable[[Run], bool]
 
-# ---- Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run.
+# Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run
 
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 NONE = "-"
@@ -44,10 +44,10 @@ def _always(run: Run) -> bool:
 
 @dataclass(frozen=True)
 class TensorClass:
-    """One line of the precision contract. "-" stands where there is nothing to say.
+    """One line of the precision contract; "-" is an empty entry.
 
-    stored: between steps. computed: what the arithmetic is done in, before the result is rounded to what is stored or
-    handed on. accumulated: sums on one rank. reduced: sums over ranks. saved: in a checkpoint. when: in which runs.
+    stored: between steps. computed: in arithmetic, before the result is rounded to the stored dtype or passed
+    on. accumulated: sums on one rank. reduced: sums over ranks. saved: in a checkpoint. when: in which runs.
     """
 
     name: str
@@ -65,7 +65,7 @@ def _weights(name: str, *, computed: str = OWN, accumulated: str = "fp32", reduc
     return TensorClass(name, OWN, computed, accumulated, reduced, OWN)
 
 
-# ---- Kinds of modules, as a token meets them.
+# Kinds of modules, in the order of the forward pass
 
 
 def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
@@ -76,13 +76,13 @@ def _emits_input(run: Run, kept: tuple[str, ...]) -> str:
 class ModelPart:
     """One kind of module of the model.
 
-    parameters: those that the module holds itself, by name, and in which runs.
-    when: in which runs a module that may contain this part does.
+    parameters: the module's own parameters, by name, and the runs in which they exist.
+    when: the runs in which a module that may contain this part does.
     alias: the word of `--keep-fp32` that names all modules of this kind.
     tensors: its lines of the precision contract; the first is that of its weights and of those inside it.
-    state: buffers that are fp32 under every cast, and their lines of the contract, which say when they exist.
+    state: buffers that stay fp32 under casts, and their lines of the contract, which say when they exist.
     emits: as an fp32 island, the dtype of what it returns; OWN leaves it in fp32, ROUTER is for a router, which casts
-        for itself. It is given the run and the modules that are kept.
+        for itself. Its arguments are the run and the modules that are kept.
     parts: the modules inside, by name.
     """
 
@@ -107,12 +107,12 @@ def _has_query_latent(run: Run) -> bool:
 
 
 def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
-    """With an fp32 residual stream a norm reads the stream for a module of the model's dtype."""
+    """Return the model's dtype if a norm reads an fp32 residual stream, otherwise that of its input."""
     return MODEL if run.precision.fp32_residual_connection else INPUT
 
 
 def _final_norm_emits(run: Run, kept: tuple[str, ...]) -> str:
-    """Nothing between a final norm and an output layer that is kept needs the model's dtype."""
+    """Return fp32 if the output layer is kept in fp32 too, otherwise the dtype of another norm."""
     return OWN if "output_layer" in kept else _norm_emits(run, kept)
 
 
@@ -241,7 +241,7 @@ OUTPUT_LAYER = ModelPart(
     emits=lambda run, kept: OWN,  # the loss alone reads logits, in fp32
 )
 
-# Its transformer layer is like the model's last, and placed by `placed`.
+# Its transformer layer is like the model's last, and is added by `placed`.
 PREDICTION = ModelPart(
     parts={
         "enorm": NORM,
@@ -257,7 +257,7 @@ PREDICTION = ModelPart(
     }
 )
 
-# ---- The model.
+# The model
 
 MODEL_PARTS = (EMBEDDING, DENSE_LAYER, MOE_LAYER, FINAL_NORM, OUTPUT_LAYER, PREDICTION)
 """The outermost parts, in the order of the precision contract's lines."""

@@ -19,8 +19,8 @@ EMBEDDING, OUTPUT_LAYER = "embedding", "output_layer"
 def parts(run: Run) -> dict[str, ModelPart]:
     """Return every module by name, with its kind; a module comes before those inside it.
 
-    Every module that has weights, or contains one that has, and core attention. Not the chain of layers as a whole:
-    each layer computes for itself.
+    These are the modules that have weights or contain one that has, and core attention. The chain of layers as a whole
+    is not among them: each layer computes for itself.
     """
 
     def inside(name: str, part: ModelPart) -> Iterator[tuple[str, ModelPart]]:
@@ -33,7 +33,7 @@ def parts(run: Run) -> dict[str, ModelPart]:
 
 
 def modules(run: Run) -> dict[str, tuple[str, ...]]:
-    """Return every module with the names of the parameters that it holds itself."""
+    """Return every module with the names of its own parameters, without those of modules inside it."""
     return {
         name: tuple(parameter for parameter, when in part.parameters.items() if when(run))
         for name, part in parts(run).items()
@@ -51,10 +51,10 @@ def aliases(run: Run) -> dict[str, tuple[str, ...]]:
 
 
 def kept_in_fp32(run: Run) -> tuple[str, ...]:
-    """Return the modules that `--keep-fp32` keeps in fp32, outermost only: what lies inside one is kept with it.
+    """Return the modules that `--keep-fp32` keeps in fp32, outermost only: modules inside one are kept with it.
 
-    A pattern names modules, or parameters: then it keeps the module that holds the parameter, because a module computes
-    in one dtype.
+    A pattern names modules or parameters. For a parameter it keeps the parameter's module, because a module computes in
+    one dtype.
     """
     chosen: set[str] = set()
     for pattern in run.precision.keep_fp32 or ():
@@ -63,7 +63,7 @@ def kept_in_fp32(run: Run) -> tuple[str, ...]:
 
 
 def matches(run: Run, pattern: str) -> tuple[str, ...]:
-    """Return the modules that one pattern of `--keep-fp32` names; none if there are none."""
+    """Return the modules that one pattern of `--keep-fp32` names, which may be none."""
     if pattern in (words := aliases(run)):
         return words[pattern]
     return tuple(
@@ -74,7 +74,7 @@ def matches(run: Run, pattern: str) -> tuple[str, ...]:
 
 
 def near_names(run: Run, pattern: str) -> list[str]:
-    """Return up to three names or words that look like a pattern that names nothing; all words if none does."""
+    """Return up to three names or words similar to a pattern without a match; all words if none is."""
     words = list(aliases(run))
     names = [*words, *parts(run)]
     found = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
@@ -84,6 +84,6 @@ def near_names(run: Run, pattern: str) -> list[str]:
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module or parameter lies inside one of these modules."""
+    """Return whether a module or parameter is inside one of these modules."""
     path = name.split(".")
     return any(".".join(path[:length]) in modules for length in range(1, len(path)))

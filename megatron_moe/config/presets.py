@@ -1,7 +1,7 @@
-"""Named starting points: the settings that make a model, without data, folders or layout.
+"""Presets: named settings of a model, without data, folders or layout.
 
-A preset holds what differs from the schema's defaults. Published models are in `presets_published.py`; here are
-small ones of the same kinds.
+A preset contains what differs from the schema's defaults. Published models are in `presets_published.py`; this file
+has small ones of the same kinds.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ _FIRST_FP16_SCALE = 2.0**12
 
 
 def with_made_up_data(run: Run) -> Run:
-    """Return `run` with what one step needs and its flags do not say: made-up tokens, a vocabulary, a length.
+    """Return `run` with what one step needs and its flags do not set: made-up tokens, a vocabulary, a length.
 
-    fp16 starts at a loss scale whose first step is no overflow, so that the optimizer's update is seen too.
+    fp16 starts at a loss scale without an overflow in the first step, so that the optimizer updates the weights.
     """
     changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
     if run.training.train_iters is None:

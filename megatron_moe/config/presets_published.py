@@ -1,8 +1,8 @@
 """Presets of published models, with the figures of the config.json that their authors published.
 
 `derived.parameter_count` gives their published sizes, and transformers the same count for the same configuration. What
-a configuration file does not say, coefficients of balancing losses among it, is the authors' where they told it. Layers
-of multi-token prediction, which DeepSeek-V3 and GLM-4.5 were published with, are left to --mtp-num-layers.
+a configuration file does not contain, such as coefficients of balancing losses, is the authors' if they published it.
+Layers of multi-token prediction, which DeepSeek-V3 and GLM-4.5 were published with, are left to --mtp-num-layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _balanced_by(kind: str, coefficient: float) -> dict[str, Any]:
     return {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (coefficient,)}
 
 
-# ---- DeepSeek-V2 (arXiv 2405.04434): latent attention, a dense layer first, softmax scores as they are
+# DeepSeek-V2 (arXiv 2405.04434): latent attention, a dense layer first, softmax scores as they are
 
 _LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -85,7 +85,7 @@ _DEEPSEEK_V2: dict[str, Any] = {
 # https://huggingface.co/deepseek-ai/DeepSeek-Coder-V2-Base/blob/main/config.json
 _DEEPSEEK_CODER_V2: dict[str, Any] = {**_DEEPSEEK_V2, "mscale": 1.0, "mscale_all_dim": 1.0}
 
-# ---- DeepSeek-V3 (arXiv 2412.19437): experts chosen by sigmoid scores plus a bias, from the best groups
+# DeepSeek-V3 (arXiv 2412.19437): experts chosen by sigmoid scores plus a bias, from the best groups
 
 DEEPSEEK_V3_KIND: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -159,7 +159,7 @@ _MOONLIGHT: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 2.446,
 }
 
-# ---- GLM-4.5 (arXiv 2508.06471): DeepSeek-V3's router over grouped-query attention, half of each head rotated
+# GLM-4.5 (arXiv 2508.06471): DeepSeek-V3's router over grouped-query attention, half of each head rotated
 
 _GLM_KIND: dict[str, Any] = {
     **_BIG_RUN,
@@ -205,7 +205,7 @@ _GLM_4_5_AIR: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 1408,
 }
 
-# ---- Mixtral: a softmax over the chosen experts, in every layer
+# Mixtral: a softmax over the chosen experts, in every layer
 
 # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json
 _MIXTRAL_8X7B: dict[str, Any] = {
@@ -236,7 +236,7 @@ _MIXTRAL_8X22B: dict[str, Any] = {
     "max_position_embeddings": 65536,
 }
 
-# ---- Qwen: a softmax over all experts; Qwen2 with a gated shared expert, Qwen3 without, its weights made to sum to one
+# Qwen: a softmax over all experts; Qwen2 with a gated shared expert, Qwen3 without, its weights made to sum to one
 
 _QWEN_KIND: dict[str, Any] = {
     **_BIG_RUN,

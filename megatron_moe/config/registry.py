@@ -1,4 +1,4 @@
-"""What a flag chooses among, where a program that imports this package may add to it.
+"""Registries: the choices of a flag, to which a program that imports this package may add.
 
 A registry knows the names of its entries without torch, so that the command line can check and list them; the module
 that implements an entry registers it under its name when it is imported. An entry that is registered from outside is
@@ -21,11 +21,11 @@ Entry = TypeVar("Entry")
 
 
 class Registry(Generic[Entry]):
-    """Entries by the name that a flag gives them, in the order in which the names became known.
+    """A table of entries by their name in a flag, in the order in which the names became known.
 
     Args:
         field: the schema's field whose values these are; messages name its flag.
-        names: the entries of this package, which their modules register.
+        names: the names of this package's entries, which their modules register.
     """
 
     def __init__(self, field: str, *names: str) -> None:
@@ -33,7 +33,7 @@ class Registry(Generic[Entry]):
         self._entries: dict[str, Entry | None] = dict.fromkeys(names)
 
     def register(self, name: str, entry: Entry) -> None:
-        """Add an entry.
+        """Add an entry under a name.
 
         Raises:
             ValueError: if the name has one already.
@@ -64,13 +64,13 @@ class Registry(Generic[Entry]):
 
 
 SCORE_FUNCTIONS: Registry = Registry("moe_router_score_function", "softmax", "sigmoid")
-"""How logits become scores: `moe.routing.ScoreFunction`. The softmax alone can also be taken after the choice, over the
-chosen logits (without `--moe-router-pre-softmax`); all others score every expert before it."""
+"""The functions from logits to scores, `moe.routing.ScoreFunction`. The softmax can also come after the choice, over
+the chosen logits (without `--moe-router-pre-softmax`); all others score every expert before it."""
 
 EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "loop")
-"""How the experts of a rank are computed: a function (config, options, groups) -> `moe.experts.LocalExperts`, where
+"""The backends of a rank's experts: a function (config, options, groups) -> `moe.experts.LocalExperts`, where
 `config` is the engine's TransformerConfig, `options` a `MoEOptions` and `groups` the layer's `MoEGroups`."""
 
 DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather")
-"""How tokens reach experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`.
-Without expert parallelism nothing travels, and none of these is asked."""
+"""The dispatchers to experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`.
+Without expert parallelism none of these is used."""

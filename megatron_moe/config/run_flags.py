@@ -1,4 +1,4 @@
-"""The settings of a run around its model: optimizer, length, data, checkpoints, faults, what is reported."""
+"""The settings of a run around its model: optimizer, length, data, checkpoints, faults, logging."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = flag(None, "as data-path, for training only")
     valid_data_path: tuple[str, ...] | None = flag(None, "as data-path, for validation only")
     test_data_path: tuple[str, ...] | None = flag(None, "as data-path, for testing only")
-    data_cache_path: str | None = flag(None, "folder of the index caches; default: beside the data")
+    data_cache_path: str | None = flag(None, "folder of the index caches; default: next to the data")
     mock_data: bool = flag(False, "made-up tokens, no files")
     tokenizer_type: str | None = flag(
         None,
@@ -91,17 +91,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What survives."""
+    """Checkpoints: saving, loading, retention."""
 
     save: str | None = mute(None, "folder for checkpoints")
     save_interval: int | None = flag(None, "iterations between checkpoints; default: only at the end")
     load: str | None = mute(None, "folder to continue from: its latest step")
     load_hf: str | None = mute(
-        None, "Hugging Face folder to start from: architecture and weights; a step that --load holds goes before it"
+        None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
     )
     use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
     ckpt_step: int | None = mute(None, "load this step instead of the latest")
-    exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint, instead of starting fresh")
+    exit_on_missing_checkpoint: bool = flag(False, "fail when --load has no checkpoint, instead of starting fresh")
     finetune: bool = flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
     no_load_optim: bool = flag(False, "do not load the optimizer")
     no_load_rng: bool = flag(False, "do not load the random states")
@@ -109,18 +109,18 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False, "do not save the random states")
     async_save: bool = flag(False, "write checkpoints in the background, while the training goes on")
     save_retain_interval: int | None = flag(
-        None, "iterations between checkpoints that stay for ever; of the others --keep-last-k stay, 1 by default"
+        None, "iterations between checkpoints that are kept permanently; of the others --keep-last-k stay, 1 by default"
     )
     keep_last_k: int | None = flag(None, "how many of the checkpoints stay; default: all")
     on_save_error: str = flag(
         "stop", "a checkpoint cannot be written (full disk): stop, or go on without", choices=("stop", "continue")
     )
-    verify_checkpoint: bool = flag(True, "check the SHA-256 of every file of a step before anything of it is used")
+    verify_checkpoint: bool = flag(True, "check the SHA-256 of every file of a step before it is used")
 
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """What is done about numbers that go wrong and ranks that die."""
+    """Non-finite numbers, loss spikes, and ranks that die or hang."""
 
     on_nan: str = flag(
         "skip",
@@ -131,17 +131,17 @@ class FaultConfig:
         None, "iterations between comparisons of all replicas of every weight, bit by bit; none: never"
     )
     loss_spike_factor: float | None = flag(
-        None, "write down the batch of a step whose loss is this many deviations above the median of the last 128"
+        None, "record the batch of a step whose loss is this many deviations above the median of the last 128"
     )
-    watchdog: bool = flag(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the job")
+    watchdog: bool = flag(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the run")
     fault_dir: str | None = flag(
-        None, "folder for the stacks of a job that hung and the batches of loss spikes; default: faults/ under --save"
+        None, "folder for the stacks of a run that hung and the batches of loss spikes; default: faults/ under --save"
     )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a person sees."""
+    """Log lines, metrics files, measurements and samples."""
 
     log_interval: int = flag(1, "iterations between log lines")
     tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
@@ -153,7 +153,7 @@ class LoggingConfig:
     peak_tflops: float | None = flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
     dry_run: bool = mute(False, "check the configuration and stop")
     timing_log_level: int = flag(
-        0, "tell where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
+        0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )
     health_interval: int | None = flag(
         None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"

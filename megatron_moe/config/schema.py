@@ -1,9 +1,9 @@
-"""What a run is: `Run` holds one frozen dataclass per topic (`model_flags.py`, `run_flags.py`).
+"""The configuration of a run: `Run` has one frozen dataclass per topic (`model_flags.py`, `run_flags.py`).
 
-One field is one flag is one key in the checkpoint's config. A field `moe_router_topk` is the flag
+Each field is a flag, and a key in the checkpoint's config. A field `moe_router_topk` is the flag
 `--moe-router-topk`; flags carry Megatron-LM's names wherever Megatron-LM has one. Field names are unique over all
-sections, so `flatten(run)` is a plain dict and `build(flat)` is its inverse. Values are checked by `rules/`, parsed
-by `cli.py`; nothing here imports torch.
+sections, so `flatten(run)` is a plain dict and `build(flat)` is its inverse. Values are checked by `rules/` and
+parsed by `cli.py`; this file does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_moe.config.run_flags import (
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run. Read a value as `run.moe.moe_router_topk`; `flatten(run)` gives the flat dict."""
+    """The settings of a run. Read a value as `run.moe.moe_router_topk`; `flatten(run)` gives the flat dict."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -42,28 +42,28 @@ class Run:
 
     @cached_property
     def derived(self) -> DerivedSettings:
-        """What follows from the settings, each value computed once."""
+        """The values that follow from the settings, each computed once."""
         return DerivedSettings(self)
 
 
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of `Run`."""
+    """Return section name -> its dataclass, in the order of `Run`."""
     return {name: f.default_factory for name, f in Run.__dataclass_fields__.items()}  # type: ignore[misc]
 
 
 def fields_by_name() -> dict[str, tuple[str, dataclasses.Field]]:
-    """Field name -> (section name, dataclass field), over all sections."""
+    """Return field name -> (section name, dataclass field), over all sections."""
     table: dict[str, tuple[str, dataclasses.Field]] = {}
     for section, cls in sections().items():
         for f in dataclasses.fields(cls):
             if f.name in table:
-                raise AssertionError(f"field {f.name} stands in sections {table[f.name][0]} and {section}")
+                raise AssertionError(f"field {f.name} is in sections {table[f.name][0]} and {section}")
             table[f.name] = (section, f)
     return table
 
 
 def flatten(run: Run) -> dict[str, Any]:
-    """The run as one flat dict, field name -> value (tuples become lists, so that it is JSON)."""
+    """Return the run as one flat dict, field name -> value (tuples become lists, so that it is JSON)."""
     flat: dict[str, Any] = {}
     for section in sections():
         for name, value in dataclasses.asdict(getattr(run, section)).items():
@@ -72,10 +72,10 @@ def flatten(run: Run) -> dict[str, Any]:
 
 
 def build(flat: dict[str, Any]) -> Run:
-    """A `Run` from a flat dict; missing names take their defaults, lists become tuples.
+    """Build a `Run` from a flat dict; missing names take their defaults, lists become tuples.
 
     Raises:
-        ValueError: for a name that is no field.
+        ValueError: for a name that is not a field.
     """
     table = fields_by_name()
     unknown = sorted(set(flat) - set(table))
@@ -88,5 +88,5 @@ def build(flat: dict[str, Any]) -> Run:
 
 
 def replace(run: Run, **changes: Any) -> Run:
-    """A copy of `run` with the named fields changed, whichever section they stand in."""
+    """Return a copy of `run` with the named fields changed, whichever section they are in."""
     return build({**flatten(run), **changes})

@@ -1,7 +1,7 @@
-"""Core attention on torch's scaled_dot_product_attention: causal, no S x S matrix in memory.
+"""Causal core attention on torch's scaled_dot_product_attention, without an S x S matrix in memory.
 
-Takes the place of the engine's DotProductAttention, which has no context for value heads of another width (latent
-attention) and holds the whole score matrix.
+It replaces the engine's DotProductAttention, which does not support value heads of another width (latent attention)
+and stores the whole score matrix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_moe.model.context_parallel import (
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """softmax(q k^T x scale) v with a causal mask, softmax in fp32, dropout in training only.
+    """A module that computes softmax(q k^T x scale) v with a causal mask, softmax in fp32 and dropout in training.
 
     Queries may share key/value heads (grouped-query attention: head i of n uses group i // (n / g)), and values may
     have another width than keys. Constructor and call follow megatron-core's protocol for core attention.
@@ -38,13 +38,13 @@ class SDPACoreAttention(torch.nn.Module):
     Args:
         config: the engine's TransformerConfig.
         layer_number: unused; part of the protocol.
-        attn_mask_type: causal, the only one there is.
+        attn_mask_type: causal; other masks are not supported.
         softmax_scale: factor on q k^T; default 1 / sqrt(key width).
-        k_channels, v_channels, cp_comm_type, attention_type, attention_dropout: the protocol's.
+        k_channels, v_channels, cp_comm_type, attention_type, attention_dropout: part of the protocol.
         pg_collection: process groups, of which `cp` is used.
 
     Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence.py`), and attends to
-    the whole of it.
+    the whole sequence.
 
     Raises:
         ValueError: another mask than the causal one, or context parallelism without its process group.
@@ -86,10 +86,12 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [S, B, n, dk], key [S, B, g, dk], value [S, B, g, dv] -> [S, B, n x dv] in the query's dtype, S / CP in
-        place of S under context parallelism.
+        """Return the attention's context [S, B, n x dv] in the query's dtype.
 
-        The mask is causal by construction: `attention_mask` must be None, as must biases and packed sequences.
+        Args:
+            query: [S, B, n, dk]; S / CP in place of S under context parallelism, here and below.
+            key, value: [S, B, g, dk] and [S, B, g, dv].
+            attention_mask, attention_bias, packed_seq_params: None; the mask is causal by construction.
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise ValueError("causal attention takes no attention_mask, attention_bias or packed sequences")
@@ -105,8 +107,13 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """One token, which is the last and sees all: query [1, B, n, dk], keys [B, g, S, dk], values [B, g, S, dv] ->
-    [1, B, n, dv] in the query's dtype. `scale`: see SDPACoreAttention."""
+    """Return the context [1, B, n, dv], in the query's dtype, of the last token, which attends to all tokens.
+
+    Args:
+        query: [1, B, n, dk].
+        keys, values: [B, g, S, dk] and [B, g, S, dv].
+        scale: see SDPACoreAttention.
+    """
     # Without a mask the heads that share a key are rows of one product.
     rows = query[0].unflatten(1, (keys.shape[1], -1))
     if not platform.has_cuda():
@@ -116,7 +123,7 @@ def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float |
 
 
 def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """[B, n, S, dk], [B, g, S, dk], [B, g, S, dv] -> [B, n, S, dv], in fp32."""
+    """Return [B, n, S, dv] for [B, n, S, dk], [B, g, S, dk] and [B, g, S, dv], computed in fp32."""
     if query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _FlashInFp32.apply(query, key, value, scale)
     value_width = value.shape[-1]
@@ -128,8 +135,10 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout
 
 
 class _FlashInFp32(torch.autograd.Function):
-    """The flash kernel on widened copies of half-precision operands, of which it keeps the operands: left to itself,
-    autograd would keep the copies, which are two to three times as large. Same numbers."""
+    """The flash kernel on widened copies of half-precision operands, which saves the operands for the backward pass.
+
+    Autograd alone would save the copies, which are two to three times as large. The results are the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -157,7 +166,7 @@ class _FlashInFp32(torch.autograd.Function):
 
 
 def _attend_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """As `_attend_cpu`, in the input's dtype."""
+    """Return what `_attend_cpu` returns, computed in the input's dtype."""
     key, value, grouped = for_kernels(query, key, value)
     return platform.kernel(F.scaled_dot_product_attention)(
         query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=grouped

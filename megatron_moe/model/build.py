@@ -1,4 +1,4 @@
-"""From a run to the model on this rank: chunks that are built, initialised, cast and wrapped, in this order."""
+"""Building a run's model on this rank: its chunks are built, initialised, cast and wrapped, in this order."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionGuard, returns_wider
 from megatron_moe.precision.gates import install_gates
 
-# ---- The embedding's lookup, with a gradient that loses no token.
-#
-# torch's CPU kernel adds the gradients of all tokens of one id to each other in the gradient's dtype. In bf16 a row
-# stops growing once it is 256 times as large as what is added: 4,096 tokens of one id with gradients of 0.01 give 4
-# instead of 41, and nothing says so. Frequent tokens would be trained with too small gradients.
-
 
 class _Lookup(torch.autograd.Function):
-    """weight[ids]; in the backward pass each row's gradients are added in fp32 (or wider) and rounded once."""
+    """The lookup weight[ids], whose backward adds each row's gradients in fp32 or wider and rounds them once.
+
+    torch's CPU kernel adds the gradients of all tokens of one id in the gradient's dtype. In bf16 a row stops growing
+    once it is 256 times as large as an addend: 4,096 tokens of one id with gradients of 0.01 give 4 instead of 41,
+    without an error. Frequent tokens would be trained with too small gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
@@ -58,15 +57,15 @@ class _Lookup(torch.autograd.Function):
 
 
 class ExactEmbedding(CopiesShareGroups, VocabParallelEmbedding):
-    """The engine's embedding table [V/TP, H] with the exact lookup: same weights, same keys, same outputs."""
+    """The engine's embedding table [V/TP, H] with the exact lookup, and the same weights, keys and outputs."""
 
     @classmethod
     def take_over(cls, embedding: VocabParallelEmbedding) -> None:
-        """Turn an embedding that the engine has built, by a class it names itself, into this one."""
+        """Turn an embedding that the engine has built into one of this class, which the engine cannot be asked for."""
         embedding.__class__ = cls
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Token ids [B, S] -> [B, S, H], or with sequence parallelism [S/TP, B, H]; summed over tensor parallelism."""
+        """Return embeddings [B, S, H] of token ids [B, S], summed over TP; [S/TP, B, H] with sequence parallelism."""
         if self.tp_group.size() == 1:
             rows = _Lookup.apply(input_, self.weight)
         else:
@@ -79,10 +78,7 @@ class ExactEmbedding(CopiesShareGroups, VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
 
 
-# ----
-
-
-# Modules whose input and weights have to have one dtype; Transformer Engine's check that for themselves.
+# Modules whose input and weights need one dtype. Transformer Engine's modules check this themselves.
 _PRODUCTS = (LOCAL.column_linear, LOCAL.row_linear, ReplicatedLinear, GroupedExperts)
 _EXTRA_STATE = "_extra_state"
 
@@ -91,12 +87,12 @@ _EXTRA_STATE = "_extra_state"
 class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
     """The engine's GPTModel with one set of checkpoint keys.
 
-    Parallel linear layers and all Transformer Engine modules carry an `_extra_state` that is empty without FP8. It is
+    Parallel linear layers and all Transformer Engine modules have an `_extra_state` that is empty without FP8. It is
     left out, so that the keys are those of the weights, whichever classes were chosen.
 
     Attributes:
-        moe_options: what the model's MoE layers are asked to do, on every pipeline stage, also on one that has none of
-            them; None for a dense model.
+        moe_options: the options of the model's MoE layers, also on a pipeline stage that has none of them; None for a
+            dense model.
     """
 
     moe_options: MoEOptions | None = None
@@ -104,11 +100,11 @@ class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The engine's, without extra states."""
+        """Return the engine's sharded state without extra states."""
         return _without_extra_state(super().sharded_state_dict(prefix, sharded_offsets, metadata))
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The engine's, without extra states."""
+        """Return the engine's state without extra states."""
         return _without_extra_state(super().state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -118,7 +114,7 @@ class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
 
 
 class FusedLossLanguageModel(FusedLoss, LanguageModel):
-    """LanguageModel with `--cross-entropy-loss-fusion`."""
+    """The language model with `--cross-entropy-loss-fusion`."""
 
 
 def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +122,7 @@ def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Vocabulary(NamedTuple):
-    """Tokens, and rows of the tables."""
+    """The number of tokens, and of rows of the embedding and output tables."""
 
     size: int
     padded: int
@@ -141,16 +137,19 @@ def build_model(
     draw: bool = True,
     padded_vocab_size: int | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's part of the model, one chunk per virtual pipeline stage (one without the interleaved schedule).
+    """Build this rank's part of the model, one chunk per virtual pipeline stage.
+
+    Without the interleaved schedule there is one chunk.
 
     Args:
-        run: has passed `config.rules.check`.
-        pg_collection: from `parallel.groups.initialize`.
-        vocab_size: tokens of the vocabulary. The tables are padded to rows that divide among the TP ranks; what pads
-            has a logit that no softmax sees.
-        wrap: in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel.
-        guard: is told the dtypes after building and after each wrapping; one of its own if None.
-        draw: the weights, on this machine's device. Without it they stay where they were allocated, unfilled: for a
+        run: a run that has passed `config.rules.check`.
+        pg_collection: process groups from `parallel.groups.initialize`.
+        vocab_size: tokens of the vocabulary. The tables are padded to rows that divide among the TP ranks; the padding
+            has logits that take no part in the softmax.
+        wrap: whether to wrap in Float16Module where the run is bf16 or fp16, and in the engine's
+            DistributedDataParallel.
+        guard: checks the dtypes after building and after each wrapping; a new one if None.
+        draw: whether to draw the weights, on this machine's device. Otherwise they stay as they were allocated, for a
             model on torch's meta device, which has shapes and no storage.
         padded_vocab_size: rows of the tables, a multiple of TP; default: `derived.padded_vocab_size`.
 
@@ -201,7 +200,7 @@ def _chunk(
     vp_stage: int | None,
     draw: bool,
 ) -> LanguageModel:
-    """One virtual stage: built, moved to the device and initialised."""
+    """Build one virtual stage, move it to the device and initialise it."""
     pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
     last_chunk = (run.derived.virtual_pipeline_size or 1) - 1
     is_last = pp_rank == pp_size - 1 and vp_stage in (None, last_chunk)
@@ -242,7 +241,7 @@ def _chunk(
 
 @contextlib.contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
-    """Errors only from this logger."""
+    """Silence this logger below errors within the block."""
     logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)

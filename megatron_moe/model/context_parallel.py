@@ -1,12 +1,17 @@
-"""Causal attention of one context-parallel rank: its two chunks of queries, everybody's keys and values.
+"""Causal attention under context parallelism: a rank's two chunks of queries over all ranks' keys and values.
 
-Keys and values are gathered over the ranks, and put into the sequence's order. A chunk of queries then attends to its
-own chunk of keys causally, and to all keys before it without a mask; the two are merged by their logsumexp. No score
-matrix, and no mask, is as large as the sequence squared.
+Keys and values are gathered over the ranks and put into the sequence's order. A chunk of queries then attends to its
+own chunk of keys causally, and to all keys before it without a mask; the two results are merged by their logsumexp.
+Neither a score matrix nor a mask is as large as the sequence squared.
 
-Only the rank's own keys and values are kept for the backward pass, which gathers them again: what a layer keeps falls
-with the number of ranks, what one layer holds for a moment does not. The gradients of keys and values, to which every
-later chunk adds, go back to their owners in a reduce-scatter that sums in fp32.
+The backward pass keeps the rank's own keys and values alone and gathers the others again. So the memory that a layer
+keeps falls with the number of ranks; the peak within one layer does not. The gradients of keys and values, to which
+every later chunk adds, go back to their owners in a reduce-scatter that sums in fp32.
+
+The first functions attend block by block with torch's flash kernel for a CPU, in fp32 whatever the operands' dtype. The
+kernel needs equal widths, or it builds the whole score matrix: the narrower of keys and values is padded with zeros.
+Its backward pass in bf16 takes 2.5 to 4 times as long as in fp32, so operands are widened, which also makes them
+contiguous.
 """
 
 from __future__ import annotations
@@ -25,33 +30,27 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_moe import platform
 from megatron_moe.parallel.sequence import all_gather_sequence, by_rank, chunk_numbers
 
-# ---- torch's flash kernel for a CPU, block by block, in fp32 whatever the operands' dtype.
-#
-# The kernel wants equal widths, or the whole score matrix is built: the narrower of keys and values is padded with
-# zeros. Its backward pass in bf16 takes 2.5 to 4 times as long as in fp32, so operands are widened; on the way they
-# become contiguous, which the kernel likes too.
-
 
 def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 and contiguous, the narrower of keys and values padded with zeros."""
+    """Return contiguous fp32 operands, with the narrower of keys and values padded with zeros."""
     key_width, value_width = query.shape[-1], value.shape[-1]
     missing = max(0, value_width - key_width)
     return wide(query, missing), wide(key, missing), wide(value, max(0, key_width - value_width))
 
 
 def wide(tensor: Tensor, padding: int = 0) -> Tensor:
-    """fp32, contiguous, the last dimension longer by `padding` zeros."""
+    """Return a contiguous fp32 tensor whose last dimension is longer by `padding` zeros."""
     if padding:
         return F.pad(tensor.float(), (0, padding))
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """One block of queries against one block of keys, all of `of_one_width`.
+    """Return the attention of one block of queries to one block of keys, operands from `of_one_width`.
 
     Args:
         query: [B, n, Q, d]. key, value: [B, g, K, d].
-        causal: the blocks are the same tokens, and each query sees keys up to its own.
+        causal: whether the blocks are of the same tokens, and each query sees keys up to its own.
 
     Returns:
         context [B, n, Q, d] and logsumexp [B, n, Q] of the scaled scores.
@@ -69,38 +68,35 @@ def block_gradients(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients of its queries, keys and values.
+    """Return the summands of one block in the gradients of its queries, keys and values.
 
     With the context and logsumexp of the block alone, these are its gradients. With those of the queries over all their
-    keys, it is the block's share of them: the probabilities are exp(score - logsumexp), and what softmax subtracts is
-    the product of the context and its gradient.
+    keys, they are the block's share: the probabilities are exp(score - logsumexp), and the softmax's backward
+    subtracts the product of the context and its gradient.
     """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, context, logsumexp, 0.0, causal, scale=scale
     )
 
 
-# ----
-
-
 @dataclass(frozen=True)
 class OverRanks:
-    """An attention of this file with its group. A record, in which a copy of a model finds the group to share."""
+    """An attention of this file with its group, as a record, so that copies of a model share the group."""
 
     attend: Callable[..., Tensor]
     group: ProcessGroup
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        """This rank's [B, n, S / CP, dk], [B, g, S / CP, dk], [B, g, S / CP, dv] -> [B, n, S / CP, dv]."""
+        """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv]."""
         return self.attend(query, key, value, scale, dropout, self.group)
 
 
 def attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, group: ProcessGroup
 ) -> Tensor:
-    """See `OverRanks`; the result is fp32. Backward: see the module.
+    """Attend as `OverRanks` says, with a result in fp32; the module's docstring describes the backward pass.
 
-    Dropout takes the path that holds the scores, as it does without context parallelism.
+    Dropout takes the path that stores the scores, as it does without context parallelism.
     """
     if dropout:
         return attend_lower_right(query.float(), key.float(), value.float(), scale, dropout, group)
@@ -139,10 +135,10 @@ class _FlashOverRanks(torch.autograd.Function):
 def attend_chunks(
     query: Tensor, key: Tensor, value: Tensor, scale: float, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """A rank's two chunks of queries over all keys that they see.
+    """Return the attention of a rank's two chunks of queries to all keys that they see.
 
     Args:
-        query: [B, n, S / size, dk], this rank's. key, value: [B, g, S, dk] and [B, g, S, dv] in the sequence's order.
+        query: [B, n, S / size, dk] of this rank. key, value: [B, g, S, dk] and [B, g, S, dv] in the sequence's order.
 
     Returns:
         context [B, n, S / size, dv] and logsumexp [B, n, S / size], fp32.
@@ -172,10 +168,11 @@ def chunk_gradients(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The way back of `attend_chunks`, from its arguments and results.
+    """Compute the backward pass of `attend_chunks` from its arguments and results.
 
     Returns:
-        fp32 gradients: of this rank's queries, whole; of ALL keys and values, this rank's share of them.
+        fp32 gradients: the whole gradient of this rank's queries, and this rank's share of those of all keys and
+        values.
     """
     key_width, value_width = key.shape[-1], value.shape[-1]
     query, key, value = of_one_width(query, key, value)
@@ -206,10 +203,10 @@ def chunk_gradients(
 def attend_lower_right(
     query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, group: ProcessGroup
 ) -> Tensor:
-    """As `attend_on_cpu`, in the operands' dtype, with torch's own attention: for CUDA, and for dropout on a CPU.
+    """Attend in the operands' dtype with torch's own attention, for CUDA, and for dropout on a CPU.
 
     The last query of a chunk sees the last key that the chunk may see, which is torch's lower-right causal mask; its
-    kernels for CUDA need no mask in memory. Autograd keeps the gathered keys and values.
+    kernels for CUDA need no mask in memory. Autograd saves the gathered keys and values.
     """
     key, value = (_gathered(tensor, group) for tensor in (key, value))
     key, value, grouped = for_kernels(query, key, value)
@@ -232,8 +229,11 @@ def attend_lower_right(
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:
-    """The mask, which is a description and no matrix. It is a class of tensors that cannot be made under a dispatch
-    mode, so not while operations are audited or counted, unless the mode looks away."""
+    """Return the mask, as a description and not as a matrix.
+
+    Its tensor class cannot be created under a dispatch mode, so the modes that audit or count operations are disabled
+    while it is.
+    """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
 
     with _disable_current_modes():
@@ -241,10 +241,10 @@ def _lower_right(queries: int, keys: int) -> Tensor:
 
 
 def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Keys and values as CUDA's kernels without a score matrix take them, and whether they are still grouped.
+    """Return keys and values for CUDA's kernels without a score matrix, and whether they are still grouped.
 
-    The flash kernel knows grouped-query attention but neither fp32 nor two widths; the memory-efficient one knows these
-    but no groups, so keys and values are repeated for it.
+    The flash kernel has grouped-query attention but neither fp32 nor two widths; the memory-efficient one has these but
+    no groups, so keys and values are repeated for it.
     """
     grouped = key.shape[1] != query.shape[1]
     if grouped and (query.dtype == torch.float32 or value.shape[-1] != query.shape[-1]):
@@ -254,24 +254,24 @@ def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _blocks(number: int, length: int) -> tuple[slice, slice]:
-    """The keys of chunk `number`, and all keys before it."""
+    """Return the keys of chunk `number`, and all keys before it."""
     return slice(number * length, (number + 1) * length), slice(0, number * length)
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Context and logsumexp over the keys of both."""
+    """Return context and logsumexp over the keys of both."""
     logsumexp = torch.logaddexp(one[1], other[1])
     shares = ((part * (own - logsumexp).exp().unsqueeze(-1)) for part, own in (one, other))
     return sum(shares), logsumexp  # type: ignore[return-value]
 
 
 def _gathered(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """[B, g, S / CP, d] -> [B, g, S, d] in the sequence's order, in the tensor's own dtype."""
+    """Return [B, g, S, d] in the sequence's order from [B, g, S / CP, d] of every rank, in the tensor's own dtype."""
     return _as_heads(all_gather_sequence(_as_rows(tensor), group))
 
 
 def _scattered(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """fp32 [B, g, S, d] -> the sum over ranks of this rank's [B, g, S / CP, d]."""
+    """Return this rank's [B, g, S / CP, d] of the sum over ranks of fp32 [B, g, S, d]."""
     rows = by_rank(_as_rows(tensor), group.size())
     own = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     dist.reduce_scatter_tensor(own, rows, group=group)
@@ -279,10 +279,10 @@ def _scattered(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """[B, h, S, d] -> [S, B, h, d], in which the engine has it: no copy."""
+    """Return [S, B, h, d], the engine's order, as a view of [B, h, S, d]."""
     return tensor.permute(2, 0, 1, 3)
 
 
 def _as_heads(rows: Tensor) -> Tensor:
-    """[S, B, h, d] -> [B, h, S, d]."""
+    """Return [B, h, S, d] as a view of [S, B, h, d]."""
     return rows.permute(1, 2, 0, 3)

@@ -1,7 +1,8 @@
-"""From a run to the engine's configurations: what the engine's own code reads, and nothing of what ours does.
+"""The engine's configurations of a run: of the model, the gradient buffers and the optimizer.
 
-The MoE layer, its router and our attention get their settings from the run (`moe/options.py`, `model/spec.py`), so that
-the engine's checks of settings that it would not act on refuse nothing.
+They contain the settings that the engine's own code reads. The MoE layer, its router and our attention get theirs from
+the run (`moe/options.py`, `model/spec.py`), so that the engine's checks do not refuse settings that it would not act
+on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_moe.model.norm import residual_dtype
 
 
 def params_dtype(run: Run) -> torch.dtype:
-    """Dtype of weights and activations."""
+    """Return the dtype of weights and activations."""
     return getattr(torch, run.derived.params_dtype_name)
 
 
@@ -98,7 +99,7 @@ def _moe(run: Run) -> dict[str, Any]:
     return {
         **pattern,
         "num_moe_experts": run.moe.num_experts,  # the schedules then scale auxiliary losses
-        # Read by nothing that runs here; without them the engine warns of its defaults.
+        # No code that runs here reads these; without them the engine warns of its defaults.
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_dtype": "fp32",
     }
@@ -115,7 +116,7 @@ def _layout(run: Run) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers,
         "context_parallel_size": layout.context_parallel_size,
-        "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention has to be told
+        "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention needs it
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         "expert_tensor_parallel_size": run.derived.expert_tensor_parallel_size,
         # With two stages and several chunks each, a batched send and receive pairs up the wrong messages: both
@@ -123,8 +124,8 @@ def _layout(run: Run) -> dict[str, Any]:
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "variable_seq_lengths": False,
-        # Frees an activation once it is handed to the send. gloo may still read it then, where nobody waits for sends:
-        # the next stage silently gets other numbers. On CUDA the memory is not reused before the send has run.
+        # Frees an activation once it is passed to the send. gloo may still read it then, if no one waits for the send,
+        # and the next stage silently gets other numbers. On CUDA the memory is not reused before the send has run.
         "deallocate_pipeline_outputs": layout.pipeline_model_parallel_size > 1
         and (virtual is None or platform.has_cuda()),
     }
@@ -132,8 +133,8 @@ def _layout(run: Run) -> dict[str, Any]:
 
 def _recomputation(run: Run) -> dict[str, Any]:
     training = run.training
-    # Told of "mlp", the engine would recompute our MoE layers too, which it does not know; "moe_act" it refuses without
-    # its own grouped experts. Those are recomputed by the modules themselves.
+    # Given "mlp", the engine would recompute our MoE layers too, which it does not know; it refuses "moe_act" without
+    # its own grouped experts. Our modules recompute these themselves.
     engines = [module for module in run.derived.recomputed_modules if module in ("core_attn", "layernorm")]
     return {
         "recompute_granularity": training.recompute_granularity,
@@ -158,8 +159,10 @@ def _precision(run: Run) -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Fusions: those that are torch.compile'd on CUDA only, those that need an extension never. No CUDA graphs: the
-    engine's default for what they hold makes it warn about that default."""
+    """Return the choice of fused kernels: those by torch.compile on CUDA, and none that needs an extension.
+
+    There are no CUDA graphs; the engine's default for their contents makes it warn about that default.
+    """
     cuda = platform.has_cuda()
     fields = TransformerConfig.__dataclass_fields__
     graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
@@ -176,7 +179,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def ddp_config(run: Run) -> DistributedDataParallelConfig:
-    """Gradient buffers: their dtype, when they are reduced, how large a bucket is."""
+    """Return the configuration of the gradient buffers: dtype, overlap of the reduction, size of a bucket."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=run.derived.grads_in_fp32,
         overlap_grad_reduce=run.parallel.overlap_grad_reduce,
@@ -189,7 +192,7 @@ def ddp_config(run: Run) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(run: Run) -> OptimizerConfig:
-    """Adam with decoupled weight decay, its precision and its loss scale."""
+    """Return the configuration of Adam with decoupled weight decay, with its precision and loss scale."""
     options, precision = run.optimizer, run.precision
     return OptimizerConfig(
         optimizer=options.optimizer,

@@ -1,4 +1,4 @@
-"""The dtypes of a built model: modules kept in fp32, Float16Module around them, and an inventory of all tensors."""
+"""The dtypes of a built model: modules that stay in fp32, the half-precision wrapper, and the dtype inventory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from megatron_moe.precision.contract import (
     verify_fp32_state,
 )
 
-# ---- Modules that `--keep-fp32` keeps in fp32.
-
 
 def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:
     """Make fp32 islands of the modules of `--keep-fp32` that are in this chunk, before its weights are drawn.
@@ -34,7 +32,7 @@ def keep_in_fp32(chunk: torch.nn.Module, run: Run, config: Any) -> list[str]:
         config: the engine's configuration that the chunk was built with.
 
     Returns:
-        Names of these modules in the whole model.
+        The names of these modules in the whole model.
     """
     kept, parts = module_names.kept_in_fp32(run), module_names.parts(run)
     # With tied weights a lone stage's output layer has no weight of its own, and computes with the embedding's.
@@ -50,8 +48,10 @@ def module_name(chunk: torch.nn.Module, path: str) -> str:
 
 
 def _crossing(word: str, config: Any) -> Emits | None:
-    """Return how an island's outputs leave it. The configuration is read at every call, because an fp32 evaluation
-    changes it for a while."""
+    """Return the rule for the dtype of an island's outputs.
+
+    The configuration is read at every call, because an fp32 evaluation changes it temporarily.
+    """
     return {
         INPUT: Emits(),
         RESIDUAL: Emits(partial(getattr, config, "pipeline_dtype")),
@@ -61,13 +61,10 @@ def _crossing(word: str, config: Any) -> Emits | None:
     }[word]
 
 
-# ---- The wrapper.
-
-
 class Float16Module(CopiesShareGroups, EngineFloat16Module):
-    """Cast a model's parameters to bf16 or fp16 and its inputs and outputs at the pipeline's ends.
+    """A wrapper that casts a model's parameters to bf16 or fp16, and its inputs and outputs at the pipeline's ends.
 
-    It is megatron-core's wrapper (so that the engine's `isinstance` tests hold) with a promise added: state that a
+    It is megatron-core's wrapper (so that the engine's `isinstance` tests work) with a guarantee added: state that a
     module declares in `fp32_state` (`expert_bias`, `local_tokens_per_expert`) has the same bits after wrapping as
     before.
 
@@ -92,7 +89,7 @@ class Float16Module(CopiesShareGroups, EngineFloat16Module):
             raise PrecisionError(f"wrapping in Float16Module changed the value of {', '.join(changed)}")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load as every torch module does; the engine's wrapper knows no `assign`."""
+        """Load as every torch module does; the engine's wrapper has no `assign`."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -100,17 +97,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int32).clone()
 
 
-# ---- The dtype inventory: the model's tensors, each with the dtype that the precision contract wants.
-
 _TORCH = {short: getattr(torch, name) for name, short in SHORT.items()}
 
 
 def model_dtypes(run: Run, chunks: Sequence[torch.nn.Module]) -> Iterator[TensorDtype]:
-    """Yield every weight, its gradient buffer where there is one, and all declared fp32 state of these chunks.
+    """Yield the dtype inventory: all weights, gradient buffers and declared fp32 state, with the dtypes they must have.
 
     Args:
-        run: says which modules are kept in fp32, the model's dtype and that of the gradients.
-        chunks: at any stage: built, cast, or wrapped for data parallelism.
+        run: has the modules that are kept in fp32, the model's dtype and that of the gradients.
+        chunks: model chunks at any stage: built, cast, or wrapped for data parallelism.
     """
     words, kept = dtype_words(run), module_names.kept_in_fp32(run)
     for index, chunk in enumerate(chunks):
@@ -131,7 +126,7 @@ def model_dtypes(run: Run, chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor
 
 
 def without_wrappers(name: str) -> str:
-    """Return a tensor's name in the model itself: each wrapper holds what it wraps as `module`."""
+    """Return a tensor's name in the model itself, without the `module.` that each wrapper adds."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

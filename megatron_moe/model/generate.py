@@ -1,8 +1,8 @@
-"""Continue a prompt, under any layout, through the engine's own schedule.
+"""Text generation under any layout, through the engine's own schedule.
 
-Every rank calls these functions together and gets the same answer. There is no cache: each token costs one forward pass
-over the padded sequence, which is what a sample at the end of a run needs and no more. `key_value_cache.py` has one,
-for a model that is whole in one process.
+All ranks call these functions together and get the same result. There is no cache: each token costs one forward pass
+over the padded sequence, which is enough for a sample at the end of a run. `key_value_cache.py` has a cache, for a
+model that is whole in one process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
 
-# ---- Which token comes next: the likeliest, or one drawn from the likely ones.
+Chunks = Sequence[torch.nn.Module]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its logits.
+    """The rule by which a token is chosen from its logits.
 
-    temperature: 0 takes the likeliest token; else the logits are divided by it and a token is drawn.
-    top_k: draw from so many likeliest tokens; None: from all.
+    temperature: 0 takes the likeliest token; otherwise the logits are divided by it and a token is drawn.
+    top_k: draw from this many likeliest tokens; None: from all.
     top_p: draw from the fewest likeliest tokens that have this probability together, after `top_k`.
     """
 
@@ -39,7 +39,7 @@ class Sampling:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token for logits [V], fp32 on the CPU; `generator` is used where a token is drawn."""
+    """Choose a token for logits [V], fp32 on the CPU; `generator` is used if it is drawn."""
     if sampling.temperature <= 0.0:
         return int(logits.argmax())
     probs = torch.softmax(_likely(logits / sampling.temperature, sampling), dim=-1)
@@ -47,7 +47,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def _likely(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with -inf in place of the tokens that are not drawn from. Of equally likely ones the first ids stay."""
+    """Return the logits with -inf for the tokens that are not drawn from. Of equally likely ones the first ids stay."""
     if sampling.top_k is None and sampling.top_p >= 1.0:
         return logits
     ranked, ids = logits.sort(descending=True, stable=True)
@@ -60,17 +60,11 @@ def _likely(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.full_like(logits, float("-inf")).scatter(0, ids, ranked)
 
 
-# ----
-
-
-Chunks = Sequence[torch.nn.Module]
-
-
 def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
-    """Logits for what follows `tokens[:, position]`.
+    """Return the logits of the token after `tokens[:, position]`.
 
-    Nothing is counted and nothing dropped: the model is in evaluation mode meanwhile. What stands after `position` is
-    padding and changes nothing, because attention is causal.
+    The model is in evaluation mode meanwhile, so that no tokens are counted or dropped. Tokens after `position` are
+    padding, which does not change the result because attention is causal.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
@@ -83,9 +77,9 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
     """
     groups = get_attr_wrapped_model(chunks[0], "pg_collection")
     batch, length = tokens.shape
-    # The interleaved schedule wants as many micro-batches as stages: the same one again, the first answer counts.
+    # The interleaved schedule needs as many micro-batches as stages: the same one is repeated, the first result used.
     repeats = groups.pp.size() if len(chunks) > 1 else 1
-    # Of the ranks that share the sequence one holds the position; the others' logits are of another, and not used.
+    # One of the ranks that share the sequence has the position; the others' logits are of another, and not used.
     cp_rank, index = holder(position, length, groups.cp.size())
     with evaluation(chunks):
         outputs = get_forward_backward_func()(
@@ -123,13 +117,13 @@ def generate(
 
     Args:
         chunks: this rank's model chunks.
-        prompt_ids: at least one token; of a longer prompt than seq_length the end is used.
-        num_tokens: tokens to generate at most.
+        prompt_ids: at least one token; of a prompt longer than seq_length the end is used.
+        num_tokens: the largest number of tokens to generate.
         seq_length: length every forward pass is padded to; older tokens drop out when it is full.
-        vocab_size: ids from here on are padding of the vocabulary and never chosen.
+        vocab_size: ids from here on are padding of the vocabulary and not chosen.
         temperature: see `Sampling`.
-        seed: of the draws.
-        end_id: stop after this token; None: never.
+        seed: the seed of the draws.
+        end_id: the token to stop after; None: stop at `num_tokens`.
 
     Returns:
         The new tokens, without the prompt; the same list on every rank.
@@ -150,7 +144,7 @@ def generate(
 
 
 def _agreed(token: int) -> int:
-    """Rank 0's token for all: model replicas may differ in the last bit and so in a draw."""
+    """Return rank 0's token, since model replicas may differ in the last bit and so in a draw."""
     if dist.get_world_size() == 1:
         return token
     shared = torch.tensor([token], device=platform.device())
@@ -159,7 +153,7 @@ def _agreed(token: int) -> int:
 
 
 def _micro_batches(tokens: Tensor, repeats: int, cp: Any) -> Iterator[tuple[Tensor, Tensor, None]]:
-    """This rank's (tokens, positions, no mask) as the model's forward takes them."""
+    """Return this rank's (tokens, positions, no mask) as the model's forward takes them."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if cp.size() > 1:
         tokens, positions = (context_parallel_slice(whole, cp.rank(), cp.size()) for whole in (tokens, positions))
@@ -167,7 +161,7 @@ def _micro_batches(tokens: Tensor, repeats: int, cp: Any) -> Iterator[tuple[Tens
 
 
 def _gather_vocabulary(logits: Tensor, group: Any) -> Tensor:
-    """[B, V/TP] of every TP rank -> [B, V]."""
+    """Return [B, V] from [B, V/TP] of every TP rank."""
     if group.size() == 1:
         return logits.contiguous()
     parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -176,7 +170,7 @@ def _gather_vocabulary(logits: Tensor, group: Any) -> Tensor:
 
 
 def _from_last_stage(logits: Tensor, batch: int, group: Any) -> Tensor:
-    """The last pipeline stage's logits, on every stage."""
+    """Broadcast the last pipeline stage's logits to every stage."""
     if group.size() == 1:
         return logits
     last = dist.get_global_rank(group, group.size() - 1)
@@ -190,7 +184,7 @@ def _from_last_stage(logits: Tensor, batch: int, group: Any) -> Tensor:
 
 @contextlib.contextmanager
 def evaluation(chunks: Chunks) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each chunk is in the mode it was in."""
+    """Set evaluation mode without gradients within the block, and restore each chunk's mode afterwards."""
     modes = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()

@@ -1,8 +1,8 @@
-"""Weights that depend on the seed and on nothing else.
+"""Initialisation of weights, independent of layout and device.
 
-Every tensor of the whole model has a name without layout in it (global layer number, global expert number) and a random
-stream of its own, keyed by seed and name. A rank draws the full tensor and keeps its part, so any TP, PP, VPP, EP and
-ETP start from the same model, and a GPU from the same as a CPU.
+Every tensor of the whole model has a name without the layout (global layer number, global expert number) and its own
+random stream, keyed by seed and name. A rank draws the full tensor and keeps its part, so that any TP, PP, VPP, EP and
+ETP, on a GPU or a CPU, start from the same model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter lies over the tensor-parallel ranks: along `axis`, None for the same on every rank, in `stride`
-    separate blocks (a gated layer's gate and up halves are each split)."""
+    """The split of a parameter over the tensor-parallel ranks.
+
+    axis: the dimension that is split; None if every rank has the whole. stride: the number of blocks that are split
+    separately, as the gate and up halves of a gated layer are.
+    """
 
     axis: int | None
     stride: int = 1
@@ -29,7 +32,7 @@ class Split:
 
 _WHOLE, _ROWS, _COLUMNS = Split(None), Split(0), Split(1)
 
-# (module, parameter) -> split. A parameter that stands nowhere is an error, so none is left uninitialised.
+# (module, parameter) -> split. A parameter that is not listed is an error, so that none is left uninitialised.
 _SPLITS: dict[tuple[str, str], Split] = {
     ("word_embeddings", "weight"): _ROWS,
     ("output_layer", "weight"): _ROWS,
@@ -67,7 +70,7 @@ _OUTPUT_PROJECTIONS = ("linear_proj", "linear_fc2")
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """A fp32 CPU tensor from N(0, std^2) that is a function of the four arguments, the same on every machine."""
+    """Return an fp32 CPU tensor from N(0, std^2) that is a function of the arguments, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # 128 bits of key: a 32-bit seed, as torch's CPU generator has, would give some of 10^5 tensors the same stream.
     generator = numpy.random.Generator(numpy.random.SFC64(int.from_bytes(digest[:16], "little")))
@@ -105,9 +108,9 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
 
 
 def placement(chunk: torch.nn.Module) -> dict[str, tuple[str, Split]]:
-    """Parameter name in this chunk -> (its name in the whole model, how it lies over TP ranks).
+    """Return parameter name in this chunk -> (its name in the whole model, its split over TP ranks).
 
-    Routed experts are not among them: they are spread over EP and ETP, as `GroupedExperts` says.
+    Routed experts are not included: they are split over EP and ETP, see `GroupedExperts`.
     """
     routed = tuple(f"{prefix}." for prefix, _ in _experts(chunk))
     return {
@@ -118,7 +121,7 @@ def placement(chunk: torch.nn.Module) -> dict[str, tuple[str, Split]]:
 
 
 def global_name(chunk: torch.nn.Module, name: str) -> str:
-    """A parameter's name in the whole model: with the layer's global number, from 0, and without tied copies."""
+    """Return a parameter's name in the whole model: with the layer's global number, from 0, without tied copies."""
     if chunk.share_embeddings_and_output_weights and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"  # the last stage's copy of the first stage's table
     layers = chunk.decoder.layers
@@ -126,7 +129,7 @@ def global_name(chunk: torch.nn.Module, name: str) -> str:
 
 
 def part(full: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
-    """TP rank's part of every block of the full tensor."""
+    """Return a TP rank's part of every block of the full tensor."""
     if split.axis is None or ranks == 1:
         return full
     blocks = full.chunk(split.stride, split.axis)
@@ -134,7 +137,7 @@ def part(full: Tensor, split: Split, rank: int, ranks: int) -> Tensor:
 
 
 def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
-    """(name, module) of the routed experts of each MoE layer."""
+    """Return (name, module) of the routed experts of each MoE layer."""
     return [(name, module) for name, module in chunk.named_modules() if name.endswith(".mlp.experts")]
 
 
@@ -145,8 +148,10 @@ def _split(module_name: str, parameter_name: str, config: Any) -> Split:
 
 
 def _mark(parameter: torch.nn.Parameter, split: Split) -> None:
-    """Megatron-core 0.16.1 marks split weights only where it initialises them itself; without the mark the gradient
-    norm would skip the parts of all TP ranks but the first."""
+    """Mark a split weight for the gradient norm, which would skip the parts of all TP ranks but the first.
+
+    Megatron-core 0.16.1 marks split weights only if it initialises them itself.
+    """
     if split.axis is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, split.axis, split.stride)
 

@@ -1,12 +1,12 @@
-"""One token per forward pass: what the tokens before it left behind in attention is kept, not computed again.
+"""Generation with a key-value cache, one token per forward pass.
 
-For the time of a generation every attention of a model stands behind a module of this file; afterwards the model is as
-it was. Training knows nothing of it, and nothing of it is state. The whole model has to be in one process.
+During a generation every attention of the model is wrapped by a module of this file; afterwards the model is as it was.
+Training does not use the cache, and no part of it is saved. The whole model has to be in one process.
 
-Grouped-query attention keeps rotated keys and values, g (dk + dv) numbers per token. Latent attention keeps the latent
-behind its norm and the one rotated key, rkv + dr numbers for all heads, and multiplies the query with the up-projection
-of keys, and the context with that of values, instead of expanding every latent again (DeepSeek-V2, arXiv 2405.04434,
-section 2.1.2: the up-projections are absorbed).
+Grouped-query attention caches rotated keys and values, g (dk + dv) numbers per token. Latent attention caches the
+latent after its norm and the one rotated key, rkv + dr numbers for all heads, and multiplies the query by the
+up-projection of keys, and the context by that of values, instead of expanding every latent again (DeepSeek-V2, arXiv
+2405.04434, section 2.1.2: the up-projections are absorbed).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_moe.model.mla import LatentAttention
 from megatron_moe.model.rotary import rotated
 
 Step = Callable[[Tensor], Tensor]
-"""Tokens [B, S] int64 that follow those before -> logits [B, padded vocabulary] fp32 of what follows the last one. The
-first call takes the whole prompt, every other one token."""
+"""The next tokens [B, S] int64 -> logits [B, padded vocabulary] fp32 of the token after the last one. The first call
+takes the whole prompt, every other call one token."""
 
 
 def numbers_per_token(run: Run) -> int:
-    """Numbers of the model's dtype that all layers together keep of a token."""
+    """Return how many numbers of the model's dtype all layers together cache per token."""
     model = run.model
     if model.multi_latent_attention:
         return model.num_layers * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
@@ -41,11 +41,11 @@ def numbers_per_token(run: Run) -> int:
 
 @contextlib.contextmanager
 def cached(model: torch.nn.Module, capacity: int) -> Iterator[Step]:
-    """A model that continues where its last forward pass ended, in evaluation mode and without gradients meanwhile.
+    """Let a model continue where its last forward pass ended, in evaluation mode and without gradients meanwhile.
 
     Args:
         model: the one chunk of a model that is whole in this process, wrapped or not.
-        capacity: tokens of the prompt and the answer together, at most as many as the model has positions.
+        capacity: tokens of the prompt and the answer together, at most the model's number of positions.
 
     Raises:
         ValueError: the model is split over processes, has Transformer Engine's attention, or fewer positions.
@@ -83,13 +83,13 @@ def cached(model: torch.nn.Module, capacity: int) -> Iterator[Step]:
 
 
 class _Length:
-    """How many tokens are kept, the same in all layers. `known` moves on when the last layer is done."""
+    """The number of cached tokens, the same in all layers; `known` grows when the last layer is done."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.known = capacity, 0
 
     def check(self, new: int) -> None:
-        """Refuse tokens that do not fit, and a second prompt: only a last token may see all that is kept."""
+        """Refuse tokens that do not fit, and a second prompt: a token that sees all cached ones has to be the last."""
         if self.known + new > self.capacity:
             raise ValueError(f"{new} tokens behind {self.known}: the key-value cache has room for {self.capacity}")
         if self.known and new > 1:
@@ -97,14 +97,14 @@ class _Length:
 
 
 class _Rows:
-    """One layer's rows per token, [B, g, capacity, width] in the dtype of the first that come."""
+    """One layer's cached rows, [B, g, capacity, width], in the dtype of the first rows that are put in."""
 
     def __init__(self, length: _Length) -> None:
         self._length = length
         self._rows: Tensor | None = None
 
     def put(self, new: Tensor) -> Tensor:
-        """Append [S, B, g, width]; returns all so far, [B, g, known + S, width], a view."""
+        """Append rows [S, B, g, width] and return a view of all so far, [B, g, known + S, width]."""
         known, end = self._length.known, self._length.known + new.shape[0]
         if self._rows is None:
             self._rows = new.new_empty(*new.shape[1:3], self._length.capacity, new.shape[3])
@@ -113,7 +113,7 @@ class _Rows:
 
 
 class _CachedCore(torch.nn.Module):
-    """Core attention that keeps the keys and values it is given, after their rotation."""
+    """Core attention that caches the keys and values it is given, after their rotation."""
 
     def __init__(self, core: Any, length: _Length) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _CachedCore(torch.nn.Module):
         self._keys, self._values = _Rows(length), _Rows(length)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-        """See SDPACoreAttention; key and value are those of the new tokens."""
+        """Attend as SDPACoreAttention does; key and value are those of the new tokens."""
         keys, values = self._keys.put(key), self._values.put(value)
         if self._length.known == 0:
             return self.core(query, key, value, *rest, **options)
@@ -130,14 +130,14 @@ class _CachedCore(torch.nn.Module):
 
 
 class _CachedSelfAttention(torch.nn.Module):
-    """The engine's attention with rotary positions that go on where the kept tokens end."""
+    """The engine's attention with rotary positions that continue after the cached tokens."""
 
     def __init__(self, attention: Any, table: Tensor | None, length: _Length) -> None:
         super().__init__()
         self.attention, self._table, self._length = attention, table, length
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
-        """See the engine's SelfAttention; the positions that the model hands in begin at 0 in every pass."""
+        """Attend as the engine's SelfAttention, but not at the model's positions, which start at 0 in each pass."""
         if self._table is not None:
             known = self._length.known
             rotary_pos_emb = self._table[known : known + hidden_states.shape[0]]
@@ -145,7 +145,7 @@ class _CachedSelfAttention(torch.nn.Module):
 
 
 class _CachedLatentAttention(torch.nn.Module):
-    """Latent attention that keeps [latent, rotated key] of every token."""
+    """Latent attention that caches [latent, rotated key] of every token."""
 
     def __init__(self, attention: LatentAttention, length: _Length) -> None:
         super().__init__()
@@ -153,13 +153,13 @@ class _CachedLatentAttention(torch.nn.Module):
         self.attention, self._length, self._kept = attention, length, _Rows(length)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """See LatentAttention."""
+        """Attend as LatentAttention does."""
         attention, entered = self.attention, hidden_states.dtype
-        if hasattr(attention, "fp32_parameters"):  # an island, whose own hooks are passed by here
+        if hasattr(attention, "fp32_parameters"):  # an island, whose own hooks are bypassed here
             hidden_states = hidden_states.float()
         query_latent, latent_and_key_pos = attention.latents(hidden_states)
         latent, key_pos = attention.latent_and_key(latent_and_key_pos)
-        kept = self._kept.put(torch.cat((latent, self._turned(key_pos.unsqueeze(2)).squeeze(2)), dim=-1).unsqueeze(2))
+        kept = self._kept.put(torch.cat((latent, self._rotated(key_pos.unsqueeze(2)).squeeze(2)), dim=-1).unsqueeze(2))
         if self._length.known == 0:
             query, key, value = attention.query_key_value(query_latent, latent_and_key_pos)
             context = attention.core_attention(query, key, value, None, attn_mask_type=attention.attn_mask_type)
@@ -168,24 +168,24 @@ class _CachedLatentAttention(torch.nn.Module):
         output, bias = attention.linear_proj(context)
         return output.to(entered), bias
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """[S, B, heads, dr] rotated for the positions behind what is kept."""
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Return x [S, B, heads, dr] rotated for the positions after the cached tokens."""
         rotary, known = self.attention.rotary, self._length.known
         if rotary is None:
             return x
         return rotated(x, *(t[known : known + x.shape[0]] for t in rotary.tables(self._length.capacity, x.device)))
 
     def _absorbed(self, query_rest: Tensor, query_pos: Tensor, kept: Tensor) -> Tensor:
-        """One token's query [1, B, n, dn] and [1, B, n, dr] over [B, 1, S, rkv + dr] -> its context [1, B, n dv].
+        """Return the context [1, B, n dv] of one token's query, [1, B, n, dn] and [1, B, n, dr], over the cached rows.
 
         q . (K c) = (K' q) . c and sum p (V c) = V (sum p c): all heads share one key and one value per token.
         """
         attention, config = self.attention, self.attention.config
         up = attention.linear_kv_up_proj.weight.unflatten(0, (attention.num_heads, attention.key_value_width))
         up_key, up_value = up.split((config.qk_head_dim, config.v_head_dim), dim=1)
-        # A module that is kept in fp32 has its weight so, between tensors of the model's dtype.
+        # The weight of a module that is kept in fp32 is fp32, between tensors of the model's dtype.
         query = torch.einsum("sbnd,ndr->sbnr", query_rest.to(up.dtype), up_key).to(query_rest.dtype)
-        query = torch.cat((query, self._turned(query_pos)), dim=-1)
+        query = torch.cat((query, self._rotated(query_pos)), dim=-1)
         context = attend_with_last(query, kept, kept[..., : config.kv_lora_rank], attention.core_attention.scale)
         return torch.einsum("sbnr,nvr->sbnv", context.to(up.dtype), up_value).to(query_rest.dtype).flatten(2)
 
@@ -205,17 +205,17 @@ def continuation(
     seed: int = 0,
     end_id: int | None = None,
 ) -> Iterator[int]:
-    """Continue a prompt, each token as soon as it is chosen.
+    """Continue a prompt, and yield each token as soon as it is chosen.
 
     Args:
         model: see `cached`; it is in use until the last token is taken or the iterator closed.
-        prompt_ids: at least one token. num_tokens: tokens to generate at most.
-        vocab_size: ids from here on are padding of the vocabulary and never chosen.
-        sampling: how a token is chosen; None: the likeliest one. seed: of the draws.
-        end_id: the last token where it is chosen; None: none is.
+        prompt_ids: at least one token. num_tokens: the largest number of tokens to generate.
+        vocab_size: ids from here on are padding of the vocabulary and not chosen.
+        sampling: how a token is chosen; None: the likeliest one. seed: the seed of the draws.
+        end_id: the token to stop after; None: stop at `num_tokens`.
 
     Raises:
-        ValueError: as `cached`, for the prompt and `num_tokens` together; an empty prompt.
+        ValueError: for an empty prompt, and as `cached` for the prompt and `num_tokens` together.
     """
     if not prompt_ids:
         raise ValueError("a prompt needs at least one token")

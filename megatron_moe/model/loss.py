@@ -1,4 +1,17 @@
-"""The loss head's last step: from per-token losses to what the engine's schedules want."""
+"""The output layer and the loss: logits, cross entropy per token (fused or not), and its sum for the schedules.
+
+The table is padded so that every tensor-parallel rank has an equal share. Columns of padding are no tokens: if they
+took part in the softmax, the loss would depend on their number, and so on the layout.
+
+The fused cross entropy is computed without the logits, which exist as tiles of [chunk of tokens, block of rows]:
+
+    logits = hidden weight^T        loss = log(sum(exp(logits))) - logits[label]
+
+Its forward pass keeps the maximum and the sum of exponentials of each token, found on the way over the blocks; the
+backward pass computes each tile again, turns it into its own gradient in place and multiplies on. Both passes take the
+weight block by block in the outer loop, so that a half-precision weight is widened, and its gradient summed over all
+tokens in fp32 and rounded once, one block at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +29,62 @@ from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, 
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionError, returns_wider
 
-
-def loss_func(
-    loss_mask: Tensor, output: Tensor, shared_by: ProcessGroup | None = None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of the tokens that count.
-
-    Args:
-        loss_mask: [B, S], 1 for tokens that count; a rank's own part of the sequence under context parallelism.
-        output: [B, S] cross entropy per token, in nats.
-        shared_by: the context-parallel ranks, where the loss is a mean over a micro-batch. It is one over the tokens of
-            all these ranks, which may have unequally many: their tokens are added up (a collective), and because the
-            gradients of these ranks will be averaged, each rank's sum counts as often as there are ranks.
-
-    Returns:
-        The sum (fp32 scalar), the number of tokens (int scalar), and for the logs {"lm loss": fp32 [sum, tokens]} of
-        this rank alone. With three values the schedule divides by the tokens itself, or leaves that to the end of the
-        step for a loss per token; with two it would also multiply by the context-parallel size.
-    """
-    mask = loss_mask.reshape(-1).float()
-    total = torch.sum(output.reshape(-1).float() * mask)
-    tokens = mask.sum()
-    # The schedule divides `total` in place; the logged value must not follow.
-    logged = torch.stack((total.detach().clone(), tokens))
-    if shared_by is not None and shared_by.size() > 1:
-        total, tokens = total * shared_by.size(), sum_over_ranks(tokens, shared_by)
-    return total, tokens.to(torch.int), {"lm loss": logged}
-
-
-# ---- Output layer and cross entropy in one, without the logits: they exist as tiles of [chunk of tokens, block of
-# rows].
-#
-# logits = hidden weight^T        loss = log(sum(exp(logits))) - logits[label]
-#
-# The forward pass keeps the maximum and the sum of exponentials of each token, found on the way over the blocks; the
-# backward pass computes each tile again, turns it into its own gradient in place and multiplies on. Both passes take
-# the weight block by block on the outside, so that a half-precision weight is widened, and its gradient summed over all
-# tokens in fp32 and rounded once, one block at a time.
-
-
 # An fp32 tile of 32 MiB: narrower and shorter ones were slower on a CPU, larger ones not faster.
 BLOCK_ROWS = 8192
 DEFAULT_CHUNK_TOKENS = 1024
+
+
+class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
+    """The engine's output layer, which gives columns of padding the least number of their dtype as logit.
+
+    Its exponential is 0 next to any token's. It is not -inf, so that a search for non-finite numbers finds errors
+    alone.
+
+    Attributes:
+        vocab_size: columns of the whole layer that are tokens.
+    """
+
+    vocab_size: int
+
+    @classmethod
+    def take_over(cls, layer: ColumnParallelLinear, vocab_size: int) -> None:
+        """Turn an output layer that GPTModel has built into one of this class, which differs in the forward pass.
+
+        GPTModel does not take the class of its output layer.
+        """
+        layer.__class__ = cls
+        layer.vocab_size = vocab_size
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (logits [S, B, V / TP], None) for hidden states [S, B, H]; [S, B, V] where the output is gathered."""
+        logits, bias = super().forward(input_, weight, runtime_gather_output)
+        whole = logits.shape[-1] != self.output_size_per_partition
+        first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
+        tokens = max(self.vocab_size - first, 0)
+        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
+
+
+def _without_padding(logits: Tensor, tokens: int) -> Tensor:
+    return _WithoutPadding.apply(logits, tokens)
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """A function that writes the least number into the columns from `tokens` on, in place to save memory."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = tokens
+        ctx.mark_dirty(logits)
+        logits[..., tokens:] = torch.finfo(logits.dtype).min
+        return logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
+        return grad, None
 
 
 def linear_cross_entropy(
@@ -69,23 +96,23 @@ def linear_cross_entropy(
     weight_name: str = "output_layer.weight",
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Cross entropy of each token, in nats.
+    """Return the cross entropy of each token, in nats.
 
-    A label outside [0, V) has no logit, as in the engine's loss: it must carry no weight afterwards. Products add in
-    fp32 (fp64 for fp64), logits and softmax are never rounded to half precision, each gradient is rounded once.
+    A label outside [0, V) has no logit, as in the engine's loss: its loss must have no weight afterwards. Products add
+    in fp32 (fp64 for fp64), logits and softmax are not rounded to half precision, each gradient is rounded once.
 
     Args:
         hidden: [T, H], the same on every rank of the group.
         weight: [V / size of the group, H], this rank's rows, in the dtype of `hidden`.
         labels: [T], int64.
-        group: the ranks among which the vocabulary is split, in the order of their rows; None: it is whole here.
+        group: the ranks over which the vocabulary is split, in the order of their rows; None if it is not split.
         chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
-        weight_name: what an error calls the weight.
-        vocab_size: V, where the rows behind it only pad the table: they take no part, and their gradient is 0.
+        weight_name: the weight's name in an error.
+        vocab_size: V, if the rows from there on are padding: they take no part, and their gradient is 0.
 
     Returns:
-        [T], fp32 (fp64 for fp64), the same on every rank. Gradients: of `hidden`, what this rank's rows contribute,
-        which the caller sums over the group; of `weight`, whole.
+        [T], fp32 (fp64 for fp64), the same on every rank. Gradients: of `hidden`, the share of this rank's rows,
+        which the caller sums over the group; of `weight`, the whole.
 
     Raises:
         PrecisionError: hidden and weight are of different dtypes.
@@ -141,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight[ctx.rows :] = 0
         for rows in tiles.blocks():
             block = tiles.widened(weight[rows])
-            # In fp32 the block's gradient is summed where it belongs, in half precision on the side.
+            # In fp32 the block's gradient is summed in place, in half precision in a buffer of its own.
             block_grad = None
             if grad_weight is not None:
                 in_place = grad_weight.dtype == tiles.dtype
@@ -163,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's logits, per token: the maximum, sum(exp(logits - maximum)), and the label's logit, or 0."""
+    """Return per token, of this rank's logits, the maximum, sum(exp(logits - maximum)), and the label's logit or 0."""
     count = tiles.labels.shape[0]
     maximum = tiles.wide_zeros((count,)).fill_(-torch.inf)
     exp_sum, label_logit = tiles.wide_zeros((count,)), tiles.wide_zeros((count,))
@@ -181,7 +208,7 @@ def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Tiles:
-    """How the logits are cut, and the products on them.
+    """The tiles of the logits, and the products on them.
 
     On a CPU half-precision operands are widened to fp32 first: it has no product with half operands and an fp32
     result, and without bf16 instructions fp32 is faster as well (`platform/half_products.py`). CUDA has one.
@@ -195,28 +222,28 @@ class _Tiles:
         self._tile = torch.empty(0, dtype=self.dtype, device=hidden.device)
 
     def widened(self, operand: Tensor) -> Tensor:
-        """An operand of a product, as this device wants it."""
+        """Return an operand of a product in the dtype that this device needs."""
         return operand if self.half_operands else operand.to(self.dtype)
 
     def operand(self, tile: Tensor) -> Tensor:
-        """A tile as an operand."""
+        """Return a tile as an operand of a product."""
         return tile.to(self.hidden.dtype) if self.half_operands else tile
 
     def wide_zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)
 
     def blocks(self) -> Iterator[slice]:
-        """Blocks of the weight's rows."""
+        """Return the blocks of the weight's rows."""
         total = self.weight.shape[0]
         return (slice(start, min(start + BLOCK_ROWS, total)) for start in range(0, total, BLOCK_ROWS))
 
     def chunks(self) -> Iterator[slice]:
-        """Chunks of the tokens."""
+        """Return the chunks of the tokens."""
         total = self.labels.shape[0]
         return (slice(start, min(start + self.chunk_tokens, total)) for start in range(0, total, self.chunk_tokens))
 
     def logits(self, tokens: slice, block: Tensor) -> Tensor:
-        """[chunk, block]; one buffer, overwritten by the next call."""
+        """Return the tile [chunk, block], in a buffer that the next call overwrites."""
         hidden = self.hidden[tokens]
         if self.half_operands:
             return torch.mm(hidden, block.t(), out_dtype=self.dtype)
@@ -226,80 +253,26 @@ class _Tiles:
         return torch.mm(hidden, block.t(), out=self._tile[:size].view(hidden.shape[0], block.shape[0]))
 
     def labels_in(self, rows: slice, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Which labels are rows of this block, and their column of the tile (0 for the others)."""
+        """Return which labels are rows of this block, and their column of the tile (0 for the others)."""
         column = self.labels[tokens] - rows.start
         here = (column >= 0) & (column < rows.stop - rows.start)
         return here, torch.where(here, column, 0)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right, summed in the wide dtype."""
+        """Add left @ right to `total`, summed in the wide dtype."""
         if self.half_operands:
             total += torch.mm(left, right, out_dtype=self.dtype)
         else:
             total.addmm_(left, right)
 
 
-# ---- The output layer: logits without the vocabulary's padding, or losses in place of logits.
-#
-# The table is padded so that every tensor-parallel rank holds an equal share. Columns that only pad are no tokens: left
-# as they are, they take part in the softmax, and the loss depends on how many there are, on the layout that is.
-#
-# The fused loss is computed inside the output layer's own forward pass, not beside it: with `--overlap-param-gather`
-# the engine waits for a layer's weight where that layer is called.
-
-
-class OutputLayer(CopiesShareGroups, ColumnParallelLinear):
-    """The engine's output layer; the logit of a column that only pads the vocabulary is its dtype's least number, whose
-    exponential is 0 beside any token's. Not -inf: who looks for numbers that are not finite is to find errors.
-
-    Attributes:
-        vocab_size: columns of the whole layer that are tokens.
-    """
-
-    vocab_size: int
-
-    @classmethod
-    def take_over(cls, layer: ColumnParallelLinear, vocab_size: int) -> None:
-        """Make an output layer that GPTModel has built one of these: it builds its own without asking for the class,
-        and nothing but the forward pass differs."""
-        layer.__class__ = cls
-        layer.vocab_size = vocab_size
-
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """hidden states [S, B, H] -> (logits [S, B, V / TP], None); [S, B, V] where the output is gathered."""
-        logits, bias = super().forward(input_, weight, runtime_gather_output)
-        whole = logits.shape[-1] != self.output_size_per_partition
-        first = 0 if whole else self.tp_group.rank() * self.output_size_per_partition
-        tokens = max(self.vocab_size - first, 0)
-        return (_without_padding(logits, tokens) if tokens < logits.shape[-1] else logits), bias
-
-
-def _without_padding(logits: Tensor, tokens: int) -> Tensor:
-    return _WithoutPadding.apply(logits, tokens)
-
-
-class _WithoutPadding(torch.autograd.Function):
-    """The least number in the columns from `tokens` on, in place: the logits are the largest tensor there is."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: int) -> Tensor:
-        ctx.tokens = tokens
-        ctx.mark_dirty(logits)
-        logits[..., tokens:] = torch.finfo(logits.dtype).min
-        return logits
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad[..., ctx.tokens :] = 0  # the softmax leaves 0 there; a function of the logits of another kind may not
-        return grad, None
-
-
 @returns_wider("the loss per token is fp32")
 class OutputLayerWithLoss(OutputLayer):
-    """The output layer, which computes the loss itself where it is given labels."""
+    """An output layer that computes the loss itself when it is given labels.
+
+    The loss is computed inside this layer's forward pass because with `--overlap-param-gather` the engine waits for a
+    layer's weight where that layer is called.
+    """
 
     chunk_tokens: int | None = None
 
@@ -310,11 +283,11 @@ class OutputLayerWithLoss(OutputLayer):
         runtime_gather_output: bool | None = None,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden states [S, B, H] -> (logits [S, B, V / TP], None), as the engine's; with labels, (losses, None).
+        """Return (logits [S, B, V / TP], None) for hidden states [S, B, H]; with labels, (losses, None).
 
         Args:
             input_: hidden states; this rank's part of the sequence under sequence parallelism.
-            weight: the embedding table, where it is the output layer's too.
+            weight: the embedding table, if the output layer shares it.
             labels: [B, S], of the whole sequence.
 
         Returns:
@@ -336,12 +309,12 @@ class OutputLayerWithLoss(OutputLayer):
 
 
 class FusedLoss:
-    """Mixed into the engine's GPTModel, before it."""
+    """A mixin before the engine's GPTModel that computes the loss in the output layer."""
 
     def fuse_loss(self, chunk_tokens: int | None) -> None:
-        """From now on the output layer, if this pipeline stage has it, computes losses itself.
+        """Turn the output layer, if this pipeline stage has it, into an `OutputLayerWithLoss`.
 
-        GPTModel builds its output layer without asking for the class; nothing but its forward pass differs.
+        GPTModel does not take the class of its output layer; the forward pass alone differs.
 
         Args:
             chunk_tokens: see `linear_cross_entropy`.
@@ -352,13 +325,40 @@ class FusedLoss:
             layer.chunk_tokens = chunk_tokens
 
     def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
+        """Return the cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         losses, _ = self.output_layer(hidden, weight=weight, labels=labels)
         return losses
 
     def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
-        """The engine's last step of a forward pass: logits without labels, losses with them."""
+        """Return logits without labels and losses with them: the engine's last step of a forward pass."""
         if labels is None or not self.post_process or self.config.mtp_num_layers:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
         return self.token_losses(hidden_states, labels)
+
+
+def loss_func(
+    loss_mask: Tensor, output: Tensor, shared_by: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses of the tokens that count.
+
+    Args:
+        loss_mask: [B, S], 1 for tokens that count; a rank's own part of the sequence under context parallelism.
+        output: [B, S] cross entropy per token, in nats.
+        shared_by: the context-parallel ranks, where the loss is a mean over a micro-batch. The mean is over the tokens
+            of all these ranks, whose numbers may differ: their tokens are added up (a collective), and because the
+            gradients of these ranks will be averaged, each rank's sum is multiplied by the number of ranks.
+
+    Returns:
+        The sum (fp32 scalar), the number of tokens (int scalar), and for the logs {"lm loss": fp32 [sum, tokens]} of
+        this rank alone. With three values the schedule divides by the tokens itself, or leaves that to the end of the
+        step for a loss per token; with two it would also multiply by the context-parallel size.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.reshape(-1).float() * mask)
+    tokens = mask.sum()
+    # The schedule divides `total` in place; the logged value must not follow.
+    logged = torch.stack((total.detach().clone(), tokens))
+    if shared_by is not None and shared_by.size() > 1:
+        total, tokens = total * shared_by.size(), sum_over_ranks(tokens, shared_by)
+    return total, tokens.to(torch.int), {"lm loss": logged}

@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) that needs no Transformer Engine.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), without Transformer Engine.
 
     q = up(norm(down(x)))  or  proj(x)         per head: qk_head_dim without position + qk_pos_emb_head_dim rotated
     c, k_pos = split(down(x))                  one latent and one rotated key for all heads
     k, v = split(up(norm(c)))                  per head: qk_head_dim + v_head_dim
 
 The down projections are the same on every tensor-parallel rank. The engine splits their output over the ranks instead
-and then forgets to sum the gradient of k_pos, which all heads share.
+and then does not sum the gradient of k_pos, which all heads share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.rotary import Rotary, softmax_scale
-from megatron_moe.moe.recompute import forgetting
+from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.half_products import linear
@@ -33,8 +33,11 @@ LATENT_NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class MLASubmodules:
-    """Classes latent attention is built from: the engine's column- and row-parallel linear layers (or Transformer
-    Engine's), the norm of the two latents (None: no norm) and the core attention."""
+    """The classes that latent attention is built from.
+
+    They are the engine's column- and row-parallel linear layers (or Transformer Engine's), the norm of the latents
+    (None: no norm) and the core attention.
+    """
 
     column_linear: type
     row_linear: type
@@ -43,7 +46,7 @@ class MLASubmodules:
 
 
 class LatentAttention(CopiesShareGroups, MegatronModule):
-    """Self-attention for megatron-core's TransformerLayer; parameters carry the engine's names.
+    """Latent self-attention for megatron-core's TransformerLayer, with the engine's names of parameters.
 
     Parameters, n heads over TP ranks: linear_q_proj [n (dn + dr), H], or linear_q_down_proj [rq, H], q_layernorm [rq]
     and linear_q_up_proj [n (dn + dr), rq]; linear_kv_down_proj [rkv + dr, H]; kv_layernorm [rkv]; linear_kv_up_proj
@@ -51,11 +54,11 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
 
     Args:
         config: the engine's MLATransformerConfig.
-        submodules: what it is built from.
+        submodules: the classes it is built from.
         layer_number: global, one-based.
         attn_mask_type, cp_comm_type, pp_layer_offset, name: the engine's protocol.
         pg_collection: process groups; `tp` is used, and `cp` where a sequence is split over ranks.
-        recomputed: modules that are recomputed in the backward pass; "core_attn" and "mla_up_proj" are here.
+        recomputed: modules that are recomputed in the backward pass, of which "core_attn" and "mla_up_proj" are used.
         rotary: whether the rotary part of queries and keys is rotated; without it there are no positions.
     """
 
@@ -79,8 +82,8 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
-        cp_place = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
-        self.rotary = Rotary(config, *cp_place) if rotary else None
+        cp_position = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
+        self.rotary = Rotary(config, *cp_position) if rotary else None
         self.recompute_core = "core_attn" in recomputed
         self.recompute_up = "mla_up_proj" in recomputed
         self._build_projections(config, submodules)
@@ -141,9 +144,12 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         )
 
     def _settle_query_norm(self, config: Any) -> None:
-        """The engine sums the gradients of everything called q_layernorm over TP ranks (finalize_model_grads), which is
-        right for norms of a rank's own heads. Ours has the whole gradient on every rank already, unless the sequence is
-        split: the mean of equal gradients leaves it as it is."""
+        """Let the engine average the gradients of the query's norm over TP ranks instead of summing them.
+
+        Its finalize_model_grads sums the gradients of every q_layernorm, which is right for norms of a rank's own
+        heads. Ours has the whole gradient on every rank already, unless the sequence is split: the mean of equal
+        gradients does not change it.
+        """
         if self.q_layernorm is not None and not config.sequence_parallel:
             self.q_layernorm.weight.average_gradients_across_tp_domain = True
 
@@ -155,28 +161,30 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, H], bias or None); S is this rank's part under sequence and context parallelism.
+        """Return ([S, B, H], bias or None) for hidden states [S, B, H].
+
+        S is this rank's part of the sequence under sequence and context parallelism.
 
         Raises:
-            ValueError: for masks, outside rotary tables, packed sequences or inference caches: there are none.
+            ValueError: for masks, rotary tables, packed sequences or inference caches, which are not supported.
         """
         unexpected = [key for key, argument in unused.items() if argument is not None]
         if attention_mask is not None or rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
             raise ValueError(f"latent attention is causal and has its own positions; got {unexpected or 'a mask'}")
         latents = self.latents(hidden_states)
         if self.recompute_up and self.training:
-            context = forgetting(self.query_key_value, self._attend, *latents)
+            context = without_output(self.query_key_value, self._attend, *latents)
         else:
             context = self._attend(*self.query_key_value(*latents))
         return self.linear_proj(context)
 
     def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, B, H] -> the query's latent [S, B, rq], or the hidden states where it has none; [S, B, rkv + dr]."""
+        """Return the query's latent [S, B, rq], or the hidden states if it has none, and [S, B, rkv + dr]."""
         query_latent = hidden_states if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_states)
         return query_latent, self.linear_kv_down_proj(hidden_states)
 
     def query_key_value(self, query_latent: Tensor, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`latents` -> query and key [S, B, n, dn + dr], value [S, B, n, dv], whole sequence, this rank's n heads."""
+        """Return query and key [S, B, n, dn + dr], value [S, B, n, dv]: the whole sequence, this rank's n heads."""
         query_rest, query_pos = self.query_parts(query_latent)
         latent, key_pos = self.latent_and_key(latent_and_key_pos)
         key_value, _ = self.linear_kv_up_proj(latent)
@@ -191,7 +199,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         return query, key, value
 
     def query_parts(self, query_latent: Tensor) -> tuple[Tensor, Tensor]:
-        """The query's latent -> its parts [S, B, n, dn] and [S, B, n, dr], the second not rotated yet."""
+        """Return the query's parts [S, B, n, dn] and [S, B, n, dr] from its latent, the second not yet rotated."""
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(query_latent)
         else:
@@ -200,13 +208,15 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         return query.split((self.config.qk_head_dim, self.config.qk_pos_emb_head_dim), dim=-1)
 
     def latent_and_key(self, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., rkv + dr] -> the latent behind its norm [..., rkv], the key [..., dr], not rotated yet."""
+        """Return the latent after its norm [..., rkv] and the key [..., dr], not yet rotated, from [..., rkv + dr]."""
         latent, key_pos = latent_and_key_pos.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         return _normed(self.kv_layernorm, latent), key_pos
 
     def _shared_by_heads(self, key_pos: Tensor) -> Tensor:
-        """This rank's [S or S/TP, B, dr] -> [S, B, dr] for its heads. Backward: the gradients of all ranks' heads are
-        summed, and each rank keeps the part of the sequence it had."""
+        """Return the positional key [S, B, dr] for this rank's heads from its [S or S/TP, B, dr].
+
+        Backward: the gradients of all ranks' heads are summed, and each rank keeps its part of the sequence.
+        """
         if self.config.sequence_parallel:
             return all_gather_rows(key_pos, self.tp_group)
         return shared_by_ranks(key_pos, self.tp_group)
@@ -221,7 +231,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """y = x W^T with the same W [output_size, input_size] on every tensor-parallel rank.
+    """A linear layer y = x W^T with the same W [output_size, input_size] on every tensor-parallel rank.
 
     Under sequence parallelism each rank has the gradient of its part of the sequence, and the engine sums them;
     otherwise all ranks have the same, whole gradient.
@@ -235,7 +245,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size]."""
+        """Return [..., output_size] for x [..., input_size]."""
         return linear(x, self.weight)
 
 

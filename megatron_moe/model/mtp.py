@@ -1,15 +1,14 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers behind the last one that predict further.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers after the last one that predict further.
 
-Depth k (from 1) takes the hidden state of depth k - 1 (depth 0: the model's own, behind its final norm) and the
+Depth k (from 1) takes the hidden state of depth k - 1 (depth 0: the model's own, after its final norm) and the
 embedding of the k-th token ahead, merges them into one vector, runs one transformer layer over the sequence, and
-predicts the token behind: k + 1 ahead. Embedding and output layer are the model's own.
+predicts the token after that, k + 1 ahead. Embedding and output layer are the model's own.
 
-The model's output is what it is without these layers: the loss of the next token. Its gradient holds the others':
-position s of the output also carries factor / D times the losses with which the D depths predicted that position's
-label, each from k positions before. So whatever the loss function does with a label's loss (mask it, divide by the
-tokens of a micro-batch or of the global batch, scale it), it does with all predictions of that label, and no layout,
-micro-batch size or normalisation weighs them otherwise. DeepSeek-V3 divides so too: by all T tokens, though depth k has
-k targets fewer in every sequence.
+The model's output is the loss of the next token, as without these layers. Its gradient includes the others: position s
+of the output also contributes factor / D times the losses with which the D depths predicted that position's label, each
+from k positions before. So the loss function treats all predictions of a label alike (masks them, divides by the tokens
+of a micro-batch or of the global batch, scales them), whatever the layout, micro-batch size or normalisation.
+DeepSeek-V3 also divides by all T tokens, though depth k has k targets fewer in every sequence.
 """
 
 from __future__ import annotations
@@ -37,28 +36,30 @@ from megatron_moe.parallel.sequence import shifted
 
 @dataclass(frozen=True)
 class PredictionParts:
-    """What a depth is built from: two norms of its inputs and one of its output, the product that merges the inputs
-    (column-parallel), and a transformer layer."""
+    """The classes that a depth is built from.
+
+    norm: of its two inputs and of its output. column_linear: the product that merges the inputs. pg_collection: the
+    process groups, since the engine passes all of them to a layer in one release and two of them in another.
+    """
 
     norm: type
     column_linear: type
     transformer_layer: ModuleSpec
     pg_collection: Any
-    """Process groups; what the engine hands to a layer is all it knows in one release and two groups in another."""
 
 
 class PredictionLayer(CopiesShareGroups, MegatronModule):
-    """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock; its parameters have the names
-    that Megatron-LM's checkpoints give them.
+    """One depth of multi-token prediction, for the engine's MultiTokenPredictionBlock.
 
-    The engine's own layer is not used: it has other names in every release, numbers the layer as the first ones, skips
-    recomputation by blocks, and merges into the model's dtype where the residual stream is fp32.
+    Its parameters have the names of Megatron-LM's checkpoints. The engine's own layer is not used: its names change
+    with the release, it numbers the layer as the first ones, skips recomputation by blocks, and merges into the model's
+    dtype where the residual stream is fp32.
 
     Args:
         config: the engine's configuration.
-        submodules: the classes.
-        layer_number: the depth, from 1. The transformer layer within is number num_layers + depth of the model.
-        vp_stage: which chunk of the pipeline stage this is.
+        submodules: the classes it is built from.
+        layer_number: the depth, from 1. Its transformer layer is number num_layers + depth of the model.
+        vp_stage: the chunk of the pipeline stage.
     """
 
     def __init__(
@@ -100,18 +101,23 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
 
     @property
     def mtp_model_layer(self) -> torch.nn.Module:
-        """The name under which a later release of the engine looks for the transformer layer."""
+        """The transformer layer, under the name that a later release of the engine uses."""
         return self.transformer_layer
 
     def forward(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
-        """Hidden states of the depth before and the embeddings of the tokens ahead, both [S, B, H] (this rank's part of
-        the sequence under sequence parallelism) -> the same of this depth, behind its norm."""
+        """Return the hidden states [S, B, H] of this depth, after its norm.
+
+        Args:
+            hidden: [S, B, H] of the depth before; this rank's part of the sequence under sequence parallelism.
+            embedded: [S, B, H], the embeddings of the tokens ahead.
+            rotary_pos_emb: the model's rotary table.
+        """
         if self.config.recompute_granularity == "full" and self.training:
             return checkpoint(self._predict, False, hidden, embedded, rotary_pos_emb)
         return self._predict(hidden, embedded, rotary_pos_emb)
 
     def _predict(self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
-        # Under sequence parallelism ranks drop out other parts of the sequence: as the engine's block has it.
+        # Under sequence parallelism ranks drop out different parts of the sequence, as in the engine's block.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             hidden, _ = self.transformer_layer(
                 hidden_states=self._merge(hidden, embedded), attention_mask=None, rotary_pos_emb=rotary_pos_emb
@@ -119,7 +125,7 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
         return self.final_layernorm(hidden)
 
     def _merge(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        # Norms that are kept in fp32 may hand on fp32; in a layer that is kept as a whole, everything is.
+        # Norms that are kept in fp32 may return fp32; in a layer that is kept as a whole, everything is fp32.
         dtype = torch.float32 if hasattr(self, "fp32_parameters") else self.config.params_dtype
         both = torch.cat((self.enorm(embedded).to(dtype), self.hnorm(hidden).to(dtype)), dim=-1)
         part, _ = self.eh_proj(both)
@@ -130,27 +136,27 @@ class PredictionLayer(CopiesShareGroups, MegatronModule):
 
 
 class FurtherPredictions:
-    """Mixed into the engine's GPTModel, before it: multi-token prediction in training, and nothing of it otherwise.
+    """A mixin before the engine's GPTModel that adds multi-token prediction in training.
 
     Attributes:
-        further_losses: [D, 2] fp64 or None: of each depth the sum of its losses in nats, unweighted, and the number of
+        further_losses: [D, 2] fp64 or None: for each depth the unweighted sum of its losses in nats and the number of
             targets that the loss mask keeps, over all micro-batches since it was taken.
     """
 
     further_losses: Tensor | None = None
 
     def take_further_losses(self) -> Tensor | None:
-        """`further_losses`, and begin anew. None on a chunk without these layers, and before a micro-batch."""
+        """Return `further_losses` and reset it. None on a chunk without these layers, and before a micro-batch."""
         taken, self.further_losses = self.further_losses, None
         return taken
 
     def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
+        """Return the cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""
         logits, _ = self.output_layer(hidden, weight=self._tied_weight())
         return self.compute_language_model_loss(labels, logits)
 
     def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
-        """The engine's last step of a forward pass: logits [B, S, V / TP] without labels, losses [B, S] with them."""
+        """Return logits [B, S, V / TP] without labels, losses [B, S] with them: the engine's last step of a forward."""
         if not (self.post_process and self.config.mtp_num_layers):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
         if labels is None:
@@ -164,7 +170,7 @@ class FurtherPredictions:
         inputs = (rest["input_ids"], rest["position_ids"], labels, rest["rotary_pos_emb"], rest.get("loss_mask"))
         further = self._further(hidden_states, *inputs)
         weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
-        # Adds zero, and a gradient; a loss that is not finite makes the output so, and the step is skipped.
+        # Adds zero, and a gradient; a non-finite loss makes the output non-finite, and the step is skipped.
         return losses + (weighted - weighted.detach())
 
     def _further(
@@ -176,7 +182,7 @@ class FurtherPredictions:
         rotary_pos_emb: Tensor | None,
         loss_mask: Tensor | None,
     ) -> Tensor:
-        """[D, B, S] fp32: the loss with which each depth predicted the label at position s; 0 for the first k."""
+        """Return [D, B, S] fp32, the loss of each depth's prediction of the label at position s; 0 for the first k."""
         group = self.pg_collection.cp
         found, targets = [], []
         depths = self._depths(hidden, input_ids, position_ids, rotary_pos_emb)
@@ -192,10 +198,10 @@ class FurtherPredictions:
     def further_logits(
         self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None
     ) -> Iterator[Tensor]:
-        """Logits [B, S, V / TP] of each depth, one after the other, from the model's hidden states [S, B, H].
+        """Yield the logits [B, S, V / TP] of each depth, from the model's hidden states [S, B, H].
 
-        Depth k predicts at position s the token s + k + 1. Its last k positions have no token ahead to merge: there the
-        token 0 stands in, and what is predicted means nothing.
+        Depth k predicts at position s the token s + k + 1. Its last k positions have no token ahead to merge: token 0
+        takes its place, and the prediction is meaningless.
         """
         for hidden_at_depth in self._depths(hidden, input_ids, position_ids, rotary_pos_emb):
             logits, _ = self.output_layer(hidden_at_depth, weight=self._tied_weight())
@@ -204,7 +210,7 @@ class FurtherPredictions:
     def _depths(
         self: Any, hidden: Tensor, input_ids: Tensor, position_ids: Tensor, rotary_pos_emb: Tensor | None
     ) -> Iterator[Tensor]:
-        """Hidden states [S, B, H] behind each depth's norm."""
+        """Yield the hidden states [S, B, H] after each depth's norm."""
         for depth, layer in enumerate(self.mtp.layers, start=1):
             shifted_ids = shifted(input_ids, depth, self.pg_collection.cp)
             hidden = layer(hidden, self.embedding(input_ids=shifted_ids, position_ids=position_ids), rotary_pos_emb)
@@ -220,7 +226,9 @@ class FurtherPredictions:
 
 
 def without_second_table(chunk: Any) -> None:
-    """Drop the table that the engine gives a tied output layer on the last stage beside the embedding it needs there:
-    it would never be used, so data parallelism would wait for its gradient for ever."""
+    """Drop the second table that the engine gives a tied output layer on the last stage, which has the embedding.
+
+    It would not be used, and data parallelism would wait for its gradient forever.
+    """
     if chunk.share_embeddings_and_output_weights and chunk.post_process and chunk.mtp_process:
         chunk.output_layer.weight = None

@@ -1,7 +1,10 @@
-"""RMSNorm for megatron-core's layers, sequence parallelism included.
+"""RMSNorm for megatron-core's layers, and the residual stream in fp32.
 
 The engine's own torch norm refuses sequence parallelism; this one marks its weight so that the engine sums the weight's
 gradient over the tensor-parallel ranks, each of which normalises its own part of the sequence.
+
+The engine's residual add casts the stream to the dtype of what is added, so that `fp32_residual_connection` alone gives
+an fp32 stream that was rounded to bf16 in every layer. `fp32_bias_dropout_add` adds in the stream's dtype.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ from megatron_moe.precision.contract import mixes_dtypes
 
 
 class RMSNorm(torch.nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467).
+    """A norm y = weight * x / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467).
 
-    Statistics and product are in fp32, the output has the input's dtype; with an fp32 residual stream, the weight's:
-    that is where the stream's readers get the model's dtype from. The weight is [hidden_size] in the model's dtype and
-    starts at one.
+    Statistics and product are in fp32. The output has the input's dtype, or with an fp32 residual stream the weight's,
+    so that the stream's readers get the model's dtype. The weight is [hidden_size] in the model's dtype and starts at
+    one.
 
     Args:
         config: the engine's TransformerConfig.
-        hidden_size: width that is normalised.
+        hidden_size: the width that is normalised.
         eps: added to the mean square.
     """
 
@@ -41,21 +44,21 @@ class RMSNorm(torch.nn.Module):
         self._narrows = config.fp32_residual_connection
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape, and dtype unless the class says otherwise."""
+        """Return the normalised x [..., hidden_size]; the class describes its dtype."""
         return self._kernel(x, self.weight, self.eps, self.weight.dtype if self._narrows else x.dtype)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """Return the text that print(model) shows."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
 def _fused(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    # The kernel wants one dtype; where the stream is wider than the weight, widening the weight loses nothing.
+    # The kernel needs one dtype; where the stream is wider than the weight, widening the weight is exact.
     return platform.kernel(F.rms_norm)(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Keeps x as it came and one fp32 number per row; everything else is recomputed in the backward pass."""
+    """The norm as a function that saves x in its own dtype and one fp32 number per row, and recomputes the rest."""
 
     @staticmethod
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
@@ -79,21 +82,15 @@ class _RMSNormFunction(torch.autograd.Function):
         return x_grad.to(x.dtype), weight_grad, None, None
 
 
-# ---- The residual stream in fp32: the add at the end of each half of a layer.
-#
-# The engine's add casts the stream to the dtype of what is added, so that `fp32_residual_connection` alone leaves an
-# fp32 stream that was rounded to bf16 in every layer.
-
-
 BiasDropoutAdd = Callable[[tuple[Tensor, "Tensor | None"], Tensor, float], Tensor]
 
 
 def fp32_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """residual + dropout(x + bias), in the residual's dtype throughout; the engine's protocol.
+    """Return a function for residual + dropout(x + bias) in the residual's dtype, as the engine's protocol asks.
 
     Args:
         training: whether dropout drops.
-        fused: part of the protocol; there is one way.
+        fused: part of the protocol; unused.
 
     Returns:
         A function of ((x, bias or None), residual, dropout probability); x [S, B, H] in the model's dtype, residual
@@ -109,5 +106,5 @@ def fp32_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 
 
 def residual_dtype(fp32_residual: bool, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the stream between layers, and so of what pipeline stages send each other."""
+    """Return the dtype of the stream between layers, in which pipeline stages send activations."""
     return torch.float32 if fp32_residual else model_dtype

@@ -1,7 +1,7 @@
 """Rotary positions of latent attention, plain or stretched with yarn (arXiv 2104.09864, 2309.00071).
 
-DeepSeek's convention: neighbouring elements form a pair. The tables are fp32 and no module state, so that no cast can
-reach them.
+As in DeepSeek's code, neighbouring elements form a pair. The tables are fp32 and not module state, so that no cast
+reaches them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_moe.parallel.sequence import context_parallel_slice
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Yarn's growth of the attention logits for a context `factor` times as long; 1 for factor <= 1."""
+    """Return yarn's growth of the attention logits for a context `factor` times as long; 1 for factor <= 1."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def softmax_scale(config: Any) -> float:
-    """Scale of q k^T in latent attention: 1/sqrt(key width), times yarn's magnitude squared where it is asked for."""
+    """Return latent attention's scale of q k^T: 1/sqrt(key width), times yarn's squared magnitude if configured."""
     scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
     if config.rope_type == "yarn" and config.mscale_all_dim:
         scale *= yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
@@ -30,15 +30,15 @@ def softmax_scale(config: Any) -> float:
 
 
 class Rotary:
-    """Rotates the pairs of a head's positional part by position x frequency.
+    """A function that rotates the pairs of a head's positional part by position x frequency.
 
     Args:
         config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
             rotary_scaling_factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim.
-        cp_rank, cp_size: this rank's place among those that share a sequence.
+        cp_rank, cp_size: this rank among those that share a sequence, and their number.
 
     Raises:
-        ConfigError: only a part of the positional width is to be rotated; latent attention has a width for it.
+        ConfigError: a rotary_percent other than 1; the width itself says how much latent attention rotates.
     """
 
     def __init__(self, config: Any, cp_rank: int = 0, cp_size: int = 1) -> None:
@@ -59,13 +59,17 @@ class Rotary:
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[S / CP, B, heads, width] -> the same, each row rotated for its position in the sequence; computed in fp32,
-        returned in x's dtype."""
+        """Return x [S / CP, B, heads, width] rotated by each row's position in the sequence.
+
+        The rotation is computed in fp32, the result in x's dtype.
+        """
         return rotated(x, *self.tables(x.shape[0], x.device))
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of the `length` positions that this rank holds, fp32 [length, 1, 1, width / 2], amplitude
-        included; kept for the next call."""
+        """Return cos and sin of this rank's `length` positions, fp32 [length, 1, 1, width / 2], times the amplitude.
+
+        They are cached for the next call.
+        """
         key = (length, device)
         if key not in self._tables:
             positions = torch.arange(length * self._cp_size, dtype=torch.float32)
@@ -78,19 +82,21 @@ class Rotary:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[S, B, heads, width] turned by fp32 tables [S, 1, 1, width / 2], those of `Rotary.tables`; computed in fp32,
-    returned in x's dtype."""
+    """Return x [S, B, heads, width] rotated by fp32 tables [S, 1, 1, width / 2] of `Rotary.tables`, in x's dtype.
+
+    The rotation is computed in fp32.
+    """
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return pairs.flatten(-2).to(x.dtype)
 
 
 def _interpolated(frequencies: Tensor, config: Any) -> Tensor:
-    """Yarn: slow frequencies are divided by the extension factor, fast ones kept, those between blended linearly."""
+    """Return yarn's frequencies: slow ones divided by the factor, fast ones kept, those between blended linearly."""
     width, base = config.qk_pos_emb_head_dim, config.rotary_base
 
     def dimension(rotations: float) -> float:
-        """The (fractional) index whose frequency makes so many rotations over the original context."""
+        """Return the (fractional) index whose frequency makes this many rotations over the original context."""
         wavelength = config.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(wavelength) / (2 * math.log(base))
 

@@ -1,7 +1,7 @@
-"""Which classes a layer is built from and what they are asked to do, for each layer of a pipeline stage.
+"""The layer specs of a pipeline stage: the classes that each layer is built from, and their options.
 
-Every norm, linear layer and attention has its own place and name, so the checkpoint's keys are the same for the
-engine's classes and for Transformer Engine's: nothing is fused into something that would rename it.
+Every norm, linear layer and attention is a module with its own name, so that the checkpoint's keys are the same for the
+engine's classes and for Transformer Engine's. Fused modules, which would be named differently, are not used.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LOCAL = Parts(ColumnParallelLinear, RowParallelLinear, RMSNorm, SDPACoreAttentio
 
 
 def parts(transformer_impl: str) -> Parts:
-    """The classes of an implementation.
+    """Return the classes of an implementation.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and cannot be used here.
+        ConfigError: Transformer Engine is chosen and cannot be used here.
     """
     if transformer_impl == "local":
         return LOCAL
@@ -74,10 +74,10 @@ def parts(transformer_impl: str) -> Parts:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What our own modules in a layer are asked to do, for which the engine's configuration has no word.
+    """The options of our own modules in a layer, which the engine's configuration does not have.
 
-    moe: of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary: whether
-    attention rotates queries and keys.
+    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
+    whether attention rotates queries and keys.
     """
 
     moe: MoEOptions | None
@@ -92,20 +92,20 @@ class LayerSettings:
 
 
 class RecomputedMLP(MLP):
-    """The engine's dense MLP; in training only its input is kept."""
+    """The engine's dense MLP, recomputed in the backward pass: its input alone is kept in training."""
 
     def forward(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        """See the engine's MLP."""
+        """Compute the engine's MLP, under a checkpoint in training."""
         forward = partial(super().forward, **options)
         return checkpoint(forward, False, hidden_states, *args) if self.training else forward(hidden_states, *args)
 
 
 @dataclass
 class MLPSpec:
-    """What the engine's layer builds its MLP from, with the process groups already in it.
+    """The spec of a layer's MLP, which contains the process groups.
 
-    The engine's layer hands process groups to the classes it knows only (0.16.1), or to all (0.19.2). This looks like a
-    ModuleSpec to the one and like a constructor to the other, and both build the same module.
+    The engine's layer passes process groups to the classes it knows (0.16.1), or to all (0.19.2). To the former this is
+    a ModuleSpec and to the latter a constructor, and both build the same module.
     """
 
     module: type
@@ -113,7 +113,7 @@ class MLPSpec:
     params: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *, config: Any, **_: Any) -> Any:
-        """Build the module, as 0.19.2 asks for it."""
+        """Build the module, for 0.19.2, which calls the spec."""
         return self.module(config=config, submodules=self.submodules, **self.params)
 
 
@@ -124,9 +124,9 @@ def block_spec(
 
     Args:
         config: from `engine_config.transformer_config`; its moe_layer_freq has one entry per layer of the model.
-        settings: of the same run.
-        pg_collection: process groups; `pp` says which stage this is.
-        vp_stage: which chunk of the stage, with the interleaved schedule.
+        settings: the settings of the same run.
+        pg_collection: process groups; `pp` gives the stage.
+        vp_stage: the chunk of the stage, with the interleaved schedule.
     """
     chosen = parts(config.transformer_impl)
     pp_rank = pg_collection.pp.rank()
@@ -142,8 +142,10 @@ def block_spec(
 def prediction_spec(
     config: Any, settings: LayerSettings, pg_collection: Any
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the layers of multi-token prediction, each with a transformer layer of the kind of the model's last; None
-    without the flag."""
+    """Return the layers of multi-token prediction, or None without the flag.
+
+    Each has a transformer layer of the kind of the model's last one.
+    """
     if not config.mtp_num_layers:
         return None
     chosen = parts(config.transformer_impl)
@@ -154,7 +156,7 @@ def prediction_spec(
 
 
 def layer_spec(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any, moe: bool) -> ModuleSpec:
-    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each behind its norm."""
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,

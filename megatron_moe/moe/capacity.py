@@ -1,7 +1,7 @@
-"""Expert capacity: how many choices an expert takes from a micro-batch, and which ones stay.
+"""Expert capacity: the limit on an expert's choices in a micro-batch, and the padding of rows to that limit.
 
 The micro-batch is that of all TP x CP ranks together, and the decision is made on all of its choices, so that every
-layout keeps the same ones. At TP = CP = 1 these are Megatron-LM's rules, but that equal choices go by position.
+layout keeps the same ones. At TP = CP = 1 the rules are Megatron-LM's, except that ties are broken by position.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Limit = Callable[[RoutingDecision, MicroBatch], RoutingDecision]
 
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Choices that one expert takes: its even share of tokens x K times the factor, rounded up, at most one per token.
+    """Return an expert's capacity: its even share of tokens x K times the factor, rounded up, at most one per token.
 
-    Padding counts as tokens do: the capacity is a matter of shapes, and known without looking at the data.
+    Padding is included, so that the capacity follows from shapes alone and not from the data.
     """
     return min(math.ceil(num_tokens * topk / num_experts * factor), num_tokens)
 
 
 def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, size: int, num_experts: int) -> Tensor:
-    """[T, K] bool: whether a choice is among the first `size` of its expert.
+    """Return whether each choice is among the first `size` of its expert, [T, K] bool.
 
     Args:
         expert_ids: [T, K]; `num_experts` for a choice that does not count (padding), which is not kept.
-        weights: [T, K], larger ones come first and equal ones by position; None: all by position.
+        weights: [T, K], larger ones come first, equal ones by position; None orders all by position.
         position: [T] int64, all different.
         size: the capacity.
         num_experts: E.
@@ -56,9 +56,9 @@ def kept_choices(expert_ids: Tensor, weights: Tensor | None, position: Tensor, s
 
 
 class ExpertCapacity:
-    """Drops, of a decision, what is beyond the experts' capacity: such a choice weighs nothing and is not dispatched.
+    """A limit that drops the choices beyond the experts' capacity, which get weight 0 and are not dispatched.
 
-    The other weights of its token stay as they are.
+    The other weights of the token do not change.
     """
 
     def __init__(self, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
@@ -66,53 +66,53 @@ class ExpertCapacity:
         self.by_weight = options.drop_policy == "probs"
 
     def __call__(self, decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
-        """The decision with `kept`, and weights of 0 where that is False. Collective over TP x CP."""
+        """Return the decision with `kept`, and weights of 0 where it is False. Collective over TP x CP."""
         ids, group = decision.expert_ids, self.groups.tp_cp
         num_tokens, num_experts = ids.shape[0], self.options.num_experts
-        place = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
+        position = positions(num_tokens, micro_batch.num_sequences, self.groups, ids.device)
         if micro_batch.is_padding is not None:
             ids = ids.masked_fill(micro_batch.is_padding.unsqueeze(1), num_experts)
-        everyones = all_gather_rows(torch.cat([ids, place.unsqueeze(1)], dim=1), group)
+        gathered = all_gather_rows(torch.cat([ids, position.unsqueeze(1)], dim=1), group)
         weights = all_gather_rows(decision.probs.detach(), group) if self.by_weight else None
-        size = capacity(everyones.shape[0], ids.shape[1], num_experts, self.factor)
-        kept = kept_choices(everyones[:, :-1], weights, everyones[:, -1], size, num_experts)
+        size = capacity(gathered.shape[0], ids.shape[1], num_experts, self.factor)
+        kept = kept_choices(gathered[:, :-1], weights, gathered[:, -1], size, num_experts)
         here = kept[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
         return decision._replace(probs=decision.probs.masked_fill(~here, 0.0), kept=here)
 
 
 def dropless(decision: RoutingDecision, micro_batch: MicroBatch) -> RoutingDecision:
-    """Every choice is kept."""
+    """Return the decision as it is: every choice is kept."""
     return decision
 
 
 def build_limit(options: MoEOptions, groups: MoEGroups) -> Limit:
-    """What limits the choices of a router with these options."""
+    """Return the limit on the choices of a router with these options."""
     if options.capacity_factor is None:
         return dropless
     return ExpertCapacity(options, groups, options.capacity_factor)
 
 
-# ---- Padding each expert's rows to a fixed number, so that the shapes of the experts' products never change.
-
-
 @dataclass(frozen=True)
 class PaddedPlan:
-    """The wrapped dispatcher's plan; where each of its R rows stands among the padded ones ([R]), and which row each
-    padded one is ([e x P, 1]; R for padding)."""
+    """The plan of a padded dispatch.
+
+    inner: the wrapped dispatcher's plan. slots [R]: the padded row of each of its R rows. sources [e x P, 1]: the row
+    that each padded row comes from; R for padding.
+    """
 
     inner: Any
-    places: Tensor
+    slots: Tensor
     sources: Tensor
 
 
 class PaddedDispatcher(Dispatcher):
-    """A dispatcher whose experts get the same number of rows each, at every step: zeros with weight 0 fill them up.
+    """A dispatcher that pads every expert's rows to a fixed number, so that all steps have the same shapes.
 
-    An expert gets at most its capacity from each micro-batch that the expert-parallel ranks hold together; so many
-    rows it has. Padded rows come out of an expert as zeros, are not combined, and add zeros to its gradients.
+    The number is an expert's capacity for each micro-batch that the expert-parallel ranks have together. The padding is
+    rows of zeros with weight 0: they come out of an expert as zeros, are not combined, and add zeros to its gradients.
 
     Args:
-        inner: what carries the tokens; it drops what is beyond the capacity.
+        inner: the dispatcher that sends the tokens, without choices beyond the capacity.
     """
 
     def __init__(self, inner: Dispatcher, options: MoEOptions, groups: MoEGroups, factor: float) -> None:
@@ -127,28 +127,28 @@ class PaddedDispatcher(Dispatcher):
         row = torch.arange(num_rows, device=hidden.device)
         expert = torch.searchsorted(ends, row, right=True)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        places = expert * size + row - starts[expert]
+        slots = expert * size + row - starts[expert]
         sources = row.new_full((self.num_local_experts * size,), num_rows)
-        sources[places] = row
-        padded = PaddedPlan(plan, places, sources.unsqueeze(1))
+        sources[slots] = row
+        padded = PaddedPlan(plan, slots, sources.unsqueeze(1))
         full = torch.arange(1, self.num_local_experts + 1, device=hidden.device, dtype=torch.int32) * size
-        # "The sum of each place's rows", of which there is one, or none.
-        rows = sum_copies(expert_input.rows, padded.places, padded.sources, partial=True)
-        probs = sum_copies(expert_input.probs, padded.places, padded.sources, partial=True)
+        # A padded row is the sum of one row, or of none.
+        rows = sum_copies(expert_input.rows, padded.slots, padded.sources, partial=True)
+        probs = sum_copies(expert_input.probs, padded.slots, padded.sources, partial=True)
         return ExpertInput(rows, probs, full), padded
 
     def combine(self, rows: Tensor, plan: PaddedPlan) -> Tensor:
-        return self.inner.combine(copy_rows(rows, plan.places, plan.sources, partial=True), plan.inner)
+        return self.inner.combine(copy_rows(rows, plan.slots, plan.sources, partial=True), plan.inner)
 
     def rows_per_expert(self, num_tokens: int) -> int:
-        """Rows of every local expert, from the T tokens of this rank."""
+        """Return the number of rows of every local expert, from the number of tokens of this rank."""
         of_micro_batch = num_tokens * self.groups.tp_cp.size()
         size = capacity(of_micro_batch, self.options.topk, self.num_experts, self.factor)
         return min(size * self.num_micro_batches, num_tokens * self.groups.expert.size())
 
 
 def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
-    """The most micro-batches that the ranks of one expert-parallel group can hold parts of.
+    """Return the largest number of micro-batches that the ranks of one expert-parallel group can have parts of.
 
     Both groups are blocks of neighbouring ranks: one within the other, or cut at both ends.
     """
@@ -158,7 +158,7 @@ def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
 
 
 def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups) -> Dispatcher:
-    """The dispatcher of a layer with these options."""
+    """Return the dispatcher of a layer with these options."""
     if options.capacity_factor is None:
         return build_dispatcher(options.dispatcher, options.num_experts, groups)
     inner = build_dispatcher(options.dispatcher, options.num_experts, groups, drops=True)

@@ -1,12 +1,12 @@
-"""Bringing tokens to their experts and back.
+"""Dispatchers, which send tokens to the ranks of their experts and bring the results back.
 
-`dispatch` returns the rows an expert rank works on and a frozen plan; `combine` takes the plan and brings the results
-home. Nothing is kept in the dispatcher between the two. The backward of a dispatch is a combine, and the other way
-round: copies are summed in fp32 and cast back once, in both directions.
+`dispatch` returns the rows an expert rank works on and a frozen plan; `combine` takes the plan and returns the sum of
+the results to each token. The dispatcher has no state in between. The backward of a dispatch is a combine, and the
+other way round: copies are summed in fp32 and cast back once, in both directions.
 
 The experts of a layer live on the EP x ETP ranks of one group (ETP fastest). Each of those ranks has tokens of its own
 (under tensor parallelism the sequence is split), so a token's row is sent to all ETP ranks of its expert's EP rank,
-each of which computes with its slice of the expert, and the partial results are summed where the token lives.
+each of which computes with its slice of the expert, and the partial results are summed on the token's rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 
-# ---- Moving rows between token order and expert order, with gathers both ways.
-#
-# A permutation is kept as two index tables: `source` says which row each copy comes from, `slots` says where the copies
-# of a row went. Copying is a gather by `source`, and its gradient a gather by `slots` with a sum over the copies;
-# summing copies is the same pair the other way round. So no backward ever scatters: the result is deterministic on
-# every device, and nothing waits for atomics.
+# Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
+# index tables: `source` has the row that each copy comes from, `slots` the positions of a row's copies. Copying is a
+# gather by `source`, and its gradient a gather by `slots` with a sum over the copies; summing copies is the same pair
+# the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
 
 
 def gather_and_sum(rows: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    """rows [R, ...], slots [T, C] -> [T, ...]: the sum of each token's copies, in fp32 or wider, cast back once."""
+    """Return the sum [T, ...] of each token's copies in `rows` [R, ...], added in fp32 or wider and cast back once.
+
+    slots [T, C] has the positions of each token's copies; with `partial`, R stands for a copy that is not here.
+    """
     if partial:
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])  # slot R: a copy that is not here
     if slots.shape[1] == 1:
@@ -73,13 +74,13 @@ class _SumCopies(torch.autograd.Function):
 
 
 def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
-    """Copies [R, ...] of rows [T, ...]: copy r is row `source[r]`.
+    """Return copies [R, ...] of rows [T, ...], where copy r is row `source[r]`.
 
     Args:
         rows: [T, ...].
         source: [R] int64.
-        slots: [T, C] int64, where row t's copies stand. Every copy stands in exactly one slot.
-        partial: some slots hold R, for a copy that is not among these.
+        slots: [T, C] int64, the positions of row t's copies. Every copy is in exactly one slot.
+        partial: whether some slots are R, for a copy that is not here.
 
     Backward: row t's gradient is the sum of its copies' gradients, added in fp32.
     """
@@ -87,7 +88,7 @@ def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False
 
 
 def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
-    """The sums [T, ...] of each token's rows among [R, ...]: `copy_rows` walked the other way, with the same tables.
+    """Return the sum [T, ...] of each token's rows [R, ...], the inverse direction of `copy_rows` by the same tables.
 
     Backward: each row's gradient is a copy of its token's gradient.
     """
@@ -95,18 +96,15 @@ def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = Fals
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes `order` ([R] int64)."""
+    """Return the inverse of the permutation `order` ([R] int64)."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return inverse
 
 
-# ----
-
-
 @dataclass(frozen=True)
 class ExpertInput:
-    """What the experts of this rank work on.
+    """The input of the experts of this rank.
 
     rows: [R, H], grouped by local expert. probs: [R] fp32. offsets: [e] int32, the end of each expert's rows.
     """
@@ -117,11 +115,11 @@ class ExpertInput:
 
 
 class Dispatcher(ABC):
-    """Carries tokens to the experts of `num_experts` that live on this rank, and back.
+    """A method of sending tokens to the ranks of `num_experts` experts, and the results back.
 
     Args:
-        drops: whether decisions come with choices that are not kept, and so are not dispatched. How many rows there are
-            is then a matter of the data, which the local dispatcher too has to wait for on the host.
+        drops: whether decisions contain choices that are not kept and so are not dispatched. The number of rows then
+            depends on the data, and the local dispatcher too has to wait for it on the host.
     """
 
     def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False) -> None:
@@ -131,34 +129,34 @@ class Dispatcher(ABC):
         self.num_local_experts = num_experts // groups.ep_size
 
     def destinations(self, decision: RoutingDecision) -> Tensor:
-        """[T, K] int64, the expert of each choice; `num_experts`, which sorts last, for one that is not kept."""
+        """Return the expert of each choice, [T, K] int64; `num_experts`, which sorts last, for one that is not kept."""
         if decision.kept is None:
             return decision.expert_ids
         return decision.expert_ids.masked_fill(~decision.kept, self.num_experts)
 
     def rows_here(self, ends: Tensor) -> int:
-        """Rows for this rank's experts, on the host: a layer's one synchronisation. ends: [e]."""
+        """Return the number of rows for this rank's experts, which synchronises with the host. ends: [e]."""
         return int(ends[-1])
 
     @abstractmethod
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
-        """Rows for the local experts, from hidden [T, H] and the decision [T, K]; and the plan for `combine`."""
+        """Return the local experts' rows, from hidden [T, H] and the decision [T, K], and the plan for `combine`."""
 
     @abstractmethod
     def combine(self, rows: Tensor, plan: Any) -> Tensor:
-        """Sum the experts' results [R, H] for each token: [T, H], same dtype."""
+        """Return the sum of the experts' results [R, H] for each token, [T, H] in the same dtype."""
 
 
 @dataclass(frozen=True)
 class SortPlan:
-    """Rows sorted by expert. source [R]: the token of each row; slots [T, C]: the rows of each token."""
+    """A sort of rows by expert. source [R]: the token of each row; slots [T, C]: the rows of each token."""
 
     source: Tensor
     slots: Tensor
 
 
 def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order of the T x K choices by expert, stable in the token; its inverse; the end of each expert's rows."""
+    """Return the order of the T x K choices by expert, stable in the token; its inverse; each expert's end in it."""
     sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
     experts = torch.arange(num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
     ends = torch.searchsorted(sorted_ids, experts, right=True)
@@ -166,7 +164,7 @@ def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here: a sort, and no communication."""
+    """A dispatcher for a rank that has all experts, which sorts and does not communicate."""
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
         num_tokens, topk = decision.expert_ids.shape
@@ -183,13 +181,13 @@ class LocalDispatcher(Dispatcher):
 
 
 def _first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The first rows of a sort; in its inverse those that are cut off stand behind the last row."""
+    """Return the first rows of a sort, and its inverse, where `num_rows` stands for rows that were cut off."""
     return order[:num_rows], inverse.clamp(max=num_rows)
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """An all-to-all between two sorts.
+    """The plan of an all-to-all between two sorts.
 
     sent: the sort on the token's side, with one slot per chosen expert and ETP rank. send_splits, recv_splits: rows to
     and from each rank. order, inverse [R]: from arrival order (by source rank) to expert order, and back.
@@ -203,7 +201,7 @@ class ExchangePlan:
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Each row travels to the ranks of its expert, and its result travels back: one all-to-all each way."""
+    """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
         num_tokens, topk = decision.expert_ids.shape
@@ -239,7 +237,7 @@ class AllToAllDispatcher(Dispatcher):
         )
 
     def splits(self, counts: Tensor, received_counts: Tensor) -> tuple[list[int], list[int]]:
-        """Rows for each EP rank, rows from each rank of the group, on the host: a layer's one synchronisation.
+        """Return the rows for each EP rank and from each rank of the group, which synchronises with the host.
 
         counts: [EP, e], rows for each expert. received_counts: [ranks, e], rows from each rank for each local expert.
         """
@@ -252,12 +250,12 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:
-    """The sorted choices with one copy per ETP rank, in the order they are sent, and where the copies stand.
+    """Return the sorted choices with one copy per ETP rank, in the order they are sent, and the copies' positions.
 
     Args:
         order, inverse: [N] and [T x K], of the sort by expert; N in the inverse for a choice that is not sent.
-        rows_to_ep: rows for each EP rank; they are neighbours in the sort.
-        etp: copies of each.
+        rows_to_ep: rows for each EP rank; they are contiguous in the sort.
+        etp: the number of copies of each choice.
 
     Returns:
         choice [N x ETP] that each sent row carries, and slots [T x K, ETP] of each choice.
@@ -267,7 +265,7 @@ def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int
     position = torch.arange(order.shape[0], device=order.device)
     blocks = position.split(rows_to_ep)
     sent_position = torch.cat([block for block in blocks for _ in range(etp)])
-    # A block that starts at row s of the sort starts at row s x ETP of what is sent; its copies follow one another.
+    # A block that starts at row s of the sort starts at row s x ETP of the sent rows; its copies follow one another.
     starts = torch.cat([torch.full_like(block, int(s)) for s, block in zip(_starts(rows_to_ep), blocks)])
     lengths = torch.cat([torch.full_like(block, block.shape[0]) for block in blocks])
     copies = torch.arange(etp, device=order.device)
@@ -285,14 +283,17 @@ def _starts(lengths: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """All ranks' tokens, and this rank's rows among them. sort: slots that are no row here point past the last one."""
+    """The rows of this rank among all ranks' tokens. In `sort`, slots of other ranks' rows point past the last row."""
 
     sort: SortPlan
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Every rank gets all tokens of the group, works on those that chose its experts, and the results are summed by a
-    reduce-scatter in fp32. Cheaper than the all-to-all only for few ranks or large K; every rank needs the same T."""
+    """A dispatcher that gathers all tokens of the group on every rank and sums the results by a reduce-scatter in fp32.
+
+    Each rank works on the tokens that chose its experts. This is cheaper than the all-to-all for few ranks or large K;
+    T has to be the same on all ranks.
+    """
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, GatherPlan]:
         group, topk = self.groups.expert, decision.expert_ids.shape[1]
@@ -319,14 +320,14 @@ DISPATCHERS.register("allgather", AllGatherDispatcher)
 
 
 def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
-    """Return the dispatcher for `--moe-token-dispatcher-type`; without expert parallelism, the local one.
+    """Return the dispatcher for `--moe-token-dispatcher-type`; without expert parallelism it is the local one.
 
     Args:
         kind: an entry of `DISPATCHERS`.
         drops: whether experts have a capacity.
 
     Raises:
-        ValueError: for a kind that is none of these, or experts that do not divide among the ranks.
+        ValueError: for a kind that is not registered, or experts that do not divide among the ranks.
     """
     if num_experts % groups.ep_size:
         raise ValueError(

@@ -1,10 +1,9 @@
-"""The routed experts of one rank: two grouped products with the weighted SwiGLU between them."""
+"""The routed experts of one rank: the weighted SwiGLU, the base class of all backends, and the grouped experts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,26 +13,26 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.config.derived import grouped_product_refusal
-from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_loop, grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_torch
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
-from megatron_moe.moe.recompute import forgetting
+from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.contract import mixes_dtypes
 
-# ---- The experts' activation: SwiGLU times the routing weight, as one step of the graph.
-#
-# Folding the weight in here, on rows of the expert's width, is cheaper than weighing the outputs on rows of the model's
-# width, and the second matrix product's output need not be kept for the backward pass. It is the same function: the
-# second product is linear.
+# The activation is SwiGLU times the routing weight, as one step of the graph. Multiplying by the weight here, on rows
+# of the expert's width, is cheaper than weighing the outputs on rows of the model's width, and the second matrix
+# product's output need not be kept for the backward pass. It is the same function, because the second product is
+# linear.
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs only; the sigmoid is computed again in the backward pass. All arithmetic in fp32 or wider, also
-    under autocast, whose list has the dot product of the backward pass."""
+    """The activation as a function that saves its inputs alone and computes the sigmoid again in the backward pass.
+
+    All arithmetic is in fp32 or wider, also under autocast, which would cast the dot product of the backward pass.
+    """
 
     @staticmethod
     @unaffected_by_autocast
@@ -71,11 +70,11 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
-    """silu(gate) * up * prob.
+    """Return silu(gate) * up * prob for each row.
 
     Args:
         gate_up: [R, 2F], gate first.
-        probs: [R], fp32 (or wider), the weight of each row.
+        probs: [R] fp32 or wider, the weight of each row.
 
     Returns:
         [R, F] in the dtype of `gate_up`, rounded once. Gradients: [R, 2F] in that dtype, [R] in the dtype of `probs`.
@@ -83,19 +82,16 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     return _WeightedSwiGLU.apply(gate_up, probs)
 
 
-# ----
-
-
 Normal = Callable[[str, tuple[int, ...], float], Tensor]
-"""(name, shape, standard deviation) -> fp32 tensor that depends on nothing but these and the run's seed."""
+"""(name, shape, standard deviation) -> fp32 tensor that is a function of these and the run's seed."""
 
 
 class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
-    """Which experts are here, and how wide: what every backend shares.
+    """The experts that are on this rank, and their width: the base class of all backends.
 
     Args:
         config: the engine's TransformerConfig.
-        options: the layer's.
+        options: the layer's options.
         groups: the layer's process groups.
 
     Raises:
@@ -113,21 +109,21 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
             )
         self.num_local_experts = options.num_experts // groups.ep_size
         self.first_expert = groups.ep_rank * self.num_local_experts
-        # (activation, second product, inputs of the activation): the second product's input is kept, or made again.
-        self.activate_into = forgetting if options.recompute_activation else _keeping
+        # (activation, second product, inputs of the activation): the second product's input is kept, or recomputed.
+        self.activate_into = without_output if options.recompute_activation else _keeping
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
     def forward(self, expert_input: ExpertInput) -> Tensor:
-        """[R, H] -> [R, H] in the same dtype: down(prob * silu(gate) * up), partial over ETP ranks."""
+        """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks."""
 
     @abstractmethod
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Views of each local expert's weights: [2, F/ETP, H] (gate, up) and [H, F/ETP]."""
+        """Return views of each local expert's weights: [2, F/ETP, H] (gate, up) and [H, F/ETP]."""
 
     @torch.no_grad()
     def reset_parameters(self, normal: Normal, std: float, output_std: float) -> None:
-        """Draw each expert's weights from its own stream, so that they do not depend on which rank holds it.
+        """Draw each expert's weights from its own random stream, so that they do not depend on the rank that has it.
 
         Args:
             normal: see `Normal`; the names given are `expert{global index}.weight1` and `.weight2`.
@@ -142,7 +138,7 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
 
 
 class GroupedExperts(LocalExperts):
-    """The e local experts, as stacked weights, each rank holding 1/ETP of every expert's width.
+    """The e local experts as stacked weights; each rank has 1/ETP of every expert's width.
 
     Parameters, in the model's dtype:
         weight1: [e, 2, F/ETP, H], gate and up projections.
@@ -150,7 +146,7 @@ class GroupedExperts(LocalExperts):
 
     Args:
         config: the engine's TransformerConfig.
-        options: the layer's.
+        options: the layer's options.
         groups: the layer's process groups.
         kernel: the product of groups of rows with one matrix per group.
 
@@ -203,7 +199,7 @@ class GroupedExperts(LocalExperts):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Global tensors [E, 2, F, H] and [E, H, F]; this rank's block of experts and of their width."""
+        """Return this rank's block of the global tensors [E, 2, F, H] and [E, H, F], split by expert and by width."""
         groups, layer_axes = self.groups, len(sharded_offsets)
         expert_axis = (layer_axes, groups.ep_rank, groups.ep_size)
         width_axis = (layer_axes + 2, groups.etp_rank, groups.etp_size)
@@ -226,7 +222,7 @@ def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tens
 
 
 def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> torch.nn.Parameter:
-    """Tell the engine how an expert's weight is reduced and which dimension is split over ETP."""
+    """Set the attributes by which the engine reduces an expert's weight and knows its dimension split over ETP."""
     # Reduced over the ranks that hold the same experts, not over data parallelism, also where EP and ETP are 1.
     parameter.allreduce = False  # type: ignore[attr-defined]
     # Every rank of the expert group holds another part: none is a duplicate that the gradient norm should skip.
@@ -238,17 +234,3 @@ def mark_expert_parameter(parameter: torch.nn.Parameter, partition_dim: int) -> 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype))
-
-
-# ---- Backends: a function (config, options, groups) -> LocalExperts each.
-
-
-def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
-    from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
-
-    return TEGroupedExperts(config, options, groups)
-
-
-EXPERT_BACKENDS.register("grouped_mm", GroupedExperts)
-EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop))
-EXPERT_BACKENDS.register("te", _te_experts)

@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix per group, and the product of a gate."""
+"""Matrix products of the MoE layer: a gate's, and those of groups of rows with one matrix per group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import unaffected_by_autocast
 
-# ---- The product of a gate, the router's or the shared expert's: few columns, and wider than the model.
-
 
 class _GateProduct(torch.autograd.Function):
-    """Keeps the operands as they came, which others keep too; left to itself, autograd would keep a copy of all hidden
-    states in fp32."""
+    """The gate's product, which saves the operands in their own dtypes, as other functions of the graph do.
+
+    Autograd alone would save a copy of all hidden states in fp32.
+    """
 
     @staticmethod
     @unaffected_by_autocast
@@ -40,7 +40,9 @@ class _GateProduct(torch.autograd.Function):
 
 
 def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return hidden weight^T, computed in `dtype` whatever the operands have and whatever autocast is around.
+    """Return hidden weight^T, computed in `dtype` whatever the operands' dtypes are, also under autocast.
+
+    It is the product of the router's and of the shared expert's gate, which has few columns.
 
     Args:
         hidden: [..., H].
@@ -53,16 +55,13 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return _GateProduct.apply(hidden, weight, dtype)
 
 
-# ----
-
-
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
 which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return the products one expert after the other, the plain reference; arguments as in `GroupedLinear`."""
+    """Return the products, computed expert by expert; the arguments are those of `GroupedLinear`."""
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     # unbind, not weights[e]: indexing would make the backward write a zero-filled stack for every expert.
@@ -72,7 +71,7 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Three calls of torch's kernel. Its own backward fails on gradients with strides of zero (those of a sum)."""
+    """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -100,9 +99,9 @@ def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor
 
 
 def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return torch's grouped product (`torch.nn.functional.grouped_mm`); arguments as in `GroupedLinear`.
+    """Return torch's grouped product (`torch.nn.functional.grouped_mm`); the arguments are those of `GroupedLinear`.
 
-    The kernel wants rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
+    The kernel needs rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
 
     Raises:
         ValueError: for fp64, which the kernel does not have.

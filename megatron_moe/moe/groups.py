@@ -1,4 +1,4 @@
-"""The process groups of one MoE layer, passed in or taken from the engine, as one small record."""
+"""The process groups of one MoE layer, passed in or taken from the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 
 class _OneRank:
-    """Stands for a group where there is no process group at all: a router or a layer used in a plain script."""
+    """A stand-in for a process group, for a router or a layer used in a plain script without process groups."""
 
     def size(self) -> int:
         return 1
@@ -21,7 +21,7 @@ class _OneRank:
 
 @dataclass(frozen=True)
 class MoEGroups:
-    """Groups that a MoE layer communicates in.
+    """The process groups that a MoE layer communicates in.
 
     tp: tensor parallel. tp_cp: ranks that share a micro-batch. tp_dp_cp: ranks that share a global batch and hold the
     same layers. expert: the EP x ETP ranks that together hold all experts of the layer, ETP fastest. expert_dp: ranks
@@ -40,7 +40,7 @@ class MoEGroups:
 
 
 def moe_groups(pg_collection: Any = None) -> MoEGroups:
-    """The groups from the engine's ProcessGroupCollection, or from its global state if None is given."""
+    """Return the groups from the engine's ProcessGroupCollection, or from its global state if None is given."""
     if pg_collection is not None:
         pg = pg_collection
         tp, tp_cp, tp_dp_cp, expert, expert_dp = pg.tp, pg.tp_cp, pg.tp_dp_cp, pg.tp_ep, pg.expt_dp

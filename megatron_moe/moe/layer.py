@@ -1,8 +1,9 @@
-"""The MoE layer: route, dispatch, experts, combine."""
+"""The MoE layer, which routes tokens, dispatches them to their experts and combines the results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
-from megatron_moe.moe.experts import LocalExperts
-from megatron_moe.moe.groups import moe_groups
+from megatron_moe.moe.experts import GroupedExperts, LocalExperts
+from megatron_moe.moe.grouped_gemm import grouped_linear_loop
+from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.shared_experts import SharedExperts
@@ -23,19 +25,30 @@ from megatron_moe.platform.isolation import is_autocast_on, without_autocast
 from megatron_moe.precision.gates import require_dtype
 
 
+def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
+    from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
+
+    return TEGroupedExperts(config, options, groups)
+
+
+EXPERT_BACKENDS.register("grouped_mm", GroupedExperts)
+EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop))
+EXPERT_BACKENDS.register("te", _te_experts)
+
+
 @dataclass(frozen=True)
 class MoESubmodules:
-    """Classes of the shared expert's two linear layers: the engine's own, or Transformer Engine's."""
+    """The classes of the shared expert's two linear layers: the engine's own, or Transformer Engine's."""
 
     linear_fc1: type = ColumnParallelLinear
     linear_fc2: type = RowParallelLinear
 
 
 class MoELayer(CopiesShareGroups, MegatronModule):
-    """Mixture of experts in place of an MLP, for megatron-core's TransformerLayer.
+    """A mixture of experts that takes the place of the MLP in megatron-core's TransformerLayer.
 
-    The output has the dtype of the input, always. A surrounding torch.autocast changes nothing: the layer computes in
-    the dtype of its weights, to which under autocast an input of another dtype is cast.
+    The output has the dtype of the input. A surrounding torch.autocast does not change the result: the layer computes
+    in the dtype of its weights, to which under autocast an input of another dtype is cast.
 
     Args:
         config: the engine's TransformerConfig; dtype, sequence parallelism and initialisation are read from it.
@@ -43,7 +56,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         layer_number: global, one-based number of the layer; the engine sets it.
         pg_collection: the engine's process groups; its default ones if None.
         is_mtp_layer, name: accepted for the engine's protocol.
-        options: what the layer does; None in a megatron-core program, where `config` says it.
+        options: what the layer does; None in a megatron-core program, where they are read from `config`.
     """
 
     def __init__(
@@ -74,12 +87,12 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             self.set_layer_number(layer_number)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Tell the router which layer this is; called by the engine."""
+        """Set the global, one-based number of this layer and of its router; called by the engine."""
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """[S, B, H] -> ([S, B, H], no bias).
+        """Return the layer's output [S, B, H] for `hidden` [S, B, H], and None in place of a bias.
 
         Args:
             hidden: activations, this rank's part of the sequence under sequence parallelism.
@@ -91,7 +104,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         return self.mixture(hidden, is_padding), None
 
     def mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """The layer for hidden [S, B, H] and is_padding [S x B]; run once more, in the backward pass, if recomputed."""
+        """Compute the layer for hidden [S, B, H] and is_padding [S x B]; recomputation calls it again in backward."""
         if not is_autocast_on(hidden.device.type):
             return self._mixture(hidden, is_padding)
         with without_autocast(hidden.device.type):
@@ -99,7 +112,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             return self._mixture(hidden.to(weight.dtype), is_padding).to(hidden.dtype)
 
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """The layer in four verbs."""
+        """Route, dispatch, compute the experts, and combine."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
@@ -112,7 +125,9 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             remedy="an expert backend returns the dtype of its rows; cast before it returns",
         )
         output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
-        return output if self.shared_experts is None else output + self._shared(self.shared_experts, hidden)
+        if self.shared_experts is None:
+            return output
+        return output + self._shared(self.shared_experts, hidden)
 
     def _shared(self, shared_experts: SharedExperts, hidden: Tensor) -> Tensor:
         if self.recompute_shared_experts and self.training:

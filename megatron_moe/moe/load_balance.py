@@ -1,5 +1,8 @@
-"""Load balancing: counts, the bias update and the auxiliary losses as pure functions, then what a router keeps of a
-step: its tokens (`StepTokens`) and its auxiliary losses (`AuxLosses`)."""
+"""Load balancing of the experts.
+
+Pure functions come first: token counts, the bias update and the shares of the auxiliary losses. After them the state
+that a router keeps during a step: its tokens (`StepTokens`) and its auxiliary losses (`AuxLosses`).
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ EXACT_FP32_INTEGER = 2**24
 
 
 class LostTokens(RuntimeError):
-    """A step's counts are not its tokens x K: some were lost on the way, or counted twice."""
+    """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
 
 
 def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:
-    """Tokens per sequence and expert, [B, E] int64, of a decision.
+    """Return the number of tokens per sequence and expert, [B, E] int64, of a decision.
 
     Args:
         expert_ids: [T, K]; token t belongs to sequence t % B, as in the engine's [S, B] order.
@@ -50,8 +53,10 @@ def count_tokens(
 
 
 def demand_of(routed: RoutedTokens) -> Tensor:
-    """Return what the tokens ask for, [B, E] int64, also where an expert has no room for it: balance is a matter of
-    the demand."""
+    """Return the number of choices per sequence and expert, [B, E] int64, before the capacity drops any.
+
+    Balancing goes by the demand, including the choices that an expert has no capacity for.
+    """
     ids, micro_batch = routed.decision.expert_ids, routed.micro_batch
     return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
 
@@ -59,7 +64,9 @@ def demand_of(routed: RoutedTokens) -> Tensor:
 def updated_expert_bias(
     expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float, center: bool = False
 ) -> Tensor:
-    """One step of the auxiliary-loss-free balancing (arXiv 2408.15664): up for experts below the mean, down above.
+    """Return the bias after a step of auxiliary-loss-free balancing (arXiv 2408.15664).
+
+    It goes up for experts below the mean load, and down for those above.
 
     The sign is decided in integers: an expert is below the mean where E x count < total. No division, no rounding,
     no dependence on the order in which ranks were summed.
@@ -68,8 +75,9 @@ def updated_expert_bias(
         expert_bias: [..., E] fp32.
         tokens_per_expert: [..., E] int64, summed over all ranks that share the global batch.
         update_rate: the step.
-        center: take the mean (in fp64) off the result. The choice of experts depends on differences only, so it stays
-            the same. Without this the mean drifts: not as many experts lie below the mean load as above it.
+        center: whether to subtract the mean (in fp64) from the result. The choice of experts depends on differences
+            only, so it stays the same. Without this the mean drifts, because the numbers of experts below and above
+            the mean load differ.
 
     Returns:
         A new [..., E] fp32.
@@ -92,12 +100,12 @@ def updated_expert_bias(
 
 
 def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """This rank's share of a load-balancing loss (Switch, arXiv 2101.03961, for K choices), summed over its tokens.
+    """Return this rank's share of a load-balancing loss (Switch, arXiv 2101.03961, for K choices), summed over tokens.
 
     For one set of tokens the loss is E x sum_i f_i P_i, with f_i the share of the choices that fell on expert i and
-    P_i the mean score of expert i. Returned is loss x tokens, summed over the sets: divided by the tokens it is their
-    mean, weighted by tokens. f is over all ranks that share a set; the scores are this rank's, so that the sum of all
-    ranks' shares is the whole.
+    P_i the mean score of expert i. The result is loss x tokens, summed over the sets; divided by the tokens it is their
+    mean, weighted by tokens. f is over all ranks that share a set and the scores are this rank's, so that all ranks'
+    shares add up to the whole.
 
     Args:
         scores: [T, E] fp32 or fp64, one distribution per valid local token, rows of padding zero; token t is in set
@@ -111,29 +119,28 @@ def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 def z_loss_share(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:
-    """This rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): the sum over tokens of logsumexp(logits)^2."""
+    """Return this rank's share of the router z-loss (ST-MoE, arXiv 2202.08906): sum over tokens of logsumexp^2."""
     squares = torch.logsumexp(logits, dim=-1).square()
     if is_padding is not None:
         squares = squares.masked_fill(is_padding, 0.0)
     return squares.sum()
 
 
-# ---- Auxiliary losses of one router: what each adds, per token of the global batch, and how it enters the gradient.
-#
-# Each loss is a sum over sets of tokens, loss of the set x tokens of the set, and it is divided by the tokens of the
-# global batch. The sets: a sequence (seq_aux_loss), a micro-batch (aux_loss), the global batch (global_aux_loss), a
-# token (z_loss). A rank attaches its own share of the sum; all ranks' shares add up, however the global batch is split.
+# Each auxiliary loss is a sum over sets of tokens, loss of the set x tokens of the set, divided by the tokens of the
+# global batch. The sets are a sequence (seq_aux_loss), a micro-batch (aux_loss), the global batch (global_aux_loss), or
+# a token (z_loss). A rank attaches its own share of the sum; all ranks' shares add up, however the global batch is
+# split.
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a step announces to its routers before the first micro-batch.
+    """The global batch, which a step announces to the routers before the first micro-batch.
 
     num_tokens: tokens, without padding, that every router will route, over all ranks and micro-batches.
-    loss_weight: what one token's auxiliary loss is multiplied by when it is attached, so that after the engine's
-    scaling (by 1 / micro-batches and the mean over data-parallel ranks, or for a loss per token by 1 / tokens with a
-    loss) each token of the global batch has the weight 1 / num_tokens. A number, or a tensor of one.
-    tokens_per_expert: [E] int64, of the whole global batch before any choice is dropped, where it was counted ahead.
+    loss_weight: the factor of one token's auxiliary loss when it is attached, such that after the engine's scaling (by
+    1 / micro-batches and the mean over data-parallel ranks, or for a loss per token by 1 / tokens with a loss) each
+    token of the global batch has the weight 1 / num_tokens. A number, or a tensor of one.
+    tokens_per_expert: [E] int64, the choices of the global batch before any is dropped; None if not counted ahead.
     """
 
     num_tokens: int
@@ -142,10 +149,10 @@ class GlobalBatch:
 
 
 class StepTokens:
-    """How many tokens a router was given since the last committed or abandoned step, and of which global batch.
+    """The tokens that a router was given since the last committed or abandoned step, and their global batch.
 
-    num_tokens: on this rank, padding too; known on the host. num_valid: those without padding, a tensor where there was
-    padding, which is not counted on the host. global_batch: None until a step announces it.
+    num_tokens: on this rank, padding included; known on the host. num_valid: tokens without padding, a tensor if there
+    was padding, which is not counted on the host. global_batch: None until a step announces it.
     """
 
     def __init__(self) -> None:
@@ -171,8 +178,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class BalancedTokens:
-    """What the losses are made of. logits, scores: [T, E] of this rank, each row of `scores` a distribution, or zeros
-    for padding. counts: [B, E] int64, choices per sequence and expert over all ranks of the micro-batch."""
+    """The input of the auxiliary losses.
+
+    logits, scores: [T, E] of this rank; each row of `scores` is a distribution, or zeros for padding. counts: [B, E]
+    int64, choices per sequence and expert over all ranks of the micro-batch.
+    """
 
     logits: Tensor
     scores: Tensor
@@ -184,8 +194,8 @@ class BalancedTokens:
 class AuxLosses:
     """The auxiliary losses of one router, and their sums since the last step.
 
-    totals: by name this rank's share of the sum over tokens, fp64. A router to which no global batch is announced
-    weighs as Megatron-LM does: each micro-batch alike, or each token where the loss is per token.
+    totals: this rank's share of each loss's sum over tokens, fp64, by name. Without an announced global batch the
+    losses are weighed as in Megatron-LM: each micro-batch alike, or each token where the loss is per token.
     """
 
     def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
@@ -203,16 +213,16 @@ class AuxLosses:
             self._terms.append(("z_loss", options.z_loss_coeff, _z_loss_share))
 
     def reset(self) -> None:
-        """Forget the step, which is over or given up."""
+        """Reset the sums, after a step was committed or abandoned."""
         self.totals = {}
         self._counted = None
 
     def attach(self, routed: RoutedTokens, demand: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
-        """Let the losses' gradients enter the graph at the probs, with the scale that the engine's schedule sets.
+        """Attach the losses' gradients to the graph at the probs, with the scale that the engine's schedule sets.
 
         Args:
-            demand: [B, E] int64, this rank's choices per sequence and expert, dropped ones too.
-            global_batch: what the step has announced; None if it has not.
+            demand: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
+            global_batch: the batch that the step has announced; None if it has not.
         """
         is_padding = routed.micro_batch.is_padding
         counts = sum_over_ranks(demand, self.groups.tp_cp)
@@ -251,8 +261,8 @@ class AuxLosses:
         announced = seen.global_batch
         if announced is not None and announced.tokens_per_expert is not None:
             return balance_share(seen.scores, announced.tokens_per_expert.unsqueeze(0))
-        # Nothing was counted ahead: the whole global batch if this is its only micro-batch, else what was seen of it.
-        # `counts` is the same on all ranks of the micro-batch; their first stands for them.
+        # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
+        # micro-batch. `counts` is the same on all ranks of a micro-batch, of which the first one contributes it.
         mine = seen.counts.sum(dim=0, keepdim=True) * int(self.groups.tp_cp.rank() == 0)
         now = sum_over_ranks(mine, self.groups.tp_dp_cp)
         self._counted = now if self._counted is None else self._counted + now
@@ -260,10 +270,10 @@ class AuxLosses:
 
 
 class _Attached(torch.autograd.Function):
-    """Pass the probs on; in the backward pass the loss gets the scale that the engine's schedule has set, or 1.
+    """The identity on the probs, whose backward gives the loss the scale that the engine's schedule has set, or 1.
 
-    The engine's function of this kind sets a scale itself where there is none. It would outlive the pass, and the next
-    schedule in the process cannot write its own into it.
+    The engine's function of this kind sets a scale itself if there is none. That scale would remain after the pass, and
+    the next schedule in the process cannot write its own into it.
     """
 
     @staticmethod

@@ -1,10 +1,11 @@
-"""MoEOptions: what a MoE layer and its parts are asked to do.
+"""The options of a MoE layer and its parts.
 
-`from_run` reads them from the run's sections, once per model (`model/build.py`); the layer's spec hands them to every
-MoE layer, and the layer to its router, dispatcher, experts and shared expert. A field of the schema is read here, under
-its own name, and nowhere else between the command line and the part that obeys it.
+`MoEOptions.from_run` reads them from the run's sections, once per model (`model/build.py`); the layer's spec passes
+them to every MoE layer, and the layer to its router, dispatcher, experts and shared expert. This is where the schema's
+field names are translated into the names that the layer's parts use.
 
-`from_engine_config` serves a megatron-core program that our layer or router is plugged into, and that has no run.
+`MoEOptions.from_engine_config` serves a megatron-core program that our layer or router is plugged into, and that has
+no run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ROUTER_DTYPES = {None: torch.float32, "fp32": torch.float32, "fp64": torch.floa
 
 @dataclass(frozen=True)
 class MoEOptions:
-    """Choices of one MoE layer. Sizes are global: E experts, K per token, F the width of an expert."""
+    """The options of one MoE layer. Sizes are global: E experts, K per token, F the width of an expert."""
 
     num_experts: int
     topk: int
@@ -114,14 +115,14 @@ class MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
         It lacks what this project adds (probability normalisation, expert backend, centred bias, counts of the global
-        loss): an attribute of the schema's name that is set on it is read, and else the schema's default holds. Without
-        the group score, groups are scored as megatron-core scores them, and not by that default. The gate is computed
-        in fp32 unless the configuration asks for fp64; there is no way to ask for less. Sinkhorn brings weights of its
-        own, see `_sinkhorn_weights`.
+        loss). For these an attribute with the schema's name is read if it is set, otherwise the schema's default
+        applies. Without the group score, groups are scored as megatron-core scores them, not by that default. The gate
+        is computed in fp32 unless the configuration asks for fp64; lower precision is not supported. Sinkhorn routing
+        has its own weights, see `_sinkhorn_weights`.
 
         Raises:
             ValueError: a score function that is not registered (megatron-core 0.19.2 has a third one), or
-                megatron-core's group score with fewer experts per token than groups, of which it would choose any.
+                megatron-core's group score with fewer experts per token than groups, which scores all groups 0.
         """
         topk = config.moe_router_topk
         score_function, pre_softmax = _score_function(config), config.moe_router_pre_softmax
@@ -176,8 +177,10 @@ def _aux_losses(kinds: Any, coeffs: Any) -> tuple[tuple[str, float], ...]:
 
 
 def _sinkhorn_weights(topk: int) -> tuple[str, bool, bool]:
-    """Return score function, pre-softmax and normalisation of Megatron-LM's Sinkhorn routing: it weighs by the sigmoid
-    for K = 1, else by the softmax over all experts, not normalised."""
+    """Return the score function, pre-softmax and normalisation of Megatron-LM's Sinkhorn routing.
+
+    It weighs by the sigmoid for K = 1, otherwise by the softmax over all experts, not normalised.
+    """
     return "sigmoid" if topk == 1 else "softmax", topk > 1, False
 
 

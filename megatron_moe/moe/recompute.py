@@ -1,8 +1,8 @@
-"""Recomputation by module: which modules are recomputed, and the two ways there are.
+"""Recomputation of a function's output in the backward pass.
 
-`tensor_parallel.checkpoint` keeps a function's input and runs it again in the backward pass, with the same random
-numbers. `forgetting` is for a function whose output is the only large thing: the output is not kept for whoever reads
-it, and comes back when the reader's gradient does.
+The engine's `tensor_parallel.checkpoint` keeps a function's input and runs the function again in the backward pass,
+with the same random numbers. `without_output` is for a function whose output alone is large: the output is not kept
+for the function that reads it, and is computed again when the gradient of that function's result arrives.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
 
-def forgetting(produce: Callable[..., Any], consume: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """consume(*produce(*inputs)), with the same numbers, without keeping what `produce` returned.
+def without_output(produce: Callable[..., Any], consume: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return consume(*produce(*inputs)), with the same numbers, without keeping what `produce` returned.
 
-    Its storage is freed after `consume`; when the gradient of the result arrives, `produce` runs again and fills it, so
-    that whatever `consume` kept of it, views too, is whole before it is read.
+    The storage is freed after `consume`. When the gradient of the result arrives, `produce` runs again and fills the
+    storage, so that everything `consume` saved of it, views included, is complete before it is read.
 
     Args:
-        produce: returns a tensor or a tuple of tensors that nobody but `consume` reads. Gradients of inputs and
+        produce: returns a tensor or a tuple of tensors that no function but `consume` reads. Gradients of inputs and
             parameters are found as usual.
         consume: takes them as its arguments; its result must depend on them.
     """

@@ -1,4 +1,4 @@
-"""TopKRouter: the gate, its fp32 state, and one decision per token."""
+"""The router of a MoE layer: the gate, its fp32 state, and the experts that each token is sent to."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.fp32_state import Fp32State
 
 Observer = Callable[["TopKRouter", RoutedTokens], None]
-"""What looks at every pass of a router, see `TopKRouter.observed_by`."""
+"""A function that is called with a router and each of its passes, see `TopKRouter.observed_by`."""
 
 
 class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
-    """Choose K experts for every token.
+    """A gate that chooses K experts for every token, weighs them and counts the choices.
 
-    State, float32 under every cast and move (see `Fp32State`):
+    State, which stays in float32 when the module is cast or moved (see `Fp32State`):
         expert_bias: [E], saved in checkpoints; None where the bias is not enabled.
-        local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`: what
-            the experts got.
-        local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without one.
+        local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`: the
+            choices that were dispatched.
+        local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
@@ -75,7 +75,9 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.register_buffer("local_tokens_per_expert", zeros.clone(), persistent=False)
         dropped = None if options.capacity_factor is None else zeros.clone()
         self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
-        self.perturb = Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _as_it_is
+        self.perturb = (
+            Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _unchanged
+        )
         self.choose = build_choice(options, self.groups)
         self.limit = build_limit(options, self.groups)
         self.aux_losses = build_aux_losses(options, self.groups)
@@ -88,11 +90,11 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     @contextmanager
     def observed_by(self, see: Observer, every_pass: bool = False) -> Iterator[None]:
-        """Show `see` the router's passes within the block, before the auxiliary losses are attached.
+        """Call `see` with each pass of the router within the block, before the auxiliary losses are attached.
 
         Args:
-            see: is given this router and the pass, and changes neither.
-            every_pass: also those that do not count for a step: without gradients, or in evaluation.
+            see: takes this router and the pass, and changes neither.
+            every_pass: whether to include passes that do not count for a step: without gradients, or in evaluation.
         """
 
         def observer(router: TopKRouter, routed: RoutedTokens) -> None:
@@ -112,7 +114,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
         """Choose and weigh the experts of each token, count them, and attach the auxiliary losses.
 
-        A surrounding autocast changes nothing in it, forward or backward.
+        A surrounding autocast changes neither the forward nor the backward pass.
 
         Args:
             hidden: [T, H]; token t belongs to sequence t % B, as in the engine's [S, B] order.
@@ -138,7 +140,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             return self._balance(routed) if counted else decision
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
-        """Return (probs [T, E], routing_map [T, E] bool) of the same decision in dense form: the engine's protocol.
+        """Return the decision in dense form, (probs [T, E], routing_map [T, E] bool), as the engine's protocol asks.
 
         Args:
             hidden: [S, B, H] or [T, H].
@@ -157,7 +159,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         return probs, routing_map
 
     def reset_counts(self) -> None:
-        """Start counting anew, without a global batch: a committed or an abandoned step is over."""
+        """Reset all counts and forget the global batch, after a step was committed or abandoned."""
         self.local_tokens_per_expert.zero_()
         if self.local_dropped_per_expert is not None:
             self.local_dropped_per_expert.zero_()
@@ -186,11 +188,11 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
 
 class Jitter:
-    """The router's input, and nothing else, times noise out of [1 - eps, 1 + eps], in training.
+    """A function that multiplies the router's input by noise from [1 - eps, 1 + eps] in training.
 
-    The noise is drawn from torch's generator of the device, which recomputation puts back before it runs again; within
-    the engine's block, under sequence parallelism, that is a stream of each TP rank's own. It depends on the layout, as
-    dropout does. The product is in the router's dtype: in bf16 noise of 1 % would have four values.
+    The noise is drawn from torch's generator of the device, which recomputation restores before it runs again; within
+    the engine's block, under sequence parallelism, each TP rank has its own random stream. The noise depends on the
+    layout, as dropout does. The product is in the router's dtype: in bf16, noise of 1 % would have four values.
     """
 
     def __init__(self, eps: float, dtype: torch.dtype) -> None:
@@ -203,5 +205,5 @@ class Jitter:
         return hidden.to(self.dtype) * noise.uniform_(1 - self.eps, 1 + self.eps)
 
 
-def _as_it_is(hidden: Tensor, training: bool) -> Tensor:
+def _unchanged(hidden: Tensor, training: bool) -> Tensor:
     return hidden

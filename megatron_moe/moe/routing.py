@@ -1,8 +1,9 @@
-"""Routing, as pure functions: logits -> scores -> choice of experts -> weights.
+"""Routing: logits -> scores -> choice of experts -> weights.
 
-The bias chooses and never weighs: it is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437,
-section 2.1.2), whatever the score function is. There is one decision, as indices [T, K]; nothing here builds a dense
-[T, E] map of it.
+`route` puts the steps together. What differs between routers is the choice: by score, by Sinkhorn's normalisation or
+round robin (`build_choice`). The expert bias is added to the scores for the choice and does not enter the weights
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2), whatever the score function is. A decision consists of indices [T, K],
+without a dense [T, E] map.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_moe.parallel.collectives import sum_over_ranks
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What is known of the T tokens that a router is given.
+    """The properties of the T tokens that a router is given.
 
     is_padding: [T] bool, True for padding; None if no token is. num_sequences: B; token t is of sequence t % B, as in
     the engine's [S, B] order. training: whether the module trains.
@@ -35,11 +36,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """How the experts of a token are scored, for `SCORE_FUNCTIONS.register`.
+    """A function that scores the experts of a token, for `SCORE_FUNCTIONS.register`.
 
     scores: logits [T, E] in fp32 or fp64 -> scores [T, E] in the same dtype, not negative, differentiable, each row
-    from its own logits alone. sums_to_one: whether each row is a distribution already; the auxiliary losses divide
-    other scores by their sum, and the weights of K > 1 experts are so normalised unless a flag says otherwise.
+    from its own logits alone. sums_to_one: whether each row is a distribution; the auxiliary losses divide other
+    scores by their sum, and the weights of K > 1 experts are normalised in the same way unless a flag turns it off.
     """
 
     scores: Callable[[Tensor], Tensor]
@@ -47,12 +48,12 @@ class ScoreFunction:
 
 
 class RoutingDecision(NamedTuple):
-    """Which experts a token goes to, and with which weight.
+    """The experts that each token is sent to, and their weights.
 
     expert_ids: [T, K] int64, the chosen experts of each token, all different.
     probs: [T, K] in the router's dtype (fp32), the weights of the experts' outputs; 0 for padded tokens.
-    kept: [T, K] bool, False for choices that are not dispatched, whose weight is 0: padding, and what is beyond an
-        expert's capacity. None where there is no capacity: all are dispatched.
+    kept: [T, K] bool, False for choices that are not dispatched, whose weight is 0: padding, and choices beyond an
+        expert's capacity. None without a capacity: all choices are dispatched.
     """
 
     expert_ids: Tensor
@@ -62,11 +63,11 @@ class RoutingDecision(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """One pass of a router over a micro-batch, as its observers and its balancing see it.
+    """One pass of a router over a micro-batch, for its observers and its load balancing.
 
-    hidden: [T, H], what the gate was given. logits, scores: [T, E]. decision: capacity included, auxiliary losses not
-    yet attached. counted: whether the pass counts for the step, as the one that has a backward does: recomputation runs
-    the forward twice, first without gradients.
+    hidden: [T, H], the gate's input. logits, scores: [T, E]. decision: after the capacity, before the auxiliary losses
+    are attached. counted: whether the pass counts for the step. The pass that has a backward does: recomputation runs
+    the forward pass twice, first without gradients.
     """
 
     hidden: Tensor
@@ -78,7 +79,7 @@ class RoutedTokens:
 
 
 Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]
-"""(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, K different experts each."""
+"""(logits [T, E], scores [T, E], expert_bias [E] or None, micro-batch) -> [T, K] int64, different ones in each row."""
 
 
 SCORE_FUNCTIONS.register("softmax", ScoreFunction(lambda logits: torch.softmax(logits, dim=-1), sums_to_one=True))
@@ -91,11 +92,11 @@ def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
 
 
 def ranked_values(logits: Tensor, scores: Tensor, options: MoEOptions) -> Tensor:
-    """Return what experts and their groups are ranked by before a bias, [T, E]: the scores.
+    """Return the values [T, E] by which experts and their groups are ranked, before a bias is added: the scores.
 
-    With groups as megatron-core chooses them and a softmax after the choice it is the logits. A softmax keeps the order
-    of experts, and not that of sums over groups. With an expert bias it is the scores there too: the bias grows by its
-    update rate, which is a difference of scores, and megatron-core has no such bias to agree with.
+    With megatron-core's group score and a softmax after the choice they are the logits, since a softmax keeps the order
+    of experts but not that of sums over groups. With an expert bias they are the scores there too: the bias grows by
+    its update rate, which is a difference of scores, and megatron-core has no such bias to agree with.
     """
     if options.enable_expert_bias:
         return scores
@@ -105,7 +106,7 @@ def ranked_values(logits: Tensor, scores: Tensor, options: MoEOptions) -> Tensor
 
 
 def group_scores(choice: Tensor, options: MoEOptions) -> Tensor:
-    """A token's score of each group of neighbouring experts, [T, groups], from `ranked_values` plus bias, [T, E].
+    """Return each token's score of each group of neighbouring experts, [T, groups], from [T, E] values plus bias.
 
     It is the group's best expert (`max`: DeepSeek-V2, arXiv 2405.04434), the sum of its best two (`top2`: DeepSeek-V3),
     or the sum of its best K // `group_topk` (`megatron`: megatron-core's group_limited_topk).
@@ -119,8 +120,10 @@ def group_scores(choice: Tensor, options: MoEOptions) -> Tensor:
 
 
 def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
-    """What the choice goes by, [T, E]: `ranked_values` plus bias, -inf outside the groups a token may use; without
-    gradient."""
+    """Return the values [T, E] that decide the choice, without gradient.
+
+    They are `ranked_values` plus bias, and -inf outside the groups that a token may use.
+    """
     choice = ranked.detach()
     if expert_bias is not None:
         choice = choice + expert_bias.to(choice.dtype)
@@ -134,12 +137,12 @@ def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOption
 
 
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
-    """The K experts of each token, [T, K] int64, by `ranked_values` plus bias; no gradient passes through a choice."""
+    """Return the K best experts of each token, [T, K] int64, by `ranked_values` plus bias, without gradient."""
     return choice_scores(ranked, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
 def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions) -> Tensor:
-    """The weights [T, K] of the chosen experts, from unbiased scores.
+    """Return the weights [T, K] of the chosen experts, from unbiased scores.
 
     A softmax over the chosen logits alone is the normalised softmax over all of them, and is exact where the sum of
     the chosen scores underflows; so that is what the softmax without `pre_softmax` uses.
@@ -156,15 +159,15 @@ def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: M
 def route(
     logits: Tensor, expert_bias: Tensor | None, options: MoEOptions, micro_batch: MicroBatch, choose: Choice
 ) -> tuple[RoutingDecision, Tensor]:
-    """Decide once for every token.
+    """Choose the experts of every token, and weigh them.
 
     Args:
         logits: [T, E], fp32 or fp64.
         expert_bias: [E] fp32, or None.
-        options: the layer's choices.
-        micro_batch: what the tokens are. The weights of padding are 0, so that it reaches no output and sends no
+        options: the layer's options.
+        micro_batch: the tokens' properties. The weights of padding are 0, so that it reaches no output and sends no
             gradient.
-        choose: which experts; see moe/routing.py.
+        choose: the choice of experts, see `build_choice`.
 
     Returns:
         The decision, and the scores [T, E] that the auxiliary losses use. The weights of a token with a logit that is
@@ -181,25 +184,23 @@ def route(
     return RoutingDecision(expert_ids, probs), scores
 
 
-# ---- Sinkhorn's normalisation: scores that choose every expert about equally often within a micro-batch.
-#
-# S-BASE (arXiv 2202.01169), with Megatron-LM's iteration and tolerance, but in fp64, and with each token's logits taken
-# relative to their largest, so that none overflows; a token's own factor changes nothing in the order of its experts.
-
+# Sinkhorn's normalisation makes the experts be chosen about equally often within a micro-batch. It is S-BASE (arXiv
+# 2202.01169) with Megatron-LM's iteration and tolerance, but in fp64 and with each token's logits taken relative to
+# their largest, so that none overflows; a token's own factor does not change the order of its experts.
 
 TOLERANCE = 1e-4
 _EPSILON = 1e-8
 MAX_ROUNDS = 1000
-"""More are of no use: the choice stays a sound one, only less even."""
+"""The limit on rounds. Without convergence the choice is still valid, and less even."""
 
 
 @torch.no_grad()
 def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Tensor:
-    """exp(logits) [T, E], times the factor per expert that makes all experts' shares of the tokens alike; fp64.
+    """Return exp(logits) [T, E] fp64, times a factor per expert that makes the experts' shares of tokens equal.
 
     Rows and columns are normalised in turn until the experts' factors change by less than 1e-4 in the mean. The sums
-    over tokens are over all ranks of `group`, so that the result does not depend on how a micro-batch is split. The end
-    is decided on the host: one synchronisation, and one all-reduce of E numbers, per round.
+    over tokens are over all ranks of `group`, so that the result does not depend on how a micro-batch is split. The
+    end is decided on the host: one synchronisation, and one all-reduce of E numbers, per round.
 
     Args:
         logits: [T, E] of this rank.
@@ -225,30 +226,26 @@ def balanced_scores(logits: Tensor, is_padding: Tensor | None, group: Any) -> Te
     return cost * factors
 
 
-# ---- Which experts a token gets: by its scores, by Sinkhorn's normalisation, or round robin; a `routing.Choice` each.
-
-
 def positions(num_tokens: int, num_sequences: int, groups: MoEGroups, device: torch.device) -> Tensor:
-    """Where this rank's T tokens stand in their micro-batch: [T] int64, the index in [S, B] order that one rank
-    with the whole micro-batch would have.
+    """Return the positions [T] int64 of this rank's tokens in the [S, B] order of their whole micro-batch.
 
-    Under sequence parallelism TP rank r holds the r-th piece of what its context-parallel rank holds, and that is
-    chunks c and 2 CP - 1 - c of the sequence's 2 CP chunks.
+    Under sequence parallelism TP rank r has the r-th piece of the part of its context-parallel rank c, which consists
+    of the chunks c and 2 CP - 1 - c of the sequence's 2 CP chunks.
     """
     tp, tp_rank = groups.tp.size(), groups.tp.rank()
     cp, cp_rank = groups.tp_cp.size() // tp, groups.tp_cp.rank() // tp  # TP ranks are neighbours
     token = torch.arange(num_tokens, device=device)
     length = num_tokens // num_sequences
-    place = tp_rank * length + token // num_sequences  # in the context-parallel rank's part of the sequence
+    position = tp_rank * length + token // num_sequences  # in the context-parallel rank's part of the sequence
     if cp > 1:
         half = length * tp // 2
-        chunk = torch.where(place < half, cp_rank, 2 * cp - 1 - cp_rank)
-        place = chunk * half + place % half
-    return place * num_sequences + token % num_sequences
+        chunk = torch.where(position < half, cp_rank, 2 * cp - 1 - cp_rank)
+        position = chunk * half + position % half
+    return position * num_sequences + token % num_sequences
 
 
 class ByScore:
-    """The K best by score plus bias, within the token's groups."""
+    """A choice of the K best experts by score plus bias, within the token's groups."""
 
     def __init__(self, options: MoEOptions) -> None:
         self.options = options
@@ -258,8 +255,11 @@ class ByScore:
 
 
 class BySinkhorn:
-    """In training the K best after Sinkhorn's normalisation over the micro-batch's tokens, those of all TP x CP ranks
-    together; in evaluation the K best. Megatron-LM's, but that there every rank normalises its own tokens."""
+    """A choice of the K best experts after Sinkhorn's normalisation in training, and by score in evaluation.
+
+    The normalisation is over the micro-batch's tokens on all TP x CP ranks. In Megatron-LM, which this follows
+    otherwise, every rank normalises its own tokens.
+    """
 
     def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
         self.options, self.groups = options, groups
@@ -272,7 +272,7 @@ class BySinkhorn:
 
 
 class RoundRobin:
-    """Experts in turn, whatever the scores: token p of the micro-batch gets p K, p K + 1, ... modulo E.
+    """A choice that ignores the scores: token p of the micro-batch gets the experts p K, p K + 1, ... modulo E.
 
     Every expert gets the same number of choices where E divides the micro-batch's tokens x K.
     """
@@ -281,13 +281,13 @@ class RoundRobin:
         self.options, self.groups = options, groups
 
     def __call__(self, logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        place = positions(logits.shape[0], micro_batch.num_sequences, self.groups, logits.device)
+        position = positions(logits.shape[0], micro_batch.num_sequences, self.groups, logits.device)
         turn = torch.arange(self.options.topk, device=logits.device)
-        return (place.unsqueeze(1) * self.options.topk + turn) % self.options.num_experts
+        return (position.unsqueeze(1) * self.options.topk + turn) % self.options.num_experts
 
 
 def build_choice(options: MoEOptions, groups: MoEGroups) -> Choice:
-    """The choice that the options ask for."""
+    """Return the choice that the options ask for."""
     if options.force_load_balancing:
         return RoundRobin(options, groups)
     return BySinkhorn(options, groups) if options.sinkhorn else ByScore(options)

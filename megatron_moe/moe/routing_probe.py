@@ -1,7 +1,7 @@
-"""RoutingProbe: how sure a router is of its choices, measured on some tokens of one step.
+"""A probe that measures the margins of a router's choices on some tokens of one step.
 
-A probe observes a router (`TopKRouter.observed_by`) during the steps that are measured. What is measured is kept as
-sums and maxima of this rank; `megatron_moe/training/health.py` joins the ranks afterwards.
+The probe observes a router (`TopKRouter.observed_by`) during the steps that are measured. It keeps sums and maxima of
+this rank; `megatron_moe/training/health.py` combines the ranks afterwards.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_moe.moe.routing import RoutedTokens, choice_scores, choose_experts
 
 _STEPS_PER_OCTAVE, _LOWEST, _HIGHEST = 8, -40, 8
 MARGIN_BINS = (_HIGHEST - _LOWEST) * _STEPS_PER_OCTAVE
-"""Bins of the margins' histogram: 8 per factor of two between 2^-40 and 2^8, so a percentile is good to 9 %."""
+"""The bins of the margins' histogram: 8 per factor of two between 2^-40 and 2^8; a percentile is accurate to 9 %."""
 
 
 class RoutingProbe:
-    """Sums over the sampled tokens of one router in one step.
+    """The sums over the sampled tokens of one router in one step.
 
-    sampled, flipped: tokens looked at, and those whose set of experts differs from the fp64 shadow's. margin_sum and
-    margin_histogram [MARGIN_BINS] are over the tokens that had an alternative: with K = E, or as many experts as there
-    are in a token's groups, there is no (K+1)-th score to compare with. max_logit is over all tokens that are not
+    sampled, flipped: the sampled tokens, and those whose set of experts differs from the fp64 shadow's. margin_sum and
+    margin_histogram [MARGIN_BINS] are over the tokens that had an alternative: with K = E, or K equal to the number of
+    experts in a token's groups, there is no (K+1)-th score to compare with. max_logit is over all tokens that are not
     padding, infinite where a logit is not a number.
 
     Args:
@@ -67,20 +67,20 @@ class RoutingProbe:
         self.margin_histogram += torch.bincount(bins, minlength=MARGIN_BINS)
 
     def _share(self) -> int:
-        """Tokens to sample in this micro-batch."""
+        """Return the number of tokens to sample in this micro-batch."""
         before = self._seen * self._num_tokens // self._num_micro_batches
         self._seen += 1
         return self._seen * self._num_tokens // self._num_micro_batches - before
 
 
 def evenly(number: int, wanted: int, device: torch.device) -> Tensor:
-    """At most `wanted` of the indices below `number`, evenly spread, the same every time; int64."""
+    """Return at most `wanted` of the indices below `number`, evenly spread and deterministic, int64."""
     take = min(number, wanted)
     return (torch.arange(take, device=device) * number) // max(take, 1)
 
 
 def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
-    """[T] fp64, 1 where fp64 chooses another set of experts than `expert_ids` [T, K], from the same [T, H]."""
+    """Return [T] fp64, 1 where a router in fp64 chooses other experts than `expert_ids` [T, K] for `hidden` [T, H]."""
     bias = None if router.expert_bias is None else router.expert_bias.double()
     logits = F.linear(hidden.double(), router.weight.double())
     ranked = ranked_values(logits, scores_from_logits(logits, router.options), router.options)
@@ -89,7 +89,7 @@ def flipped(router: Any, hidden: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def choice_margins(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Tensor:
-    """K-th minus (K+1)-th choice score, fp64, of those of the T tokens that had an alternative; 0 is a tie."""
+    """Return the K-th minus the (K+1)-th choice score, fp64, of the tokens that had an alternative; 0 is a tie."""
     if options.topk == options.num_experts:
         return torch.zeros(0, dtype=torch.float64, device=ranked.device)
     best = choice_scores(ranked, expert_bias, options).double().topk(options.topk + 1, dim=-1).values
@@ -98,7 +98,7 @@ def choice_margins(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
 
 
 def margin_percentile(histogram: list[int], share: float) -> float | None:
-    """The margin below which `share` of the tokens lie, to the bin's lower end; 0 in the lowest bin, None of none."""
+    """Return the margin that `share` of the tokens are below, rounded down to a bin; None for an empty histogram."""
     total, below = sum(histogram), 0
     for index, number in enumerate(histogram):
         below += number

@@ -1,4 +1,4 @@
-"""The shared expert: a dense MLP that every token passes, next to its routed experts."""
+"""The shared expert: a dense MLP that processes every token, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_moe.precision.contract import mixes_dtypes
 
 @mixes_dtypes("rows in the model's dtype are weighed in fp32 without a copy of them in fp32")
 def _weighed(output: Tensor, gate: Tensor) -> Tensor:
-    """[S, B, H] in the model's dtype times [S, B, 1] fp32 or fp64 -> the dtype of the gate."""
+    """Return `output` [S, B, H], in the model's dtype, times `gate` [S, B, 1], fp32 or fp64, in the gate's dtype."""
     return output * gate
 
 
@@ -47,8 +47,11 @@ class SharedExperts(CopiesShareGroups, MLP):
                 config.init_method(self.gate_weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H], same dtype. A surrounding autocast changes nothing, also where the layer recomputes
-        this module alone, in a backward pass under one."""
+        """Return the MLP's output [S, B, H] for `hidden` [S, B, H], in the same dtype.
+
+        A surrounding autocast does not change the result, also where the layer recomputes this module alone in a
+        backward pass under autocast.
+        """
         with without_autocast(hidden.device.type):
             return self._gated(hidden)
 
@@ -66,7 +69,7 @@ class SharedExperts(CopiesShareGroups, MLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The engine's, which walks submodules only, plus the gate."""
+        """Return the engine's sharded state, which covers submodules but not own parameters, plus the gate."""
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.gate_weight is not None:
             own = {"gate_weight": self.gate_weight}

@@ -1,4 +1,4 @@
-"""The routers' state of a whole model: finding it, announcing a step, counting ahead, snapshots."""
+"""Operations on all routers of a model: finding them, announcing a step, counting ahead, snapshots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def announce_global_batch(
 ) -> None:
     """Announce the coming global batch to every router, which forgets it when its counts are reset.
 
-    Before the batch's first forward pass in training, and after any counting ahead.
+    It is called before the batch's first forward pass in training, and after any counting ahead.
 
     Args:
         counted: what `counting_ahead` yielded; None if nothing was counted ahead.
@@ -40,11 +40,11 @@ def announce_global_batch(
 
 @contextmanager
 def counting_ahead(model_chunks: Sequence[torch.nn.Module]) -> Iterator[list[Tensor]]:
-    """Count what tokens ask for in the forward passes of the block, which run without gradients and leave no
-    other trace.
+    """Count the choices of experts in the forward passes of the block, which run without gradients.
 
     Yields:
-        Per router [E] int64; after the block, of all ranks: collective over TP x CP x DP.
+        A tensor [E] int64 per router. After the block it holds the sum over all ranks, by a collective over TP x CP x
+        DP.
     """
     found = list(routers(model_chunks))
     counts = [torch.zeros(r.options.num_experts, dtype=torch.int64, device=r.weight.device) for r in found]
@@ -65,10 +65,10 @@ def _add_demand(count: Tensor, _: TopKRouter, routed: RoutedTokens) -> None:
 
 @dataclass(frozen=True)
 class RouterSnapshot:
-    """What a step may change in the routers, as it was before the step.
+    """A copy of the routers' state that a step may change, made before the step.
 
-    A step that is not committed (overflow, NaN, rerun) puts it back: the bias keeps its bits, and nothing of the
-    abandoned step stays in the counts. The tensors are E floats per layer.
+    A step that is not committed (overflow, NaN, rerun) restores it: the bias keeps its bits, and the counts of the
+    abandoned step are discarded. The tensors are E floats per layer.
     """
 
     model_chunks: tuple[torch.nn.Module, ...]
@@ -76,7 +76,7 @@ class RouterSnapshot:
 
     @classmethod
     def capture(cls, model_chunks: Iterable[torch.nn.Module]) -> RouterSnapshot:
-        """Remember the bias and start counting anew: whatever was counted before belongs to no step."""
+        """Copy the biases and reset all counts, since what was counted before belongs to no step."""
         chunks = tuple(model_chunks)
         biases = []
         for router in routers(chunks):
@@ -86,12 +86,12 @@ class RouterSnapshot:
 
     @property
     def biases(self) -> list[Tensor]:
-        """Every expert_bias that there is."""
+        """The copied expert biases, without the routers that have none."""
         return [bias for bias in self.expert_bias if bias is not None]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo the step: bias bits as captured, counts and trackers empty."""
+        """Undo the step: restore the bits of each bias, and reset counts and auxiliary losses."""
         for router, bias in zip(routers(self.model_chunks), self.expert_bias):
             if bias is not None:
                 router.expert_bias.copy_(bias)

@@ -1,4 +1,4 @@
-"""The routed experts on Transformer Engine's GroupedLinear. Imported only when `--moe-expert-backend te` is chosen."""
+"""The routed experts on Transformer Engine's GroupedLinear, imported when `--moe-expert-backend te` builds a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_moe.moe.options import MoEOptions
 
 
 class TEGroupedExperts(LocalExperts):
-    """As `GroupedExperts`, with one weight per expert in Transformer Engine's modules and the same checkpoint keys.
+    """Experts with one weight each in Transformer Engine's modules, and the checkpoint keys of `GroupedExperts`.
 
     GroupedLinear wants the number of rows per expert on the host: one synchronisation per layer that the
     `grouped_mm` backend does not need.
@@ -51,7 +51,7 @@ class TEGroupedExperts(LocalExperts):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """The keys and global shapes of `GroupedExperts`, one block per expert."""
+        """Return the weights under the keys and global shapes of `GroupedExperts`, as one block per expert."""
         groups, options, axes = self.groups, self.options, len(sharded_offsets)
         sharded: dict[str, ShardedTensor] = {}
         for local, (weight1, weight2) in enumerate(self.local_weights()):

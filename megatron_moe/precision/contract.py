@@ -1,4 +1,14 @@
-"""The precision contract on tensors: declared mixing of dtypes, fp32 islands, and the checks of fp32 state and runs."""
+"""The precision contract on tensors: declared mixing of dtypes, fp32 islands, and the checks of a run.
+
+Code that mixes dtypes on purpose declares it with a reason. The decorators write a name into a register, which the
+audit reads, and return the function or class unchanged, so that a declaration costs nothing when the code runs.
+
+An fp32 island is a module that stores and computes fp32 inside a model of another dtype: its tensors keep their fp32
+bits under every cast, its floating inputs are widened on entry, and its outputs leave in the dtype of the model around
+it. The caller says which modules become islands, and what they emit.
+
+The checks cover declared fp32 state, and the tensors of a run at each boundary where a dtype could change.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +23,6 @@ from torch import Tensor
 
 from megatron_moe.precision.fp32_state import Fp32State, moved_with_its_bits
 
-# ---- Where dtypes are mixed on purpose: the code says so itself, with a reason.
-#
-# A declaration costs nothing when the code runs: the decorators write a name into a register and return what they got.
-# Only the audit reads the register.
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
@@ -30,10 +34,10 @@ def mixes_dtypes(reason: str) -> Callable[[_Function], _Function]:
     """Declare that the decorated function combines tensors of different dtypes on purpose.
 
     It covers the function's own operations, those of helpers it calls and their backward; not those of another
-    `torch.nn.Module` that it calls. Below `@staticmethod`.
+    `torch.nn.Module` that it calls. The decorator goes below `@staticmethod`.
 
     Args:
-        reason: why, in a phrase; the audit lists it beside what it excuses.
+        reason: why, in a phrase; the audit lists it next to the operations that it excuses.
     """
 
     def register(function: _Function) -> _Function:
@@ -58,19 +62,13 @@ def returns_wider(reason: str) -> Callable[[_Class], _Class]:
 
 
 def declaration(code: CodeType) -> str | None:
-    """Return why this code mixes dtypes; None if nothing is declared."""
+    """Return the declared reason why this code mixes dtypes; None if there is no declaration."""
     return _CODE.get(code)
 
 
 def wider_output(module: object) -> str | None:
-    """Return why this module's output is wider than what it got; None if its class declares nothing."""
+    """Return the declared reason why this module's output is wider than its input; None without a declaration."""
     return next((_WIDER_OUTPUT[cls] for cls in type(module).__mro__ if cls in _WIDER_OUTPUT), None)
-
-
-# ---- fp32 islands: modules that hold and compute fp32 inside a model of another dtype.
-#
-# An island's tensors keep their fp32 bits under every cast, its floating inputs are widened on entry, and its outputs
-# leave in the dtype of the model around it. Which modules become islands, and what they emit, the caller says.
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -78,9 +76,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Emits:
-    """The dtype in which an island's floating outputs leave it.
+    """The dtype of an island's floating outputs.
 
-    dtype: asked at every call; None: that of the first floating input. as_computed: they stay in fp32.
+    dtype: called at every pass; None: that of the first floating input. as_computed: the outputs stay in fp32.
     """
 
     dtype: Callable[[], torch.dtype] | None = None
@@ -91,11 +89,11 @@ def make_island(module: torch.nn.Module, emits: Emits | None) -> None:
     """Turn a module and all that it contains into an fp32 island, in place, before its weights are drawn.
 
     Its parameters become fp32 and stay the same objects, with their attributes. A module inside an island needs no
-    call of its own: it is protected with it, and finds fp32 inputs.
+    call of its own: it is protected with the island, and gets fp32 inputs.
 
     Args:
-        module: holds parameters in any floating dtype. Not yet wrapped: nothing may have hooked their gradients.
-        emits: what leaves; None for a module that casts for itself and is only to be protected.
+        module: has parameters in any floating dtype. It is not yet wrapped, and their gradients have no hooks.
+        emits: the dtype of the outputs; None for a module that casts itself and needs protection alone.
     """
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
@@ -117,8 +115,10 @@ def declared_fp32_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Ten
 
 
 def _apply_around_fp32(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` for one module of an island: `fn` sees the int32 bits of its fp32 tensors, which no cast of
-    floating-point tensors touches and every move carries along."""
+    """Apply `fn` to one module of an island as `Module._apply` does, but to the int32 bits of its fp32 tensors.
+
+    Casts of floating-point tensors leave integers alone, and moves take them along.
+    """
 
     def around(tensor: Tensor) -> Tensor:
         return moved_with_its_bits(tensor, fn) if tensor.dtype == torch.float32 else fn(tensor)
@@ -131,7 +131,7 @@ def _apply_around_fp32(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], re
 
 
 class _Crossing:
-    """Both hooks of one island. A module does not call itself, so one remembered dtype is enough."""
+    """The forward hooks of one island. A module does not call itself, so one stored dtype is enough."""
 
     def __init__(self, emits: Emits) -> None:
         self.emits = emits
@@ -179,11 +179,8 @@ def _first_floating_dtype(value: Any) -> torch.dtype | None:
     return found[0] if found else None
 
 
-# ---- Checks: declared fp32 state, and every tensor of a run at every boundary where a dtype could change.
-
-
 class PrecisionError(RuntimeError):
-    """A tensor breaks the precision contract; the message names it, its dtype and what it should be."""
+    """An error for a tensor that breaks the precision contract, with its name, its dtype and the right one."""
 
 
 def declared_fp32_state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -198,14 +195,14 @@ def declared_fp32_state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]
 
 
 def verify_fp32_state(module: torch.nn.Module, boundary: str) -> int:
-    """Check all declared fp32 state of `module`.
+    """Check that all declared fp32 state of `module` is float32.
 
     Args:
         module: any module; its submodules are searched.
-        boundary: where the check is made, for the message ("wrapping in Float16Module").
+        boundary: the point of the check, for the message ("wrapping in Float16Module").
 
     Returns:
-        How many tensors were checked.
+        The number of tensors checked.
 
     Raises:
         PrecisionError: naming every tensor that is not float32.
@@ -221,8 +218,10 @@ _MOST_NAMED = 10
 
 
 class TensorDtype(NamedTuple):
-    """An entry of the dtype inventory: a tensor's name, what it is ("weight", "exp_avg"), its dtype, and the one that
-    the contract wants."""
+    """An entry of the dtype inventory.
+
+    It has a tensor's name, its kind ("weight", "exp_avg"), its dtype, and the dtype of the contract.
+    """
 
     name: str
     what: str
@@ -231,9 +230,9 @@ class TensorDtype(NamedTuple):
 
 
 class PrecisionGuard:
-    """Checks tensors against the contract and remembers where everything was still right.
+    """A check of tensors against the contract that remembers where each tensor was still right.
 
-    So the error names the stretch of the run in which a violation came about: between the last boundary at which the
+    So the error names the part of the run in which a violation came about: between the last boundary at which the
     tensor was right (or first seen) and the one at which it was wrong.
     """
 
@@ -241,13 +240,13 @@ class PrecisionGuard:
         self._right_at: dict[tuple[str, str], str] = {}
 
     def check(self, boundary: str, tensors: Iterable[TensorDtype]) -> int:
-        """Compare all `tensors`.
+        """Compare the dtype of each tensor with the contract.
 
         Args:
-            boundary: where the run stands, for messages ("wrapping", "iteration 200").
+            boundary: the point of the run, for messages ("wrapping", "iteration 200").
 
         Returns:
-            How many tensors were checked.
+            The number of tensors checked.
 
         Raises:
             PrecisionError: naming each tensor that broke the contract (the first ten), what it is, its dtype and the

@@ -1,9 +1,9 @@
-"""State that is fp32 and stays fp32, whatever is done to the module that holds it.
+"""State of a module that stays fp32 when the module is cast or moved.
 
 `torch.nn.Module.half()`, `.bfloat16()`, `.double()`, `.to(dtype)`, `.type(dtype)` and every wrapper built on them go
 through `Module._apply(fn)`. A module that mixes in `Fp32State` shows `fn` the int32 bits of its declared state instead
 of the floats. A cast of floating-point tensors skips integers, and a move (`.cuda()`, `.to(device)`, `to_empty`,
-`share_memory`) moves them, bits and all: nothing is rounded and restored, because nothing is ever cast.
+`share_memory`) moves them with their bits: nothing has to be restored, because nothing is cast.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class PrecisionWarning(UserWarning):
-    """State that must be fp32 was found in another dtype where it came from; its lost bits cannot be had back."""
+    """A warning that state which must be fp32 is loaded from another dtype, in which it has lost bits."""
 
 
 class Fp32State:
-    """Mixin for `torch.nn.Module`: buffers named in `fp32_state` are float32 and keep their bits.
+    """A mixin for `torch.nn.Module` whose buffers named in `fp32_state` are float32 and keep their bits.
 
-    Place it before `torch.nn.Module` among the bases. `fp32_conversions` lists what `load_state_dict` had to convert,
-    as (tensor name, dtype found), so that a run can record it.
+    It goes before `torch.nn.Module` among the bases. `fp32_conversions` lists the tensors that `load_state_dict`
+    converted, as (tensor name, dtype found), so that a run can record them.
     """
 
     fp32_state: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Fp32State:
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Never lets a narrower tensor in: with `assign=True` it would replace the buffer, dtype and all."""
+        """Convert narrower tensors before they are loaded: with `assign=True` they would replace the buffer."""
         replaced: dict[str, Tensor] = {}
         for name in self.fp32_state:
             found = state_dict.get(prefix + name)
@@ -58,11 +58,12 @@ class Fp32State:
                 replaced[prefix + name] = found
                 state_dict[prefix + name] = found.to(torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
-        state_dict.update(replaced)  # the caller's dictionary is not ours to change
+        state_dict.update(replaced)  # the caller's dictionary stays as it was
 
 
 def moved_with_its_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return an fp32 tensor with the same bits, on the device to which `fn` moves it."""
     bits = fn(tensor.view(torch.int32))
-    if bits.dtype != torch.int32:  # Module.type() casts integers too: take from it only where the tensor should live
+    if bits.dtype != torch.int32:  # Module.type() casts integers too: take from it the device alone
         bits = tensor.view(torch.int32).to(bits.device)
     return bits.view(torch.float32)

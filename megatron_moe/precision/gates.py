@@ -1,6 +1,6 @@
-"""Gates where dtypes meet: a mismatch is told where it arises, with the module that produced it and the flag to change.
+"""Gates, which report a mismatch of dtypes where it arises, with the module that produced it and the flag to change.
 
-Without them a tensor of the wrong dtype travels on until some kernel refuses it ("mat1 and mat2 must have the same
+Without them a tensor of the wrong dtype is passed on until some kernel refuses it ("mat1 and mat2 must have the same
 dtype"), modules away from the cause, or until one silently promotes it.
 """
 
@@ -22,7 +22,7 @@ def require_dtype(tensor: Tensor, wanted: torch.dtype, *, what: str, producer: s
     Args:
         what: the tensor, in words ("the experts' output").
         producer: the module or function that made it.
-        remedy: what to change: a flag, or a cast in the producer.
+        remedy: the change that works: a flag, or a cast in the producer.
 
     Raises:
         PrecisionError: naming producer, tensor, both dtypes and the remedy.
@@ -32,14 +32,14 @@ def require_dtype(tensor: Tensor, wanted: torch.dtype, *, what: str, producer: s
 
 
 class _Trail:
-    """The module that returned last: where a tensor that arrives somewhere most likely came from."""
+    """The name of the module that returned last, which is the likely producer of the next tensor."""
 
     def __init__(self) -> None:
         self.last = "the model's input"
 
 
 class _Note:
-    """Forward hook of a module without submodules: it has returned."""
+    """A forward hook that records that a module without submodules has returned."""
 
     def __init__(self, name: str, trail: _Trail) -> None:
         self._name, self._trail = name, trail
@@ -49,22 +49,22 @@ class _Note:
 
 
 class _Gate:
-    """Forward pre-hook of a module that multiplies its input with its weights."""
+    """A forward pre-hook that checks the input of a module that multiplies it by its weights."""
 
     def __init__(self, name: str, trail: _Trail) -> None:
         self._name, self._trail = name, trail
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = getattr(args[0], "rows", args[0]) if args else None  # the experts get their rows in a record
-        given = kwargs.get("weight")  # tied tables are handed in
+        given = kwargs.get("weight")  # tied tables are passed in
         weights = [given] if isinstance(given, Tensor) else list(module.parameters(recurse=False))
         if not isinstance(rows, Tensor):
             return
         for weight in weights:
             if weight.dim() > 1 and weight.dtype != rows.dtype:
-                raise PrecisionError(self._told(module, rows, weight))
+                raise PrecisionError(self._message(module, rows, weight))
 
-    def _told(self, module: torch.nn.Module, rows: Tensor, weight: Tensor) -> str:
+    def _message(self, module: torch.nn.Module, rows: Tensor, weight: Tensor) -> str:
         made_by = f" (last operation {rows.grad_fn.name()})" if rows.grad_fn is not None else ""
         autocast = " (torch.autocast is on: call the model without it)" if is_autocast_on(rows.device.type) else ""
         return (
@@ -76,15 +76,15 @@ class _Gate:
 
 
 def install_gates(model: torch.nn.Module, multiplies: Callable[[torch.nn.Module], bool]) -> int:
-    """Put a gate before every module of `model` that multiplies, and remember what returns.
+    """Install a gate before every module of `model` that multiplies, and hooks that record which module returned.
 
-    Costs a Python call per module and pass, and no arithmetic.
+    They cost a Python call per module and pass, and no arithmetic.
 
     Args:
         multiplies: whether a module is a product of its first argument with its own weights, of one dtype.
 
     Returns:
-        How many gates there are.
+        The number of gates.
     """
     trail, count = _Trail(), 0
     for name, module in _named(model):

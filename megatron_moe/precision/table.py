@@ -1,6 +1,6 @@
-"""The precision contract as a table one can read: the dtypes of every class of tensor under a run's own flags.
+"""The precision contract as a readable table: the dtypes of every class of tensor under a run's flags.
 
-`PrecisionGuard` holds a run to it; a test trains a step and compares. Nothing here imports torch.
+`PrecisionGuard` enforces it in a run; a test trains a step and compares. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BACKWARD_AND_FILES = (
 
 
 def contract(run: Run) -> tuple[TensorClass, ...]:
-    """Return every class of tensor of this run, in the order in which a token and then a gradient meets them."""
+    """Return every class of tensor of this run, in the order of the forward and then of the backward pass."""
     words = dtype_words(run)
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
     kept = run.precision.keep_fp32 or ()
@@ -59,7 +59,7 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
 
 
 def _kept_line(pattern: str) -> TensorClass:
-    """Return the line of a pattern of `--keep-fp32` that is no whole class of this table."""
+    """Return the line of a pattern of `--keep-fp32` that is not a whole class of this table."""
     return TensorClass(f"modules {pattern}", "fp32", "fp32", "fp32", "fp32", "fp32", "--keep-fp32")
 
 
@@ -69,7 +69,7 @@ def _resolved(row: TensorClass, words: dict[str, str]) -> TensorClass:
 
 
 def title(run: Run) -> str:
-    """Return the flags that decide, as they would be typed."""
+    """Return a heading with the flags that the dtypes depend on, as they would be typed."""
     p = run.precision
     flags = [f"--{name}" for name in ("bf16", "fp16") if getattr(p, name)] or ["fp32 (neither --bf16 nor --fp16)"]
     flags += [f"--{n.replace('_', '-')}" for n in _SWITCHES if getattr(p, n)]

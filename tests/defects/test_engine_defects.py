@@ -33,7 +33,7 @@ from megatron_moe.model.initialize import normal
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.spec import LOCAL, LayerSettings, layer_spec
-from megatron_moe.moe.recompute import forgetting
+from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import shared_by_ranks, sum_over_ranks
 from tests.defects.stock import forget_logged_losses, present
@@ -220,7 +220,7 @@ def test_recomputing_without_output_asks_for_fp8_by_default(one_process: None) -
     published = as_published(engine_random)
     assert present("S11") == published.CheckpointWithoutOutput().fp8
     x = torch.ones(2, requires_grad=True)
-    forgetting(lambda x: x * 2, lambda y: y.square(), x).sum().backward()
+    without_output(lambda x: x * 2, lambda y: y.square(), x).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 8.0))
 
 

@@ -108,7 +108,7 @@ PLANTS = {
     # What follows is found by the default layouts.
     "an expert's capacity is that of a rank's tokens": Plant(
         "moe/capacity.py",
-        "size = capacity(everyones.shape[0], ",
+        "size = capacity(gathered.shape[0], ",
         "size = capacity(num_tokens, ",
         "--layouts cp2+capacity",
         ("dropped choices decoder.layers.1",),

@@ -1,7 +1,7 @@
-"""Every cross-field rule of a run, in the order in which it is checked.
+"""The rules that a run has to meet, in the order in which they are checked.
 
-A rule is a function of (run, world size) that returns or raises a ConfigError naming flag, value, rule and a setting
-that works. Single values come first, so that later rules may divide by them.
+A rule is a function of (run, world size) that raises a ConfigError with flag, value, rule and a setting that works if
+the run breaks it. Single values come first, so that later rules may divide by them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_model(run: Run, world_size: int) -> None:
-    """As `check`, without what only a run needs: its layout on ranks, its length, its data and files.
+    """Check a model without the layout on ranks, length, data and files of a run.
 
     Raises:
         ConfigError: from the first rule about model, experts, precision or optimizer that the run breaks.
@@ -138,7 +138,7 @@ def check_model(run: Run, world_size: int) -> None:
 
 
 def check_layout(run: Run, world_size: int) -> None:
-    """As `check`, without what only a run needs that trains: its length, its data and files. Its layout is checked.
+    """Check a model and its layout on ranks, without the length, data and files of a run that trains.
 
     Raises:
         ConfigError: from the first rule about model, experts, layout, precision or optimizer that the run breaks.

@@ -1,4 +1,4 @@
-"""Rules about the transformer's shape."""
+"""Rules about the transformer: its shape, its modules, and those that stay in fp32 in a bf16 or fp16 model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _YARN_FIELDS = (
 
 
 def heads_divide_hidden(run: Run, world_size: int) -> None:
-    """A head's width is hidden size / heads, unless it is given or the attention is latent."""
+    """Require that the heads divide the hidden size, unless their width is given or the attention is latent."""
     m = run.model
     if m.multi_latent_attention or m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0:
         return
@@ -40,7 +40,7 @@ def heads_divide_hidden(run: Run, world_size: int) -> None:
 
 
 def query_groups_go_with_their_switch(run: Run, world_size: int) -> None:
-    """Grouped-query attention is switched on and given its groups together, as in Megatron-LM."""
+    """Require grouped-query attention's switch and its number of groups together, as in Megatron-LM."""
     m = run.model
     if m.group_query_attention and m.num_query_groups is None:
         raise refuse(
@@ -55,7 +55,7 @@ def query_groups_go_with_their_switch(run: Run, world_size: int) -> None:
 
 
 def query_groups_divide_heads(run: Run, world_size: int) -> None:
-    """Every key/value head serves the same number of query heads."""
+    """Require that every key/value head serves the same number of query heads."""
     groups = run.derived.num_query_groups
     if run.model.num_attention_heads % groups:
         raise refuse(
@@ -66,7 +66,7 @@ def query_groups_divide_heads(run: Run, world_size: int) -> None:
 
 
 def latent_flags_need_latent_attention(run: Run, world_size: int) -> None:
-    """Ranks and widths of latent attention, and yarn, have no effect on other attention."""
+    """Refuse ranks and widths of latent attention, and yarn, with other attention, which ignores them."""
     stray = set_among(run, _MLA_FIELDS)
     if stray and not run.model.multi_latent_attention:
         raise refuse(
@@ -77,7 +77,10 @@ def latent_flags_need_latent_attention(run: Run, world_size: int) -> None:
 
 
 def grouped_query_flags_need_grouped_query_attention(run: Run, world_size: int) -> None:
-    """Latent attention has no key/value heads of its own, rotates pairs always, and only its rotary part."""
+    """Refuse flags of grouped-query attention with latent attention.
+
+    Latent attention has no separate key/value heads, and rotates its rotary part alone, always in pairs.
+    """
     stray = set_among(run, _GQA_FIELDS)
     if stray and run.model.multi_latent_attention:
         raise refuse(
@@ -88,7 +91,7 @@ def grouped_query_flags_need_grouped_query_attention(run: Run, world_size: int) 
 
 
 def latent_attention_needs_rotary_embedding(run: Run, world_size: int) -> None:
-    """A part of every latent query and key is rotary by construction."""
+    """Require rotary embedding for latent attention, whose queries and keys have a rotary part."""
     if run.model.multi_latent_attention and run.model.position_embedding_type != "rope":
         raise refuse(
             run,
@@ -98,22 +101,25 @@ def latent_attention_needs_rotary_embedding(run: Run, world_size: int) -> None:
 
 
 def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
-    """The settings of yarn have no effect on the plain rotary embedding."""
+    """Refuse settings of yarn with the plain rotary embedding, which ignores them."""
     stray = set_among(run, _YARN_FIELDS)
     if stray and run.model.rope_type != "yarn":
         raise refuse(run, (*stray, "rope_type"), "only yarn reads these; use --rope-type yarn or drop them")
 
 
 def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
-    """Frequencies are kept above beta-fast rotations and interpolated below beta-slow; between lies a ramp, which is
-    a step where both are the same (Kimi-K2)."""
+    """Require that beta-fast is not below beta-slow.
+
+    Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is
+    a step where both are equal (Kimi-K2).
+    """
     m = run.model
     if m.rope_type == "yarn" and m.beta_fast < m.beta_slow:
         raise refuse(run, ("beta_fast", "beta_slow"), "the first must not be below the second; e.g. 32 and 1")
 
 
 def rotary_width_is_even(run: Run, world_size: int) -> None:
-    """Rotation takes pairs of channels."""
+    """Require an even rotary width, since rotation takes pairs of channels."""
     m = run.model
     if m.position_embedding_type != "rope":
         return
@@ -137,7 +143,7 @@ def rotary_width_is_even(run: Run, world_size: int) -> None:
 
 
 def sequence_fits_positions(run: Run, world_size: int) -> None:
-    """The model is built for at least as many positions as a sequence has."""
+    """Require at least as many positions in the model as a sequence has."""
     m = run.model
     if m.seq_length > run.derived.max_position_embeddings:
         raise refuse(
@@ -148,7 +154,7 @@ def sequence_fits_positions(run: Run, world_size: int) -> None:
 
 
 def softmax_flag_is_read(run: Run, world_size: int) -> None:
-    """Our core attention always computes its softmax in fp32; only Transformer Engine's can be told otherwise."""
+    """Refuse a softmax in half precision with our core attention, which always computes it in fp32."""
     if not run.precision.attention_softmax_in_fp32 and run.model.transformer_impl == "local":
         raise refuse(
             run,
@@ -158,7 +164,7 @@ def softmax_flag_is_read(run: Run, world_size: int) -> None:
 
 
 def transformer_engine_is_installed(run: Run, world_size: int) -> None:
-    """Transformer Engine is used where it is asked for, and never needed otherwise."""
+    """Require that Transformer Engine is installed if a flag chooses it."""
     asking = [
         name
         for name, asks in (
@@ -177,7 +183,7 @@ def transformer_engine_is_installed(run: Run, world_size: int) -> None:
 
 
 def prediction_weight_needs_its_layers(run: Run, world_size: int) -> None:
-    """Without layers of multi-token prediction there is no loss to weigh."""
+    """Refuse a weight of the multi-token prediction loss without its layers."""
     if set_among(run, ("mtp_loss_scaling_factor",)) and run.model.mtp_num_layers is None:
         raise refuse(
             run,
@@ -187,7 +193,7 @@ def prediction_weight_needs_its_layers(run: Run, world_size: int) -> None:
 
 
 def predictions_fit_the_sequence(run: Run, world_size: int) -> None:
-    """Depth k predicts k + 1 tokens ahead: in a shorter sequence no position has that target."""
+    """Require a target for each depth: depth k predicts k + 1 tokens ahead, within the sequence."""
     depths, length = run.model.mtp_num_layers, run.model.seq_length
     if depths is not None and depths >= length:
         raise refuse(
@@ -197,11 +203,8 @@ def predictions_fit_the_sequence(run: Run, world_size: int) -> None:
         )
 
 
-# ---- Rules about the modules that stay in fp32 inside a bf16 or fp16 model.
-
-
 def fp32_patterns_name_modules(run: Run, world_size: int) -> None:
-    """A pattern that names nothing would keep nothing, and nobody would be told."""
+    """Refuse a pattern of --keep-fp32 that matches no module, which would silently keep none in fp32."""
     for pattern in run.precision.keep_fp32 or ():
         if not module_names.matches(run, pattern):
             near = module_names.near_names(run, pattern)
@@ -213,7 +216,7 @@ def fp32_patterns_name_modules(run: Run, world_size: int) -> None:
 
 
 def tied_weights_stay_together(run: Run, world_size: int) -> None:
-    """A tied embedding and output layer are one tensor, which has one dtype."""
+    """Require one dtype of a tied embedding and output layer, which are one tensor."""
     kept = module_names.kept_in_fp32(run)
     ends = [any(name.startswith(end) for name in kept) for end in (module_names.EMBEDDING, module_names.OUTPUT_LAYER)]
     if not run.model.untie_embeddings_and_output_weights and ends[0] != ends[1]:
@@ -226,7 +229,7 @@ def tied_weights_stay_together(run: Run, world_size: int) -> None:
 
 
 def fp32_compute_is_our_own(run: Run, world_size: int) -> None:
-    """What Transformer Engine's modules do with fp32 weights, or with an fp32 stream, has not been verified."""
+    """Refuse fp32 modules or an fp32 stream with Transformer Engine's modules, where they are not verified."""
     wanted = [
         name for name in ("keep_fp32", "fp32_residual_connection", "eval_in_fp32") if getattr(run.precision, name)
     ]

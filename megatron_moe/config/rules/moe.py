@@ -11,7 +11,7 @@ from megatron_moe.config.schema import Run
 
 
 def moe_flags_need_experts(run: Run, world_size: int) -> None:
-    """A dense model reads none of the MoE flags, and has no experts to spread."""
+    """Refuse MoE flags in a dense model, which reads none of them."""
     if run.moe.num_experts is not None:
         return
     stray = set_among(run, [name for name, field in all_fields().items() if field.section == "moe"])
@@ -23,7 +23,7 @@ def moe_flags_need_experts(run: Run, world_size: int) -> None:
 
 
 def layer_pattern_fits(run: Run, world_size: int) -> None:
-    """The pattern has a 0 or 1 for every layer, and a MoE model has a MoE layer."""
+    """Require a 0 or 1 for every layer in the pattern, and at least one MoE layer."""
     if run.moe.num_experts is not None and sum(run.derived.moe_layer_pattern) == 0:
         raise refuse(
             run,
@@ -33,7 +33,7 @@ def layer_pattern_fits(run: Run, world_size: int) -> None:
 
 
 def topk_within_experts(run: Run, world_size: int) -> None:
-    """A token's K experts are different ones."""
+    """Require at least K experts, since a token's K experts are different."""
     if run.moe.num_experts is not None and run.moe.moe_router_topk > run.moe.num_experts:
         raise refuse(
             run,
@@ -43,7 +43,7 @@ def topk_within_experts(run: Run, world_size: int) -> None:
 
 
 def experts_divide_by_expert_parallel(run: Run, world_size: int) -> None:
-    """Every expert-parallel rank holds the same number of experts, at least one."""
+    """Require that every expert-parallel rank has the same number of experts, at least one."""
     experts, ep = run.moe.num_experts, run.parallel.expert_model_parallel_size
     if experts is not None and experts % ep:
         raise refuse(
@@ -54,7 +54,7 @@ def experts_divide_by_expert_parallel(run: Run, world_size: int) -> None:
 
 
 def grouped_products_are_aligned(run: Run, world_size: int) -> None:
-    """torch's grouped product takes rows of whole 16 bytes."""
+    """Require widths that torch's grouped product takes: rows of whole 16 bytes."""
     if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
         return
     full, ranks = run.derived.moe_ffn_hidden_size, run.derived.expert_tensor_parallel_size
@@ -66,7 +66,7 @@ def grouped_products_are_aligned(run: Run, world_size: int) -> None:
 
 
 def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:
-    """Group-limited routing needs the number of groups and how many of them a token may use."""
+    """Require both flags of group-limited routing: the number of groups and how many a token may use."""
     groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
     if groups is None and group_topk is not None:
         raise refuse(
@@ -83,7 +83,7 @@ def groups_come_in_pairs_of_flags(run: Run, world_size: int) -> None:
 
 
 def group_score_needs_groups(run: Run, world_size: int) -> None:
-    """Without groups there is no group to score."""
+    """Refuse a group score without groups."""
     if set_among(run, ("moe_router_group_score",)) and run.moe.moe_router_num_groups is None:
         raise refuse(
             run,
@@ -93,7 +93,7 @@ def group_score_needs_groups(run: Run, world_size: int) -> None:
 
 
 def groups_divide_experts(run: Run, world_size: int) -> None:
-    """All groups have the same number of experts."""
+    """Require that all groups have the same number of experts."""
     experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
     if experts is not None and groups is not None and experts % groups:
         raise refuse(
@@ -104,7 +104,7 @@ def groups_divide_experts(run: Run, world_size: int) -> None:
 
 
 def group_topk_within_groups(run: Run, world_size: int) -> None:
-    """A token cannot use more groups than there are."""
+    """Require that a token uses at most as many groups as there are."""
     groups, group_topk = run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
     if groups is not None and group_topk is not None and group_topk > groups:
         raise refuse(
@@ -115,7 +115,7 @@ def group_topk_within_groups(run: Run, world_size: int) -> None:
 
 
 def topk_uses_every_chosen_group(run: Run, world_size: int) -> None:
-    """With fewer experts than chosen groups, some groups would be chosen in vain."""
+    """Require at least one expert per chosen group, so that each chosen group is used."""
     topk, group_topk = run.moe.moe_router_topk, run.moe.moe_router_group_topk
     if group_topk is not None and topk < group_topk:
         raise refuse(
@@ -126,7 +126,7 @@ def topk_uses_every_chosen_group(run: Run, world_size: int) -> None:
 
 
 def chosen_groups_hold_topk(run: Run, world_size: int) -> None:
-    """The chosen groups together have at least K experts."""
+    """Require that the chosen groups together have at least K experts."""
     experts, groups, group_topk = run.moe.num_experts, run.moe.moe_router_num_groups, run.moe.moe_router_group_topk
     if experts is None or groups is None or group_topk is None:
         return
@@ -140,7 +140,7 @@ def chosen_groups_hold_topk(run: Run, world_size: int) -> None:
 
 
 def top2_group_score_needs_two_experts(run: Run, world_size: int) -> None:
-    """The sum of a group's best two experts asks for two experts in a group."""
+    """Require two experts per group for the sum of a group's best two."""
     experts, groups = run.moe.num_experts, run.moe.moe_router_num_groups
     if experts is None or groups is None or run.moe.moe_router_group_score != "top2":
         return
@@ -153,7 +153,7 @@ def top2_group_score_needs_two_experts(run: Run, world_size: int) -> None:
 
 
 def bias_rate_needs_expert_bias(run: Run, world_size: int) -> None:
-    """How to update a bias that there is not would be ignored."""
+    """Refuse settings of the expert bias's update without an expert bias."""
     stray = set_among(run, ("moe_router_bias_update_rate", "moe_router_bias_center"))
     if stray and not run.moe.moe_router_enable_expert_bias:
         raise refuse(
@@ -164,7 +164,7 @@ def bias_rate_needs_expert_bias(run: Run, world_size: int) -> None:
 
 
 def pre_softmax_needs_softmax(run: Run, world_size: int) -> None:
-    """Sigmoid scores are computed one by one; there is no softmax to place."""
+    """Refuse --moe-router-pre-softmax with scores that are not a softmax."""
     if run.moe.moe_router_pre_softmax and run.moe.moe_router_score_function != "softmax":
         raise refuse(
             run,
@@ -174,7 +174,7 @@ def pre_softmax_needs_softmax(run: Run, world_size: int) -> None:
 
 
 def single_expert_needs_pre_softmax(run: Run, world_size: int) -> None:
-    """A softmax over one chosen expert is 1 whatever the logit: the gate would get no gradient."""
+    """Refuse a softmax over one chosen expert, which is always 1 and gives the gate no gradient."""
     moe = run.moe
     if (
         moe.num_experts is not None
@@ -191,7 +191,7 @@ def single_expert_needs_pre_softmax(run: Run, world_size: int) -> None:
 
 
 def softmax_over_chosen_is_normalised(run: Run, world_size: int) -> None:
-    """A softmax over the chosen experts sums to one and cannot be asked not to."""
+    """Refuse to turn normalisation off for a softmax over the chosen experts, which sums to one."""
     moe = run.moe
     if (
         moe.moe_router_norm_topk_prob is False
@@ -206,7 +206,10 @@ def softmax_over_chosen_is_normalised(run: Run, world_size: int) -> None:
 
 
 def balancing_lists_match(run: Run, world_size: int) -> None:
-    """One coefficient per auxiliary loss, in the same order; each loss once, `none` and `sinkhorn` alone."""
+    """Require one coefficient per auxiliary loss, in the same order.
+
+    Each loss is given once; `none` and `sinkhorn` stand alone.
+    """
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     if len(kinds) != len(coeffs):
         raise refuse(
@@ -223,7 +226,7 @@ def balancing_lists_match(run: Run, world_size: int) -> None:
 
 
 def balancing_coefficients_are_read(run: Run, world_size: int) -> None:
-    """A coefficient without a loss would be ignored; a loss with coefficient 0 would do nothing."""
+    """Refuse a coefficient without a loss, and a loss with coefficient 0."""
     for kind, coeff in zip(run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff):
         if kind in ("none", "sinkhorn") and coeff:
             raise refuse(
@@ -240,7 +243,7 @@ def balancing_coefficients_are_read(run: Run, world_size: int) -> None:
 
 
 def shared_gate_needs_shared_expert(run: Run, world_size: int) -> None:
-    """Without a shared expert there is nothing to gate."""
+    """Refuse a gate of the shared expert without a shared expert."""
     if run.moe.moe_shared_expert_gate and run.moe.moe_shared_expert_intermediate_size is None:
         raise refuse(
             run,
@@ -250,7 +253,7 @@ def shared_gate_needs_shared_expert(run: Run, world_size: int) -> None:
 
 
 def experts_are_gated_and_unbiased(run: Run, world_size: int) -> None:
-    """The grouped experts hold gate, up and down matrices, and no biases."""
+    """Require SwiGLU without biases, since the grouped experts have gate, up and down matrices alone."""
     if run.moe.num_experts is None:
         return
     if not run.model.swiglu:
@@ -263,7 +266,7 @@ def experts_are_gated_and_unbiased(run: Run, world_size: int) -> None:
         )
 
 
-# ---- Rules about what keeps the experts evenly used beside the auxiliary losses: sinkhorn, capacity, round robin.
+# Balancing in other ways than by auxiliary losses: Sinkhorn, capacity, round robin
 
 
 _IGNORED_BY_SINKHORN = (
@@ -277,7 +280,7 @@ _IGNORED_BY_SINKHORN = (
 
 
 def global_counts_need_the_global_loss(run: Run, world_size: int) -> None:
-    """Which counts the global loss goes by is no question without it."""
+    """Refuse a choice of the global loss's counts without that loss."""
     if set_among(run, ("moe_global_aux_loss_counts",)) and not _balances_by(run, "global_aux_loss"):
         raise refuse(
             run,
@@ -287,7 +290,7 @@ def global_counts_need_the_global_loss(run: Run, world_size: int) -> None:
 
 
 def sinkhorn_chooses_by_itself(run: Run, world_size: int) -> None:
-    """Sinkhorn normalises logits over experts and tokens; scores, groups and a bias have no place in that."""
+    """Refuse scores, groups or a bias with Sinkhorn, which normalises logits over experts and tokens."""
     stray = set_among(run, _IGNORED_BY_SINKHORN)
     if stray and _balances_by(run, "sinkhorn"):
         raise refuse(
@@ -300,7 +303,7 @@ def sinkhorn_chooses_by_itself(run: Run, world_size: int) -> None:
 
 
 def sinkhorn_has_no_capacity(run: Run, world_size: int) -> None:
-    """The engine takes a capacity with auxiliary losses or none only."""
+    """Refuse a capacity with Sinkhorn; the engine takes one with auxiliary losses or none."""
     if run.moe.moe_expert_capacity_factor is not None and _balances_by(run, "sinkhorn"):
         raise refuse(
             run,
@@ -311,7 +314,7 @@ def sinkhorn_has_no_capacity(run: Run, world_size: int) -> None:
 
 
 def dropping_flags_need_a_capacity(run: Run, world_size: int) -> None:
-    """Without a capacity no choice is dropped, and there is nothing to pad to."""
+    """Refuse flags about dropping and padding without a capacity."""
     stray = set_among(run, ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity"))
     if stray and run.moe.moe_expert_capacity_factor is None:
         raise refuse(
@@ -322,7 +325,7 @@ def dropping_flags_need_a_capacity(run: Run, world_size: int) -> None:
 
 
 def forced_balance_is_not_saved(run: Run, world_size: int) -> None:
-    """Tokens sent round robin train no router: such weights must not be mistaken for a model's."""
+    """Refuse to save a model whose tokens are sent round robin, since its router is not trained."""
     if run.moe.moe_router_force_load_balancing and run.checkpoint.save is not None:
         raise refuse(
             run,
@@ -333,7 +336,7 @@ def forced_balance_is_not_saved(run: Run, world_size: int) -> None:
 
 
 def forced_balance_is_the_only_choice(run: Run, world_size: int) -> None:
-    """Two ways to choose experts are one too many."""
+    """Refuse round robin together with another way to choose experts."""
     if run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"):
         raise refuse(
             run,
@@ -343,7 +346,7 @@ def forced_balance_is_the_only_choice(run: Run, world_size: int) -> None:
 
 
 def forced_balance_is_even(run: Run, world_size: int) -> None:
-    """Round robin gives every expert the same number only where the experts divide a micro-batch's choices."""
+    """Require for round robin that the experts divide a micro-batch's choices, so that each gets equally many."""
     moe = run.moe
     if moe.num_experts is None or not moe.moe_router_force_load_balancing:
         return

@@ -1,4 +1,4 @@
-"""Rules about how the model and the batch are spread over ranks."""
+"""Rules about the split of the model and of the batch over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_moe.config.schema import Run
 
 
 def sequence_divides_by_context_parallel(run: Run, world_size: int) -> None:
-    """Every context-parallel rank holds an early and a late chunk of the sequence, all equally long."""
+    """Require that every context-parallel rank has an early and a late chunk of equal length."""
     cp, length = run.parallel.context_parallel_size, run.model.seq_length
     if cp > 1 and length % (2 * cp):
         raise refuse(
@@ -22,7 +22,10 @@ def sequence_divides_by_context_parallel(run: Run, world_size: int) -> None:
 
 
 def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> None:
-    """Transformer Engine's attention asserts that keys and values are of one width where it gathers them."""
+    """Refuse latent attention over context-parallel ranks in Transformer Engine.
+
+    Its attention asserts that keys and values are of one width where it gathers them.
+    """
     if (
         run.parallel.context_parallel_size > 1
         and run.model.multi_latent_attention
@@ -37,7 +40,7 @@ def context_parallel_latents_need_our_attention(run: Run, world_size: int) -> No
 
 
 def tensor_parallel_divides_heads(run: Run, world_size: int) -> None:
-    """Every tensor-parallel rank has the same number of heads."""
+    """Require that every tensor-parallel rank has the same number of heads."""
     heads, tp = run.model.num_attention_heads, run.parallel.tensor_model_parallel_size
     if heads % tp:
         raise refuse(
@@ -48,7 +51,7 @@ def tensor_parallel_divides_heads(run: Run, world_size: int) -> None:
 
 
 def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
-    """Every tensor-parallel rank has key/value heads of its own; they are not replicated."""
+    """Require that every tensor-parallel rank has its own key/value heads; they are not replicated."""
     if run.model.multi_latent_attention or not run.model.group_query_attention:
         return
     groups, tp = run.derived.num_query_groups, run.parallel.tensor_model_parallel_size
@@ -61,7 +64,7 @@ def tensor_parallel_divides_query_groups(run: Run, world_size: int) -> None:
 
 
 def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
-    """The MLP's and the shared expert's width is split over TP, an expert's over expert-TP."""
+    """Require that TP divides the MLP's and the shared expert's width, and expert-TP an expert's."""
     tp = run.parallel.tensor_model_parallel_size
     widths = {"ffn_hidden_size": (run.derived.ffn_hidden_size, tp, "tensor_model_parallel_size")}
     if run.moe.num_experts is not None:
@@ -84,7 +87,7 @@ def tensor_parallel_divides_widths(run: Run, world_size: int) -> None:
 
 
 def sequence_parallel_needs_tensor_parallel(run: Run, world_size: int) -> None:
-    """Sequence parallelism splits activations between the ranks of a TP group."""
+    """Refuse sequence parallelism without TP, since it splits activations over the TP ranks."""
     if run.parallel.sequence_parallel and run.parallel.tensor_model_parallel_size == 1:
         raise refuse(
             run,
@@ -94,7 +97,7 @@ def sequence_parallel_needs_tensor_parallel(run: Run, world_size: int) -> None:
 
 
 def experts_with_tensor_parallel_need_sequence_parallel(run: Run, world_size: int) -> None:
-    """Without it every TP rank would route and dispatch the same tokens."""
+    """Require sequence parallelism for experts with TP, or all TP ranks would route the same tokens."""
     p = run.parallel
     if run.moe.num_experts is not None and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         raise refuse(
@@ -105,7 +108,7 @@ def experts_with_tensor_parallel_need_sequence_parallel(run: Run, world_size: in
 
 
 def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
-    """With sequence parallelism every TP rank holds an equal piece of the sequence, or of a CP rank's part of it."""
+    """Require that every TP rank has an equal piece of the sequence, or of a CP rank's part of it."""
     tp, cp, length = (
         run.parallel.tensor_model_parallel_size,
         run.parallel.context_parallel_size,
@@ -127,7 +130,7 @@ def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
 
 
 def end_stage_layers_need_pipeline(run: Run, world_size: int) -> None:
-    """A first or last stage that differs needs more than one stage."""
+    """Refuse a first or last stage that differs without pipeline parallelism."""
     stray = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     if stray and run.parallel.pipeline_model_parallel_size == 1:
         raise refuse(
@@ -138,7 +141,7 @@ def end_stage_layers_need_pipeline(run: Run, world_size: int) -> None:
 
 
 def layers_divide_over_stages(run: Run, world_size: int) -> None:
-    """Every pipeline stage has a layer, and the stages in the middle have equally many."""
+    """Require that every pipeline stage has a layer, and that the stages in the middle have equally many."""
     layers = run.model.num_layers
     ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     try:
@@ -156,7 +159,7 @@ def layers_divide_over_stages(run: Run, world_size: int) -> None:
 
 
 def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
-    """The interleaved schedule interleaves stages."""
+    """Refuse the interleaved schedule without pipeline parallelism."""
     p = run.parallel
     if p.num_layers_per_virtual_pipeline_stage is not None and p.pipeline_model_parallel_size == 1:
         raise refuse(
@@ -167,7 +170,7 @@ def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
 
 
 def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
-    """Each stage's layers are cut into equal virtual stages."""
+    """Require that each stage's layers divide into equal virtual stages."""
     p = run.parallel
     per_chunk = p.num_layers_per_virtual_pipeline_stage
     if per_chunk is None:
@@ -189,7 +192,7 @@ def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
 
 
 def world_divides_by_model(run: Run, world_size: int) -> None:
-    """The ranks hold a whole number of copies of the model."""
+    """Require that the ranks have a whole number of copies of the model."""
     ranks = run.derived.model_ranks
     if world_size % ranks:
         raise refuse(
@@ -201,7 +204,7 @@ def world_divides_by_model(run: Run, world_size: int) -> None:
 
 
 def world_divides_by_experts(run: Run, world_size: int) -> None:
-    """The ranks hold a whole number of copies of the experts."""
+    """Require that the ranks have a whole number of copies of the experts."""
     ranks = run.derived.expert_ranks
     if run.moe.num_experts is not None and world_size % ranks:
         etp = run.derived.expert_tensor_parallel_size
@@ -215,7 +218,7 @@ def world_divides_by_experts(run: Run, world_size: int) -> None:
 
 
 def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
-    """Gathering parameters behind the forward pass is a part of the distributed optimizer's overlap."""
+    """Require the distributed optimizer and its overlap for gathering parameters behind the forward pass."""
     missing = [
         name
         for name, there in (
@@ -233,7 +236,7 @@ def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
 
 
 def bucket_size_needs_overlap(run: Run, world_size: int) -> None:
-    """Without overlap there is one bucket, whatever the flag says."""
+    """Refuse a bucket size without overlap, where there is one bucket."""
     if run.parallel.ddp_bucket_size is not None and not run.parallel.overlap_grad_reduce:
         raise refuse(
             run,
@@ -243,7 +246,7 @@ def bucket_size_needs_overlap(run: Run, world_size: int) -> None:
 
 
 def global_batch_divides(run: Run, world_size: int) -> None:
-    """Every rank takes a whole number of micro-batches, at least one."""
+    """Require that every rank takes a whole number of micro-batches, at least one."""
     micro, dp = run.training.micro_batch_size, run.derived.data_parallel_size(world_size)
     batch = run.derived.global_batch_size(world_size)
     if batch % (micro * dp):
@@ -256,7 +259,7 @@ def global_batch_divides(run: Run, world_size: int) -> None:
 
 
 def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
-    """The interleaved schedule walks micro-batches in rounds of PP."""
+    """Require whole rounds of PP micro-batches for the interleaved schedule."""
     if run.derived.virtual_pipeline_size is None:
         return
     pp, micro = run.parallel.pipeline_model_parallel_size, run.training.micro_batch_size

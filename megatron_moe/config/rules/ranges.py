@@ -1,4 +1,4 @@
-"""Rules about one value at a time: every number has a range, every choice a list."""
+"""Rules about single values: the range of each number, and the list of each choice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _POSITIVE = Range(above=0)
 _NOT_NEGATIVE = Range(low=0)
 _PROBABILITY = Range(low=0, below=1)
 
-# Every field that holds numbers and is not checked whole by a rule of its own; a test holds the list complete.
+# Every numeric field that has no rule of its own; a test checks that the list is complete.
 RANGES: dict[str, Range] = {
     "num_layers": _POSITIVE_COUNT,
     "mtp_num_layers": _POSITIVE_COUNT,
@@ -148,7 +148,7 @@ RANGES: dict[str, Range] = {
 
 
 def numbers_are_in_range(run: Run, world_size: int) -> None:
-    """Sizes and counts are positive, rates and coefficients not negative, everything finite."""
+    """Require sizes and counts that are positive, rates and coefficients that are not negative, all finite."""
     for name, allowed in RANGES.items():
         given = value(run, name)
         for number in given if isinstance(given, tuple) else (given,):
@@ -159,7 +159,7 @@ def numbers_are_in_range(run: Run, world_size: int) -> None:
 
 
 def choices_are_known(run: Run, world_size: int) -> None:
-    """A value with a list of choices is one of them, also where no command line was read."""
+    """Require a listed value where a field has choices, also where no command line was read."""
     for name, field in all_fields().items():
         given = value(run, name)
         for word in given if isinstance(given, tuple) else (given,):
@@ -170,7 +170,7 @@ def choices_are_known(run: Run, world_size: int) -> None:
 
 
 def _working(name: str, allowed: Range) -> str:
-    """A setting in the range: the default, or where there is none a bound."""
+    """Return a setting in the range: the default, or a bound if there is none."""
     field = all_fields()[name]
     example = field.default
     if example is None or isinstance(example, tuple):

@@ -1,4 +1,4 @@
-"""Rules about data, tokenizer, checkpoint folders and what is written. Contents are checked where they are read."""
+"""Rules about data, tokenizer, checkpoint folders and files to write. Contents are checked where they are read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_moe.config.schema import Run
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _TOKENIZERS_WITH_A_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
-# ---- data
+# Data
 
 
 _WRITTEN_FILES = ("metrics_file", "plot_file", "summary_file")
 
 
 def one_data_source(run: Run, world_size: int) -> None:
-    """Tokens come from one place: made up, one blend that is split, or one blend per split."""
+    """Require one source of tokens: made up, one blend that is split, or one blend per split."""
     per_split = set_among(run, _SPLIT_PATHS)
     sources = set_among(run, ("mock_data", "data_path")) + per_split[:1]
     if not sources:
@@ -35,7 +35,7 @@ def one_data_source(run: Run, world_size: int) -> None:
 
 
 def blend_is_weighted(run: Run, world_size: int) -> None:
-    """A blend is one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
+    """Require of a blend one prefix, or pairs of a weight (finite, not negative, not all zero) and a prefix."""
     for name in ("data_path", *_SPLIT_PATHS):
         words = value(run, name) or ()
         if len(words) < 2:
@@ -55,7 +55,7 @@ def blend_is_weighted(run: Run, world_size: int) -> None:
 
 
 def split_is_three_shares(run: Run, world_size: int) -> None:
-    """Train, valid and test each have a share; train's is not zero. Only one blend can be split."""
+    """Require a share of train, valid and test each, of which train's is not zero, and one blend to split."""
     text = run.data.split
     if text is None:
         return
@@ -70,7 +70,7 @@ def split_is_three_shares(run: Run, world_size: int) -> None:
 
 
 def tokenizer_is_given(run: Run, world_size: int) -> None:
-    """A vocabulary comes with the tokenizer; made-up tokens need its size only."""
+    """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
     if run.data.tokenizer_type is not None:
         return
     if not run.data.mock_data:
@@ -88,7 +88,10 @@ def tokenizer_is_given(run: Run, world_size: int) -> None:
 
 
 def tokenizer_model_goes_with_its_type(run: Run, world_size: int) -> None:
-    """A tokenizer that is read from a file needs it; the others have none, and a null tokenizer only has a size."""
+    """Require a file for a tokenizer that is read from one; refuse it for others.
+
+    A null tokenizer has a size and no file.
+    """
     kind, model = run.data.tokenizer_type, run.data.tokenizer_model
     if kind in _TOKENIZERS_WITH_A_MODEL and model is None:
         raise refuse(run, ("tokenizer_type", "tokenizer_model"), "is read from a file; add --tokenizer-model PATH")
@@ -103,7 +106,7 @@ def tokenizer_model_goes_with_its_type(run: Run, world_size: int) -> None:
 
 
 def sample_needs_tokenizer(run: Run, world_size: int) -> None:
-    """A prompt is text, and text needs a tokenizer."""
+    """Require a tokenizer for the text of a prompt."""
     if run.logging.sample_prompt is not None and run.data.tokenizer_type in (None, "NullTokenizer"):
         raise refuse(
             run,
@@ -113,18 +116,18 @@ def sample_needs_tokenizer(run: Run, world_size: int) -> None:
 
 
 def sample_length_needs_prompt(run: Run, world_size: int) -> None:
-    """Without a prompt nothing is generated."""
+    """Refuse a length of the sample without a prompt."""
     if is_set(run, "sample_tokens") and run.logging.sample_prompt is None:
         raise refuse(
             run, ("sample_tokens", "sample_prompt"), "nothing would be generated; add --sample-prompt TEXT or drop it"
         )
 
 
-# ---- checkpoints
+# Checkpoints
 
 
 def save_flags_need_save(run: Run, world_size: int) -> None:
-    """What and how often to save has no effect without a folder to save to."""
+    """Refuse flags about saving without a folder to save to."""
     how = ("async_save", "save_retain_interval", "keep_last_k", "on_save_error")
     stray = set_among(run, ("save_interval", "no_save_optim", "no_save_rng", *how))
     if stray and run.checkpoint.save is None:
@@ -132,7 +135,7 @@ def save_flags_need_save(run: Run, world_size: int) -> None:
 
 
 def retained_steps_are_saved(run: Run, world_size: int) -> None:
-    """What stays for ever has to be saved in the first place."""
+    """Require that the steps to retain are saved."""
     every, interval = run.checkpoint.save_retain_interval, run.checkpoint.save_interval
     if every is not None and (interval is None or every % interval):
         works = f"e.g. --save-retain-interval {10 * interval}" if interval else "add --save-interval"
@@ -144,7 +147,7 @@ def retained_steps_are_saved(run: Run, world_size: int) -> None:
 
 
 def load_flags_need_load(run: Run, world_size: int) -> None:
-    """What and how to load has no effect without a folder to load from."""
+    """Refuse flags about loading without a folder to load from."""
     loading = ("use_checkpoint_args", "ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim")
     stray = set_among(run, (*loading, "no_load_rng", "accept_changed_data", "verify_checkpoint"))
     if stray and run.checkpoint.load is None:
@@ -152,7 +155,7 @@ def load_flags_need_load(run: Run, world_size: int) -> None:
 
 
 def imported_weights_are_a_start(run: Run, world_size: int) -> None:
-    """Beside a Hugging Face folder, `--load` is what its training has saved: nothing yet, or all of it."""
+    """Require that a run from a Hugging Face folder loads all or none of what it has saved."""
     stray = set_among(run, ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"))
     if stray and run.checkpoint.load_hf is not None:
         raise refuse(
@@ -164,7 +167,7 @@ def imported_weights_are_a_start(run: Run, world_size: int) -> None:
 
 
 def written_paths_are_writable(run: Run, world_size: int) -> None:
-    """What a run writes can be written, or made; said before the first step and not when it is due."""
+    """Require that the files of a run can be written, before the first step and not when they are due."""
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
     for name in ("save", "tensorboard_dir", "fault_dir", *_WRITTEN_FILES, *audit):
         given = value(run, name)
@@ -180,7 +183,7 @@ def written_paths_are_writable(run: Run, world_size: int) -> None:
 
 
 def written_files_differ(run: Run, world_size: int) -> None:
-    """Each file that a run writes has a path of its own, and is no folder."""
+    """Require that each file that a run writes has its own path, and is not a folder."""
     names = [name for name in _WRITTEN_FILES if value(run, name) is not None]
     taken: dict[Path, str] = {}
     for name in names:
@@ -193,6 +196,6 @@ def written_files_differ(run: Run, world_size: int) -> None:
 
 
 def plot_needs_metrics(run: Run, world_size: int) -> None:
-    """The picture is drawn from the metrics file, so that it spans a run that was interrupted."""
+    """Require the metrics file for the plot, which is drawn from it and so includes interrupted runs."""
     if run.logging.plot_file is not None and run.logging.metrics_file is None:
         raise refuse(run, ("plot_file", "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")

@@ -1,4 +1,4 @@
-"""Rules about precision, optimizer, schedule, batches over time and recomputation."""
+"""Rules about precision, optimizer, schedule, batches over time, recomputation and faults."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from megatron_moe.config.schema import Run
 
 _LOSS_SCALE_FIELDS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
-# ---- precision
+# Precision
 
 
 def one_half_precision(run: Run, world_size: int) -> None:
-    """Weights have one dtype."""
+    """Refuse bf16 and fp16 together: weights have one dtype."""
     if run.precision.bf16 and run.precision.fp16:
         raise refuse(run, ("bf16", "fp16"), "choose one; drop --fp16, or use --no-bf16 over a preset")
 
 
 def loss_scale_flags_need_fp16(run: Run, world_size: int) -> None:
-    """Only fp16 gradients are scaled against underflow."""
+    """Refuse loss scaling without fp16."""
     stray = set_among(run, ("loss_scale", *_LOSS_SCALE_FIELDS))
     if stray and not run.precision.fp16:
         raise refuse(run, (*stray, "fp16"), "only fp16 reads these; drop them or use --fp16")
 
 
 def constant_loss_scale_is_alone(run: Run, world_size: int) -> None:
-    """A constant loss scale does not start, grow or shrink."""
+    """Refuse settings of the dynamic loss scale with a constant one."""
     stray = set_among(run, _LOSS_SCALE_FIELDS)
     if stray and run.precision.loss_scale is not None:
         raise refuse(run, (*stray, "loss_scale"), "the constant scale ignores these; drop them or --loss-scale")
 
 
 def loss_scales_are_ordered(run: Run, world_size: int) -> None:
-    """The dynamic scale starts at or above its floor."""
+    """Require that the dynamic scale starts at or above its floor."""
     if run.precision.initial_loss_scale < run.precision.min_loss_scale:
         raise refuse(
             run,
@@ -42,7 +42,7 @@ def loss_scales_are_ordered(run: Run, world_size: int) -> None:
 
 
 def bf16_reduction_needs_bf16(run: Run, world_size: int) -> None:
-    """Gradients reduced in bf16 are those of a bf16 model, and then they are not fp32."""
+    """Refuse gradients reduced in bf16 without a bf16 model, or together with fp32 gradients."""
     p = run.precision
     if p.grad_reduce_in_bf16 and not p.bf16:
         raise refuse(run, ("grad_reduce_in_bf16", "bf16"), "the gradients are not bf16; use --bf16 or drop the flag")
@@ -53,26 +53,26 @@ def bf16_reduction_needs_bf16(run: Run, world_size: int) -> None:
 
 
 def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
-    """In an fp32 run everything is fp32 already."""
+    """Refuse fp32 exceptions in an fp32 run, where they have no effect."""
     stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))
     if stray and not (run.precision.bf16 or run.precision.fp16):
         raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; add --bf16 or --fp16")
 
 
 def audit_output_needs_audit(run: Run, world_size: int) -> None:
-    """A path for files that are not written would be ignored."""
+    """Refuse a path of the audit's files without an audit."""
     if set_among(run, ("audit_precision_output",)) and not run.precision.audit_precision:
         raise refuse(run, ("audit_precision_output", "audit_precision"), "nothing is written; add --audit-precision")
 
 
 def audit_needs_a_second_step(run: Run, world_size: int) -> None:
-    """The first step also builds buffers, so the second is the one that is traced."""
+    """Require two steps for the audit: the second is traced, since the first also builds buffers."""
     if run.precision.audit_precision and run.training.train_iters == 1:
         raise refuse(run, ("audit_precision", "train_iters"), "the second step is traced; use --train-iters 2 or more")
 
 
 def health_sample_needs_health(run: Run, world_size: int) -> None:
-    """Without measurements there is nothing to sample."""
+    """Refuse a sample size of the health measurements without measurements."""
     if set_among(run, ("health_sample_tokens",)) and run.derived.health_interval == 0:
         raise refuse(
             run, ("health_sample_tokens", "health_interval"), "nothing is measured; use --health-interval 10, say"
@@ -80,7 +80,7 @@ def health_sample_needs_health(run: Run, world_size: int) -> None:
 
 
 def chunk_tokens_need_the_fused_loss(run: Run, world_size: int) -> None:
-    """Only the fused loss works in chunks."""
+    """Refuse a chunk size without the fused loss."""
     if set_among(run, ("cross_entropy_chunk_tokens",)) and not run.model.cross_entropy_loss_fusion:
         raise refuse(
             run,
@@ -89,32 +89,32 @@ def chunk_tokens_need_the_fused_loss(run: Run, world_size: int) -> None:
         )
 
 
-# ---- optimizer and schedule
+# Optimizer and schedule
 
 
 def training_has_a_length(run: Run, world_size: int) -> None:
-    """How long to train is never guessed."""
+    """Require the length of the training, which has no default."""
     if run.training.train_iters is None:
         raise refuse(run, ("train_iters",), "say how many optimizer steps to train, e.g. --train-iters 1000")
 
 
 def learning_rates_are_ordered(run: Run, world_size: int) -> None:
-    """The schedule rises to the peak from the warm-up's start and falls to the end's rate."""
+    """Require that the rate rises from the warm-up's start to the peak and falls to the end's rate."""
     o = run.optimizer
     for name, low in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
         if low > o.lr:
             flag = "--" + name.replace("_", "-")
-            raise refuse(run, (name, "lr"), f"lies above the peak; use {flag} {o.lr} or less")
+            raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
 def warmup_is_given_once(run: Run, world_size: int) -> None:
-    """The warm-up is a count of iterations or a share of the decay."""
+    """Refuse a warm-up given both as a count of iterations and as a share of the decay."""
     if run.optimizer.lr_warmup_iters and run.optimizer.lr_warmup_fraction is not None:
         raise refuse(run, ("lr_warmup_iters", "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
 
 
 def warmup_ends_before_decay(run: Run, world_size: int) -> None:
-    """The warm-up is the first part of the schedule and leaves a rest."""
+    """Require that the warm-up ends before the schedule does."""
     warmup, decay = run.derived.lr_warmup_iters, run.derived.lr_decay_iters
     if decay is not None and warmup >= decay:
         names = ["lr_warmup_iters", "lr_decay_iters" if run.optimizer.lr_decay_iters is not None else "train_iters"]
@@ -126,14 +126,14 @@ def warmup_ends_before_decay(run: Run, world_size: int) -> None:
 
 
 def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
-    """Only warm-up, stable, decay has a last phase of its own."""
+    """Refuse settings of the last phase of warm-up, stable, decay with another schedule."""
     stray = set_among(run, ("lr_wsd_decay_style", "lr_wsd_decay_iters"))
     if stray and run.optimizer.lr_decay_style != "WSD":
         raise refuse(run, (*stray, "lr_decay_style"), "only WSD reads these; use --lr-decay-style WSD or drop them")
 
 
 def wsd_phases_fit(run: Run, world_size: int) -> None:
-    """Warm-up and last phase fit into the schedule."""
+    """Require that warm-up and last phase fit into the schedule."""
     o, decay = run.optimizer, run.derived.lr_decay_iters
     if o.lr_decay_style != "WSD" or decay is None:
         return
@@ -152,11 +152,14 @@ def wsd_phases_fit(run: Run, world_size: int) -> None:
         )
 
 
-# ---- batches over time
+# Batches over time
 
 
 def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
-    """The batch grows from START by whole INCREMENTs to the global batch, over at least as many samples as steps."""
+    """Require that the batch grows from START by whole INCREMENTs to the global batch.
+
+    The ramp-up takes at least as many samples as steps.
+    """
     ramp = run.training.rampup_batch_size
     if ramp is None:
         return
@@ -180,7 +183,7 @@ def rampup_reaches_the_batch(run: Run, world_size: int) -> None:
 
 
 def rampup_batches_divide(run: Run, world_size: int) -> None:
-    """Every batch of the ramp-up is a whole number of micro-batches per rank, and of rounds where PP interleaves."""
+    """Require whole micro-batches per rank in every batch of the ramp-up, and whole rounds with interleaving."""
     ramp = run.training.rampup_batch_size
     if ramp is None:
         return
@@ -196,18 +199,18 @@ def rampup_batches_divide(run: Run, world_size: int) -> None:
 
 
 def evaluation_has_iterations(run: Run, world_size: int) -> None:
-    """An interval without iterations would evaluate nothing."""
+    """Refuse an evaluation interval without evaluation iterations."""
     if run.training.eval_interval and not run.training.eval_iters:
         raise refuse(
             run, ("eval_interval", "eval_iters"), "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0"
         )
 
 
-# ---- recomputation
+# Recomputation
 
 
 def full_recompute_is_described(run: Run, world_size: int) -> None:
-    """Recomputing whole layers needs to know which."""
+    """Require method and layers for the recomputation of whole layers."""
     t = run.training
     missing = [
         n
@@ -223,7 +226,7 @@ def full_recompute_is_described(run: Run, world_size: int) -> None:
 
 
 def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
-    """Method and layers belong to full recomputation, modules to selective."""
+    """Refuse method and layers without full recomputation, and modules without selective."""
     granularity = run.training.recompute_granularity
     if granularity != "full":
         stray = set_among(run, ("recompute_method", "recompute_num_layers"))
@@ -242,7 +245,7 @@ def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
 
 
 def recompute_layers_within_stage(run: Run, world_size: int) -> None:
-    """No stage recomputes more layers than it has."""
+    """Require that no stage recomputes more layers than it has."""
     chunk = max(run.derived.pipeline_layer_counts) // (run.derived.virtual_pipeline_size or 1)
     count = run.training.recompute_num_layers
     if count is not None and count > chunk:
@@ -254,7 +257,7 @@ def recompute_layers_within_stage(run: Run, world_size: int) -> None:
 
 
 def recomputed_modules_exist(run: Run, world_size: int) -> None:
-    """What the model does not have cannot be recomputed."""
+    """Refuse to recompute modules that the model does not have."""
     modules = run.training.recompute_modules or ()
     needed = {
         "moe": ("num_experts", run.moe.num_experts),
@@ -271,18 +274,18 @@ def recomputed_modules_exist(run: Run, world_size: int) -> None:
 
 
 def recomputed_modules_do_not_nest(run: Run, world_size: int) -> None:
-    """The whole MoE layer recomputed leaves nothing of it to recompute once more."""
+    """Refuse to recompute parts of the MoE layer when the whole layer is recomputed."""
     modules = run.training.recompute_modules or ()
     inner = [module for module in ("moe_act", "shared_experts") if module in modules]
     if "moe" in modules and inner:
         raise refuse(run, ("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")
 
 
-# ---- Rules about what is done when numbers go wrong or ranks die.
+# Faults
 
 
 def spikes_have_a_folder(run: Run, world_size: int) -> None:
-    """The batch of a spike is written somewhere."""
+    """Require a folder for the batches of loss spikes."""
     if run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None:
         raise refuse(
             run,

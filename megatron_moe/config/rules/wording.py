@@ -1,4 +1,4 @@
-"""How a refusal is worded: the flags with their values first, then the rule, then a setting that works."""
+"""The wording of a refusal: the flags with their values, then the rule, then a setting that works."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megatron_moe.config.schema import Run
 
 
 def value(run: Run, name: str) -> Any:
-    """The value of a field, whichever section it stands in."""
+    """Return the value of a field, whichever section it is in."""
     return getattr(getattr(run, all_fields()[name].section), name)
 
 
 def is_set(run: Run, name: str) -> bool:
-    """Whether a field differs from its default, which is as near as a `Run` comes to "was given"."""
+    """Return whether a field differs from its default, which is as near as a `Run` comes to "was given"."""
     return value(run, name) != all_fields()[name].default
 
 
 def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
-    """The error to raise: the named fields as they would be typed, then the rule and the remedy."""
+    """Return the error to raise: the named fields as they would be typed, then the rule and the remedy."""
     return ConfigError(f"{', '.join(spelled(run, name) for name in names)}: {rule}")
 
 
 def spelled(run: Run, name: str) -> str:
-    """A field as it would be typed: `--num-layers 4`, `--bf16`, `--no-swiglu`, or `no --save` where it is unset."""
+    """Return a field as it would be typed: `--num-layers 4`, `--bf16`, `--no-swiglu`, or `no --save` if unset."""
     field, current = all_fields()[name], value(run, name)
     if current is None:
         return f"no {field.flag}"
@@ -36,16 +36,16 @@ def spelled(run: Run, name: str) -> str:
 
 
 def set_among(run: Run, names: Iterable[str]) -> list[str]:
-    """Those of the named fields that differ from their defaults."""
+    """Return those of the named fields that differ from their defaults."""
     return [name for name in names if is_set(run, name)]
 
 
 def divisors(number: int, at_most: int = 64) -> str:
-    """The divisors of a number, for "use one of": 1, 2, 4, 8."""
+    """Return the divisors of a number, for "use one of": 1, 2, 4, 8."""
     return ", ".join(str(d) for d in range(1, min(number, at_most) + 1) if number % d == 0)
 
 
 def nearest_multiples(number: int, step: int) -> str:
-    """The multiples of `step` on both sides of a number that it does not divide: `8 or 16`; never 0."""
+    """Return the positive multiples of `step` on both sides of a number it does not divide: `8 or 16`."""
     below = number // step * step
     return f"{below} or {below + step}" if below else str(step)
