@@ -8,8 +8,8 @@ import time
 from typing import Any, TextIO
 
 from megatron_moe.io.texts import duration_text
-from megatron_moe.report.records import EvalRecord, StepRecord
-from megatron_moe.report.registry import metrics
+from megatron_moe.report.metric import StepRecord, metrics
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
 
 

@@ -90,6 +90,12 @@ class Health:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def load_max_over_mean(counts: list[int]) -> float | None:
+    """Return max / mean of one layer's token counts; None for a layer that got no token at all."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else None
+
+
 def load_health(counts: list[int]) -> LoadHealth | None:
     """One layer's load from its E counts; none where no token was counted."""
     total = sum(counts)

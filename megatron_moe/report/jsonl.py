@@ -17,13 +17,8 @@ from typing import IO, Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
-from megatron_moe.report.records import (
-    EvalRecord,
-    StepRecord,
-    eval_from_json,
-    step_from_json,
-    to_json,
-)
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord, eval_from_json, step_from_json, to_json
 from megatron_moe.report.sink import Sink
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.report.jsonl import read_evaluations, read_steps
+from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord
-from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
 
 if TYPE_CHECKING:

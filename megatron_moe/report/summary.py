@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.io.files import replace_json
-from megatron_moe.report.records import StepRecord
+from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
 
 _PACKAGES = ("megatron-moe", "megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")

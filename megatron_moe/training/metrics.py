@@ -12,9 +12,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.health import Health
-from megatron_moe.report.metric import MetricError
-from megatron_moe.report.records import ExpertLoad, StepFacts, StepRecord
-from megatron_moe.report.registry import added_metrics, computed
+from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, StepRecord, added_metrics, compute_metrics
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
 
@@ -94,7 +92,7 @@ class Meter:
             self._recent.clear()
         self._recent.append(seconds)
         per_step = sum(self._recent) / len(self._recent)
-        return computed(
+        return compute_metrics(
             StepFacts(
                 run=self._run,
                 world_size=self._world_size,

@@ -18,7 +18,8 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
-from megatron_moe.report.records import StepRecord, exact
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import exact
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
