@@ -1,4 +1,4 @@
-"""Mean loss of a split, per token, exact over all ranks; leaves no trace in the model."""
+"""Evaluation: the mean loss of a split per token, exact over all ranks; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from megatron_moe.training.step import forward_step
 from megatron_moe.training.step_sums import Model, local_loss, sum_over_ranks
 from megatron_moe.training.timers import untimed
 
-# ---- A module's weights in fp32 for a while: the same values, other tensors, and the very same parameters afterwards.
-
-
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
 def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put fp32 copies in the place of all bf16 and fp16 parameters, and the originals back, also after an exception.
+    """Replace all bf16 and fp16 parameters by fp32 copies in the block; restore the originals, also after an exception.
 
     The originals are not touched: assigning to `Parameter.data` with another dtype would make autograd forget who
-    accumulates its gradient, and data-parallel hooks would be lost without a word. A weight that several modules share
+    accumulates its gradient, and data-parallel hooks would be lost silently. A weight that several modules share
     is copied once. Costs 4 bytes per narrow parameter while it lasts.
 
     Args:
@@ -55,9 +52,6 @@ def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             part._parameters[name] = parameter
 
 
-# ----
-
-
 def evaluate(
     model: Model,
     batches: Sequence[Iterator[Batch]],
@@ -70,9 +64,9 @@ def evaluate(
     pg_collection: ProcessGroupCollection,
     in_fp32: bool = False,
 ) -> EvalRecord:
-    """Forward passes over `num_micro_batches` micro-batches per rank, in evaluation mode and without gradients.
+    """Run `num_micro_batches` micro-batches per rank forward, in evaluation mode and without gradients.
 
-    Every token that the loss mask keeps weighs the same, whichever micro-batch or rank it stands in. No expert is
+    Every token that the loss mask keeps weighs the same, whichever micro-batch or rank it belongs to. No expert is
     counted, no random number drawn (dropout is off).
 
     Args:
@@ -98,7 +92,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
-    """All parameters gathered, modules in evaluation mode, no gradients; training mode again afterwards."""
+    """Gather all parameters and run the block in evaluation mode without gradients; restore training mode."""
     with gathered_parameters(model), untimed(model), torch.no_grad():
         for chunk in model:
             chunk.eval()
@@ -111,9 +105,9 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_compute(model: Model) -> Iterator[None]:
-    """fp32 copies of the weights, and fp32 between the stages of a pipeline; the model as it was afterwards.
+    """Compute in fp32 in the block, between pipeline stages too; restore the model afterwards.
 
-    Enter it when all parameters are gathered: the copies are made of what the ranks hold now.
+    Enter it when all parameters are gathered: the copies are made of the values that the ranks have now.
     """
     # Chunks, and the modules within, share configurations; each is changed and put back once.
     configs = {id(config): config for chunk in model for part in chunk.modules() if (config := _dtypes_of(part))}
