@@ -41,10 +41,7 @@ def non_finite_text(tensor: Tensor) -> str:
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Map the name of each module and parameter of a chunk to its name with layers numbered over the whole model.
-
-    Layers are numbered from 0.
-    """
+    """Map the names of a chunk's modules and parameters to names with layers numbered from 0 over the whole model."""
     numbers = {
         name: re.sub(r"\d+$", str(module.layer_number - 1), without_wrappers(name))  # type: ignore[operator]
         for name, module in chunk.named_modules()

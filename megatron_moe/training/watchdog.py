@@ -189,7 +189,7 @@ class Watchdog:
         return self._neighbour is not None and self._neighbour.is_gone() and self._state_of(rank) != "done"
 
     def _something_is_wrong(self) -> bool:
-        """Return whether a rank asks for the end, or one on this machine has ended without reporting that it is done."""
+        """Return whether a rank asks for the end, or one on this machine is gone without reporting that it is done."""
         try:
             if self._end_requested():
                 return True
