@@ -1,4 +1,8 @@
-"""How a step becomes visible: a hidden folder, the manifest, one rename, the pointer last. No torch."""
+"""Publishing and removing steps: at every instant a complete step is there. No torch.
+
+A step is written into a hidden folder (`open_hidden`) and becomes visible with the manifest, one rename, and the pointer
+last (`publish`). `Retention` says which older steps may go; `remove_surplus` removes them.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,12 @@ from megatron_moe.checkpoint.manifest import structure_defect
 from megatron_moe.io.files import free_bytes, replace_text, sync
 from megatron_moe.io.hashing import FileEntry
 
-# ---- Which steps stay and which go, and going: at every instant a complete step is there. No torch.
-
-
 _LEFT_BEHIND = re.compile(r"\.iter_\d{7,}\.(saving|deleting)")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What `--keep-last-k` and `--save-retain-interval` ask for.
+    """The rule of `--keep-last-k` and `--save-retain-interval`: which steps stay.
 
     keep_last: how many of the steps that do not stay for ever; None: all. forever_every: multiples of it stay.
     """
@@ -33,7 +34,7 @@ class Retention:
     forever_every: int | None = None
 
     def surplus(self, sound: list[int], protected: Collection[int]) -> list[int]:
-        """Those of the sound steps, in ascending order, that may go; never the newest and never a protected one."""
+        """Return those of the sound steps that may go, in ascending order; not the newest and no protected one."""
         if self.keep_last is None:
             return []
         passing = [number for number in sound if not (self.forever_every and number % self.forever_every == 0)]
@@ -42,7 +43,8 @@ class Retention:
 
 
 def retention(keep_last_k: int | None, save_retain_interval: int | None) -> Retention:
-    """From the flags: `--save-retain-interval` alone keeps one step beside its multiples, as Megatron-LM does."""
+    """Return the rule of the flags: `--save-retain-interval` alone keeps its multiples and the last step (Megatron-LM).
+    """
     if keep_last_k is None and save_retain_interval is not None:
         keep_last_k = 1
     return Retention(keep_last_k, save_retain_interval)
@@ -58,7 +60,7 @@ def remove_surplus(
             sizes are right or not, they are not counted either.
 
     Returns:
-        What could not be removed and why, for the log; it is tried again behind the next step.
+        What could not be removed and why, for the log; it is tried again after the next step.
     """
     if rule.keep_last is None:
         return []
@@ -74,10 +76,10 @@ def remove_surplus(
 
 
 def remove_left_behind(root: Path) -> list[str]:
-    """Remove what writers that died have left: steps half written or half deleted. Only for the one who holds the lock.
+    """Remove steps that a writer which died left half written or half deleted; the caller has to hold the lock.
 
     Returns:
-        Names of the folders that are gone.
+        The names of the folders that were removed.
     """
     if not root.is_dir():
         return []
@@ -88,7 +90,7 @@ def remove_left_behind(root: Path) -> list[str]:
 
 
 def remove_step(step: Path) -> None:
-    """Hide a step at once, then delete it: half of one is never to be seen."""
+    """Hide a step at once, then delete it, so that no reader finds a half deleted step."""
     hidden = step.with_name(f".{step.name}.deleting")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(step, hidden)
@@ -96,20 +98,17 @@ def remove_step(step: Path) -> None:
     shutil.rmtree(hidden)
 
 
-# ----
-
-
 def claim_root(root: Path) -> None:
-    """Make the folder and mark it as one of ours."""
+    """Make the folder and mark it as a folder of checkpoints."""
     root.mkdir(parents=True, exist_ok=True)
     (root / folder.OWNER).touch()
     sync(root)
 
 
 def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
-    """An empty hidden folder for a step of at most `num_bytes`; what a writer that died left there is removed.
+    """Make an empty hidden folder for a step of at most `num_bytes`; what a writer that died left there is removed.
 
-    A step of this number that cannot be loaded makes way, under another name.
+    A step of this number that cannot be loaded is renamed.
 
     Raises:
         FileExistsError: the step is there, sound: nothing is overwritten. OSError: no room, or the folder is gone.
@@ -153,19 +152,19 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
         sync(root)
         replace_text(pointer, f"{iteration}\n", sole_writer=True)
     except OSError:
-        os.rename(step, hidden)  # a step that is told as not saved is not there
-        _put_back(pointer, before)
+        os.rename(step, hidden)  # a step that is reported as not saved must not be there
+        _restore_pointer(pointer, before)
         raise
     return step
 
 
 def discard(root: Path, iteration: int) -> None:
-    """Remove a step that was not published: a disk that is full is not to stay full."""
+    """Remove a step that was not published, so that a full disk does not stay full."""
     shutil.rmtree(folder.hidden_folder(root, iteration), ignore_errors=True)
 
 
-def _put_back(pointer: Path, before: bytes | None) -> None:
-    """What the pointer said, as well as a disk that fails allows it."""
+def _restore_pointer(pointer: Path, before: bytes | None) -> None:
+    """Restore the pointer's content, as well as a disk that fails allows it."""
     with suppress(OSError):
         if before is None:
             pointer.unlink(missing_ok=True)
