@@ -88,8 +88,7 @@ class Saver:
         return self._pending is not None
 
     def _move_on(self, pending: _Pending) -> Path | None:
-        """Agree on what the ranks did, all of them idle, and begin the next part; return the step after the last one.
-        """
+        """Agree on what the idle ranks did, and begin the next part; return the step after the last one."""
         try:
             if not pending.move_on():
                 return None

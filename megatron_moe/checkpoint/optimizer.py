@@ -139,9 +139,6 @@ def _reused(buffers: Buffers, name: Any, numel: int, device: torch.device) -> to
     return found[:numel]
 
 
-# ----
-
-
 _MAIN_WEIGHTS = "fp32_from_fp16_params"
 _SHARDING = "param_state_sharding_type"
 _OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
@@ -197,8 +194,7 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
 
 
 def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Return the engine's optimizers in a chain with their states, which have no number where there is one optimizer.
-    """
+    """Return the engine's optimizers in a chain with their states, which have no number for a single optimizer."""
     chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
     return [(part, own) for part, own in zip(chain, states) if own]

@@ -1,7 +1,7 @@
 """Publishing and removing steps: at every instant a complete step is there. No torch.
 
-A step is written into a hidden folder (`open_hidden`) and becomes visible with the manifest, one rename, and the pointer
-last (`publish`). `Retention` says which older steps may go; `remove_surplus` removes them.
+A step is written into a hidden folder (`open_hidden`) and becomes visible with the manifest, one rename and, at last, the
+pointer (`publish`). `Retention` says which older steps may go; `remove_surplus` removes them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Retention:
 
 
 def retention(keep_last_k: int | None, save_retain_interval: int | None) -> Retention:
-    """Return the rule of the flags: `--save-retain-interval` alone keeps its multiples and the last step (Megatron-LM).
-    """
+    """Return the rule of the flags: `--save-retain-interval` alone keeps its multiples and the last step."""
     if keep_last_k is None and save_retain_interval is not None:
         keep_last_k = 1
     return Retention(keep_last_k, save_retain_interval)

@@ -1,4 +1,4 @@
-"""The metrics of every run. Their order is that of the keys in a line of metrics.jsonl."""
+"""The metrics of every run (`BUILT_IN`), in the order of the keys in a line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _health(records: Records) -> str | None:
 
 
 def _load(records: Records) -> str | None:
-    """Return the load and the experts without a token; health, where it was measured, says more than that."""
+    """Return the load and the experts without a token; None where health was measured, which says more."""
     last = records[-1]
     if last.expert_load is None or _last_health(records) is not None:
         return None

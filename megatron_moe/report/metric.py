@@ -31,19 +31,19 @@ class ExpertLoad:
 
     @property
     def worst(self) -> float | None:
-        """max / mean of the most uneven layer."""
+        """The most uneven layer's max / mean of the token counts."""
         loads = [load_max_over_mean(counts) for counts in self.tokens_per_expert.values()]
         return max((load for load in loads if load is not None), default=None)
 
     @property
     def empty(self) -> int:
-        """(layer, expert) pairs without a token."""
+        """The number of (layer, expert) pairs without a token."""
         return sum(counts.count(0) for counts in self.tokens_per_expert.values())
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known about a step when its metrics are computed, on every rank; see `Metric.compute`."""
+    """The facts about a step that its metrics are computed from, on every rank; see `Metric.compute`."""
 
     run: Run
     world_size: int
@@ -83,7 +83,7 @@ class StepFacts:
 
     @property
     def model_tflops(self) -> float:
-        """10^12 model FLOPs a second, of one device."""
+        """The rate of model FLOPs of one device, in 10^12 per second."""
         return self.flops_per_token * self.tokens / self.seconds / self.world_size / _TERA
 
     @property

@@ -40,8 +40,11 @@ def _hex(name: str, value: float | None) -> dict[str, str]:
 
 
 def exact(record: StepRecord) -> dict[str, Any]:
-    """What two runs of the same step must agree on to the bit, as plain values: kept in checkpoints, compared by
-    tools/verify_resume.py. Floats are float.hex, so that NaN and infinity are values too."""
+    """Return the values of a step that two runs must agree on to the bit, as plain values.
+
+    Checkpoints keep them, and tools/verify_resume.py compares them. Floats are float.hex, so that NaN and infinity can
+    be compared too.
+    """
     return {
         "iteration": record.iteration,
         "consumed_samples": record.consumed_samples,

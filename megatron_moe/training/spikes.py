@@ -40,7 +40,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def see(self, loss: float) -> tuple[float, float] | None:
-        """Add the loss of an applied step; return (median, deviation) of those before it if it is a spike, else None."""
+        """Add the loss of an applied step; return (median, deviation) of those before it where it is a spike."""
         known = None
         if len(self._losses) >= LEAST:
             middle = median(self._losses)

@@ -1,4 +1,4 @@
-"""Checks of a run's state: weights, moments, expert_bias and gradients are finite and have the dtypes of the contract."""
+"""Checks of a run's state: weights, moments, expert_bias and gradients are finite and have the right dtypes."""
 
 from __future__ import annotations
 

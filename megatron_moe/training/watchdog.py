@@ -279,7 +279,7 @@ class Watchdog:
             self._host.send(signal.SIGKILL)
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the status of these ranks that answer in time; those on this machine that are gone are not waited for."""
+        """Return the status of the ranks that answer in time; do not wait for those that are gone from this machine."""
         assert self._store is not None
         answers: dict[int, RankStatus] = {}
         silent, deadline = set(ranks), time.monotonic() + self._settle
@@ -310,7 +310,7 @@ class Watchdog:
         return missing
 
     def _end_missing(self, ranks: Iterable[int]) -> None:
-        """End the processes left on this machine: a stopped one gets no SIGTERM, and the launcher waits half a minute."""
+        """End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM."""
         processes = [self._process_of(rank) for rank in ranks]
         left = [process for process in processes if process is not None and not process.is_gone()]
         for process in left:
