@@ -153,7 +153,7 @@ class _Pending:
         if not self._background:
             work()
             return
-        # A process that is told to leave at once does not wait: the hidden folder is never read.
+        # A process that has to end at once does not wait: the hidden folder is not read.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -188,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch", "Size"): _Call(tuple),
             ("torch.serialization", "_get_layout"): _Call(str),
             ("collections", "OrderedDict"): _Call(dict),
-            # where the writer was told to write
+            # the folder that the writer wrote to
             ("pathlib", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
             ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
         }

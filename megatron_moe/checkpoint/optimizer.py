@@ -30,6 +30,15 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
 
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
+_SHARDING = "param_state_sharding_type"
+_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
+FORMAT: dict[str, Any] = {
+    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
 Buffers = dict[Any, torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]
 """A target and the tensor that is to be copied there."""
@@ -131,22 +140,12 @@ def _whole_buffer(
 
 
 def _reused(buffers: Buffers, name: Any, numel: int, device: torch.device) -> torch.Tensor:
-    """fp32 memory of this name: [numel] of it, larger where it was larger before."""
+    """Return [numel] fp32 of the buffer of this name, which is made anew where it is too small."""
     found = buffers.get(name)
     if found is None or found.numel() < numel:
         pinned = platform.has_cuda() and device.type == "cpu"
         buffers[name] = found = torch.empty(numel, dtype=torch.float32, device=device, pin_memory=pinned)
     return found[:numel]
-
-
-_MAIN_WEIGHTS = "fp32_from_fp16_params"
-_SHARDING = "param_state_sharding_type"
-_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
-FORMAT: dict[str, Any] = {
-    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:

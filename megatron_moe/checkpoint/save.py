@@ -215,7 +215,7 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
             publish.claim_root(root)
             lock, notes = acquire(root)
             left = remove_left_behind(root)
-            notes += [f"removed what an earlier job left half written in {root}: {', '.join(left)}"] if left else []
+            notes += [f"removed what an earlier run left half written in {root}: {', '.join(left)}"] if left else []
         except ConfigError as error:
             refused = str(error)
         except OSError as error:

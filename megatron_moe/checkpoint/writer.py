@@ -2,7 +2,7 @@
 
 The engine's torch_dist format is written by torch's own writer in this process, one file per rank. The engine forks
 writers and starts a manager process even for a synchronous save, which costs seconds and waits for ever when a writer
-is killed. Values that are no tensors go into `common.pt`, which both engine releases read (0.19 keeps it inside a tensor
+is killed. Other values go into `common.pt`, which both engine releases read (0.19 keeps it inside a tensor
 file, which 0.16 cannot read), so steps travel between them.
 """
 

@@ -22,36 +22,6 @@ from megatron_moe.training.timers import untimed
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-@contextlib.contextmanager
-def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Replace all bf16 and fp16 parameters by fp32 copies in the block; restore the originals, also after an exception.
-
-    The originals are not touched: assigning to `Parameter.data` with another dtype would make autograd forget who
-    accumulates its gradient, and data-parallel hooks would be lost silently. A weight that several modules share
-    is copied once. Costs 4 bytes per narrow parameter while it lasts.
-
-    Args:
-        modules: parts of a model; all modules within are searched.
-    """
-    copies: dict[int, torch.nn.Parameter] = {}
-    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    try:
-        for module in modules:
-            for part in module.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is None or parameter.dtype not in _NARROW:
-                        continue
-                    if id(parameter) not in copies:
-                        wide = parameter.detach().float()
-                        copies[id(parameter)] = torch.nn.Parameter(wide, requires_grad=parameter.requires_grad)
-                    replaced.append((part, name, parameter))
-                    part._parameters[name] = copies[id(parameter)]
-        yield
-    finally:
-        for part, name, parameter in reversed(replaced):
-            part._parameters[name] = parameter
-
-
 def evaluate(
     model: Model,
     batches: Sequence[Iterator[Batch]],
@@ -120,6 +90,36 @@ def fp32_compute(model: Model) -> Iterator[None]:
     finally:
         for config, params_dtype, pipeline_dtype in before:
             config.params_dtype, config.pipeline_dtype = params_dtype, pipeline_dtype
+
+
+@contextlib.contextmanager
+def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Replace all bf16 and fp16 parameters by fp32 copies in the block; restore the originals, also after an exception.
+
+    The originals are not touched: assigning to `Parameter.data` with another dtype would make autograd forget who
+    accumulates its gradient, and data-parallel hooks would be lost silently. A weight that several modules share
+    is copied once. Costs 4 bytes per narrow parameter while it lasts.
+
+    Args:
+        modules: parts of a model; all modules within are searched.
+    """
+    copies: dict[int, torch.nn.Parameter] = {}
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    try:
+        for module in modules:
+            for part in module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is None or parameter.dtype not in _NARROW:
+                        continue
+                    if id(parameter) not in copies:
+                        wide = parameter.detach().float()
+                        copies[id(parameter)] = torch.nn.Parameter(wide, requires_grad=parameter.requires_grad)
+                    replaced.append((part, name, parameter))
+                    part._parameters[name] = copies[id(parameter)]
+        yield
+    finally:
+        for part, name, parameter in reversed(replaced):
+            part._parameters[name] = parameter
 
 
 def _dtypes_of(module: torch.nn.Module) -> Any:

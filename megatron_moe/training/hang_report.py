@@ -28,7 +28,7 @@ GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGS
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart by its start time from a later one with the same number.
+    """A process; its start time distinguishes it from a later one with the same number.
 
     host: name and boot of its machine. start: in clock ticks since boot, 0 where it is not known.
     """
