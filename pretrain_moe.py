@@ -1,9 +1,9 @@
-"""The door for torchrun: read the command line, refuse what cannot work, train.
+"""The entry script for torchrun: read the command line, refuse what cannot work, train.
 
     torchrun --nproc-per-node 2 pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20
 
-Exit status: 0 done, or stopped and saved on request; 1 the run is not well, told once; 2 a mistake in the flags or
-files, told once; 130 Ctrl-C.
+Exit status: 0 done, or stopped and saved on request; 1 a fault of the run, printed once; 2 a mistake in the flags or
+files, printed once; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_moe.training.signals import die_with_launcher
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank; every rank of a job calls this with the same arguments. Returns the exit status."""
+    """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
     die_with_launcher()
     return run_program("pretrain_moe.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
 
@@ -57,7 +57,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _asked_for(run: Run, world_size: int) -> str:
-    """What a run's flags mean, instead of the run."""
+    """Return the table or the list that a flag asks for instead of the run."""
     if run.precision.print_precision:
         return table.text(run)
     return advisories.text(run, world_size, advisories.engine_version())

@@ -1,5 +1,5 @@
-"""What survives a run: save, find, check and load.
+"""Checkpoints: save a step, find the one to load, verify it and load it.
 
-`folder` and `compare` need no torch, so a wrong `--load` is told before anything is allocated; `dist` is the only file
-that names the engine's dist_checkpointing.
+`folder` and `compare` need no torch, so that a wrong `--load` is reported before anything is allocated. `writer` and
+`dist` call the engine's dist_checkpointing.
 """

@@ -1,8 +1,9 @@
-"""When a run saves: at once, or in the background while it trains on.
+"""Saving at once, or in the background while the run trains on.
 
-In the background, a thread on each rank copies what the next update will change, which waits for it, and writes; one
-on rank 0 publishes. What they do not do is talk to other ranks: that happens at step boundaries, in one small reduction
-while a save is pending, so that all ranks agree on when a step is written and none meets another's collective.
+In the background, a thread on each rank copies what the next update will change, and then writes; the update waits for
+the copy. A thread on rank 0 publishes. The threads do not communicate with other ranks: that happens at step
+boundaries, in one small reduction while a save is pending, so that all ranks agree on when a step is written and the
+collectives of different ranks do not mix.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from megatron_moe.io.texts import size_text
 
 
 class Saver:
-    """Saves the steps of one run, one after the other. All methods are collective.
+    """The saver of one run's steps, one after the other. All methods are collective.
 
     Args:
-        message: where rank 0 tells what it did.
+        message: called on rank 0 with each line to report.
 
     With `--on-save-error stop`, the default, each method raises SaveError on every rank where a step could not be
-    saved; with `continue` it is told, and the run goes on without that step.
+    saved; with `continue` the error is reported, and the run goes on without that step.
     """
 
     def __init__(self, run: Run, target: Target, message: Callable[[str], None]) -> None:
@@ -46,7 +47,7 @@ class Saver:
         """Save a step, or begin to; an earlier one is finished first. Parameters have to be gathered.
 
         Returns:
-            Whether the step is there, or on its way.
+            Whether the step is saved, or being saved in the background.
         """
         self.finish()
         self.error = None
@@ -63,18 +64,18 @@ class Saver:
         return self.finish() is not None
 
     def wait_until_copied(self) -> None:
-        """Before weights, moments or main weights change: until a pending save has what it needs of them."""
+        """Wait, before weights, moments or main weights change, until a pending save has copied them."""
         if self._pending is not None:
             self._pending.saving.copied.wait()
 
     def poll(self) -> Path | None:
-        """At a step boundary: move a pending save on if all ranks are ready. Returns the step it became, if it did."""
+        """Move a pending save on if all ranks are ready; return the step if it is saved. Call it at step boundaries."""
         if self._pending is None or not _all(self._pending.idle):
             return None
         return self._move_on(self._pending)
 
     def finish(self) -> Path | None:
-        """Wait for a pending save. Returns the step it became, if it did."""
+        """Wait for a pending save; return the step if it was saved."""
         step = None
         while self._pending is not None:
             self._pending.wait()
@@ -83,11 +84,11 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a step is on its way."""
+        """Whether a step is being saved in the background."""
         return self._pending is not None
 
     def _move_on(self, pending: _Pending) -> Path | None:
-        """All ranks are idle: agree on what they did, and begin what is next. Returns the step if that was all."""
+        """Agree on what the idle ranks did, and begin the next part; return the step after the last one."""
         try:
             if not pending.move_on():
                 return None
@@ -113,7 +114,7 @@ class Saver:
 
 
 class _Pending:
-    """A save between its first part and its last: writing, then publishing, here or in a thread."""
+    """A save that has begun: it writes, then publishes, in the caller's thread or in one of its own."""
 
     def __init__(self, saving: Saving, started: float, background: bool) -> None:
         self.saving = saving
@@ -125,16 +126,16 @@ class _Pending:
         self._do(saving.write)
 
     def idle(self) -> bool:
-        """Whether this rank has done its part."""
+        """Return whether this rank has done its part."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until this rank has done its part."""
+        """Wait until this rank has done its part."""
         if self._thread is not None:
             self._thread.join()
 
     def move_on(self) -> bool:
-        """All ranks are idle: to the next part. True if there is none. Collective."""
+        """Begin the next part, when all ranks are idle; return True if there is none. Collective."""
         if self._publishing:
             self.saving.conclude()
             return True
@@ -144,7 +145,7 @@ class _Pending:
         return False
 
     def times(self) -> str:
-        """How much was written and how long it took, for the log."""
+        """Return how much was written and how long it took, for the log."""
         whole = f"{size_text(self.saving.num_bytes)} in {time.monotonic() - self._started:.1f} s"
         return whole if self.blocked is None else f"{whole}, of which training waited {self.blocked:.2f} s"
 
@@ -152,13 +153,13 @@ class _Pending:
         if not self._background:
             work()
             return
-        # A process that is told to leave at once does not wait: the hidden folder is never read.
+        # A process that has to end at once does not wait: the hidden folder is not read.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
 
 def _all(mine: Callable[[], bool]) -> bool:
-    """Whether it is so on every rank. Collective."""
+    """Return whether `mine` is true on every rank. Collective."""
     votes = torch.tensor(int(mine()), device=platform.device())
     torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
     return bool(votes.item())

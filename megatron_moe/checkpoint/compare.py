@@ -1,4 +1,4 @@
-"""Does a checkpoint's configuration fit the run that loads it? No torch."""
+"""Comparison of a checkpoint's configuration with that of the run that loads it. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: 
 
 
 def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
-    """Whether other modules are fp32 in the checkpoint; other words for the same modules make no difference."""
+    """Return whether other modules are fp32 in the checkpoint; other patterns for the same modules do not count."""
     half = run.precision.bf16 or run.precision.fp16
     if not half or "keep_fp32" not in saved:
         return False

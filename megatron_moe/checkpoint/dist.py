@@ -1,4 +1,4 @@
-"""The reading half of the door to the engine's dist_checkpointing; `writer` is the other.
+"""Reading tensors with the engine's dist_checkpointing; `writer` writes them.
 
 What is read is checked first: torch's checkpoint format holds pickles, which the engine loads without restriction.
 """
@@ -26,7 +26,7 @@ from megatron_moe.config.errors import ConfigError, listing
 
 
 def not_saved(value: Any) -> Any:
-    """A value of this rank's state that no file holds: loading hands it back as it is."""
+    """Return a value of this rank's state that is not saved: loading hands it back as it is."""
     return LocalNonpersistentObject(value)
 
 
@@ -90,7 +90,7 @@ def load_tensors(
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
-    """All sharded tensors of a nested state dict, those that a factory makes included."""
+    """Yield all sharded tensors of a nested state dict, those that a factory makes included."""
     for part in sharded_parts(state):
         if isinstance(part, ShardedTensorFactory):
             yield from sharded_tensors(part.build())
@@ -99,7 +99,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 
 def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """All sharded tensors and factories of a nested state dict."""
+    """Yield all sharded tensors and factories of a nested state dict."""
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         yield state
     elif isinstance(state, dict):
@@ -125,7 +125,7 @@ class Shard(NamedTuple):
 
 
 def shards(state: Any) -> list[Shard]:
-    """What this rank holds of the tensors of a sharded state dict."""
+    """Return this rank's shards of the tensors of a sharded state dict."""
     found = []
     for tensor in sharded_tensors(state):
         replica = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)
@@ -139,8 +139,11 @@ def shards(state: Any) -> list[Shard]:
 
 @contextlib.contextmanager
 def _restricted() -> Iterator[None]:
-    """What the engine and torch read as pickles without restriction is read with one, a second time: between the check
-    and the reading a file can be another. And without torch's remarks on how the engine calls it."""
+    """Restrict the pickles that the engine and torch read in the block, and silence torch's warnings.
+
+    The files were checked before, but a file can be replaced between the check and the reading. The warnings are about
+    how the engine calls torch.
+    """
     forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     with (
         mock.patch.dict(os.environ, forced),
@@ -152,7 +155,7 @@ def _restricted() -> Iterator[None]:
 
 
 class _AllowedPickles:
-    """Stands where torch's reader has the module `pickle`."""
+    """A replacement for the module `pickle` in torch's reader."""
 
     @staticmethod
     def load(file: Any) -> Any:
@@ -164,13 +167,10 @@ def _strategy() -> TorchDistLoadShardedStrategy:
 
 
 def _agreed(found: set[str]) -> list[str]:
-    """The union over ranks, sorted, so that all of them raise or none."""
+    """Return the union over ranks, sorted, so that all of them raise or none."""
     gathered: list[set[str] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, found)
     return sorted(set().union(*(part for part in gathered if part)))
-
-
-# ---- pickles
 
 
 def check_trusted(folder: Path) -> None:

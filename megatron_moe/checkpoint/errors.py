@@ -1,4 +1,4 @@
-"""Errors of saving and loading that all ranks see at once: a rank that leaves alone lets the others wait for it."""
+"""Errors of saving and loading, raised on all ranks together: the others would wait for a rank that leaves alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SaveError(RunFault):
 
 
 def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
-    """Return what to tell about an error while saving: what, where, and for a full disk how much is needed and free."""
+    """Return the message of an error while saving: what, where, and for a full disk how much is needed and free."""
     where = f" ({error.filename})" if error.filename else ""
     text = f"{error.strerror or error}{where}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -37,56 +37,57 @@ def _room(root: Path, needed_bytes: int) -> str:
 
 
 def on_rank_zero(work: Callable[[], T]) -> T | None:
-    """Do something on rank 0, where its result comes back. Collective.
+    """Do something on rank 0 and return its result there, None on the other ranks. Collective.
 
     Raises:
-        SaveError: on every rank: rank 0 met an OSError. RuntimeError: it met something else, which it raises itself.
+        SaveError: on every rank, where rank 0 raised an OSError. RuntimeError: where it raised something else.
     """
     result, failure = None, None
     if torch.distributed.get_rank() == 0:
         result, failure = attempted(work)
-    verdict = [None if failure is None else (isinstance(failure, OSError), _words(failure))]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        _raise(verdict[0], failure)
+    outcome = [None if failure is None else (isinstance(failure, OSError), _message(failure))]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        _raise(outcome[0], failure)
     return result
 
 
 def gathered(result: T | None, failure: Exception | None, describe: Callable[[OSError], str]) -> list[T] | None:
-    """Every rank's result, on rank 0; None on the others. Collective.
+    """Return every rank's result on rank 0, None on the others. Collective.
 
     Args:
-        failure: what this rank met instead of a result. describe: what to tell about an OSError.
+        failure: what this rank raised instead of a result.
+        describe: returns the message of an OSError.
 
     Raises:
-        SaveError: on every rank: some rank met an OSError. RuntimeError: some rank met something else.
+        SaveError: on every rank, where some rank raised an OSError. RuntimeError: where one raised something else.
     """
     mine: tuple[T | None, tuple[bool, str] | None] = (result, None)
     if failure is not None:
         expected = isinstance(failure, OSError)
-        mine = (None, (expected, describe(failure) if isinstance(failure, OSError) else _words(failure)))
+        mine = (None, (expected, describe(failure) if isinstance(failure, OSError) else _message(failure)))
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parts: list | None = [None] * world_size if rank == 0 else None
     torch.distributed.gather_object(mine, parts, dst=0)
-    verdict: list[tuple[bool, str] | None] = [None]
+    outcome: list[tuple[bool, str] | None] = [None]
     if parts is not None:
         failures = [(number, failed) for number, (_, failed) in enumerate(parts) if failed is not None]
         if failures:
-            words = "; ".join(
+            message = "; ".join(
                 f"rank {number}: {failed[1]}" if world_size > 1 else failed[1] for number, failed in failures
             )
-            verdict = [(all(failed[0] for _, failed in failures), words)]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        _raise(verdict[0], failure)
+            outcome = [(all(failed[0] for _, failed in failures), message)]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        _raise(outcome[0], failure)
     return None if parts is None else [part for part, _ in parts]
 
 
 def read_on_rank_zero(work: Callable[[], T], elsewhere: T) -> T:
-    """What rank 0 reads, and `elsewhere` on the other ranks. Collective.
+    """Return what rank 0 reads on rank 0, and `elsewhere` on the other ranks. Collective.
 
     Raises:
-        ConfigError: on every rank: rank 0 was refused.
+        ConfigError: on every rank, where rank 0 raised it.
     """
     result, refused = elsewhere, None
     if torch.distributed.get_rank() == 0:
@@ -94,32 +95,32 @@ def read_on_rank_zero(work: Callable[[], T], elsewhere: T) -> T:
             result = work()
         except ConfigError as error:
             refused = str(error)
-    verdict = [refused]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        raise ConfigError(verdict[0])
+    outcome = [refused]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise ConfigError(outcome[0])
     return result
 
 
 def from_all(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks. Collective."""
+    """Return every rank's value, in the order of ranks. Collective."""
     found: list[T | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found  # type: ignore[return-value]
 
 
 def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """A result, or the exception in its place."""
+    """Return (result, None), or (None, exception) where `work` raised."""
     try:
         return work(), None
     except Exception as error:
         return None, error
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _raise(verdict: tuple[bool, str], own: Exception | None) -> None:
-    expected, words = verdict
-    raise (SaveError if expected else RuntimeError)(words) from own
+def _raise(outcome: tuple[bool, str], own: Exception | None) -> None:
+    expected, message = outcome
+    raise (SaveError if expected else RuntimeError)(message) from own

@@ -14,7 +14,7 @@
       .iter_0000100.saving/                a step that is being written, or whose writer died; never read
 
 A step is written under its hidden name and renamed when all ranks are done, so a folder `iter_*` is complete by
-construction; the manifest tells copies that were cut short, and damage.
+construction; by the manifest, copies that were cut short and damaged files are found.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ CONFIG = "config.json"
 STATE = "state.json"
 MANIFEST = manifest.NAME
 WARNING = "CHECKPOINT WARNING: "
-"""How notes begin that belong into the run's summary."""
+"""The beginning of notes that are repeated in the run's summary."""
 OWNER = ".megatron_moe_checkpoints"
-"""An empty file in every folder that a run saves to: it tells the folder from a wrong path before a step is there."""
+"""An empty file in every folder that a run saves to: it marks the folder as one of checkpoints before the first step.
+"""
 ENGINE_FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
 }
-"""What `metadata.json` says: the engine's own mark of the format."""
+"""The content of `metadata.json`, by which the engine recognizes the format."""
 LARGEST_JSON = 64 * 2**20
-"""Bytes of a configuration or state that are read at most."""
+"""The largest configuration or state that is read, in bytes."""
 
 _STEP = re.compile(r"iter_(0\d{6}|[1-9]\d{6,})", re.ASCII)
 
 
 def step_folder(root: Path, iteration: int) -> Path:
-    """The folder of one step."""
+    """Return the folder of one step."""
     return root / f"iter_{iteration:07d}"
 
 
 def hidden_folder(root: Path, iteration: int) -> Path:
-    """Where a step is written before it is complete."""
+    """Return the folder in which a step is written before it is complete."""
     return root / f".iter_{iteration:07d}.saving"
 
 
 def steps(root: Path) -> list[int]:
-    """Iterations that have a folder, complete or not, in ascending order."""
+    """Return the iterations that have a folder, complete or not, in ascending order."""
     if not root.is_dir():
         return []
     found = (_STEP.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -69,12 +70,15 @@ def steps(root: Path) -> list[int]:
 
 
 def defect(step: Path) -> str | None:
-    """Why a step cannot be loaded as far as names and sizes tell, in words that follow "it"; None if it can."""
+    """Return why a step cannot be loaded, by names and sizes, in words that follow "it"; None if it can."""
     return manifest.structure_defect(step)
 
 
 def small_files_defect(step: Path) -> str | None:
-    """Why a step's configuration and state cannot be used: they are read before anything else is, by every rank."""
+    """Return why a step's configuration and state cannot be used, in words that follow "it"; None if they can.
+
+    Every rank reads these files before the others.
+    """
     try:
         files = manifest.read(step).files
     except manifest.ManifestError as error:
@@ -90,12 +94,13 @@ def small_files_defect(step: Path) -> str | None:
 def find_step(
     root: Path, wanted: int | None, *, known_bad: Mapping[int, str] | None = None, verify: bool = True
 ) -> tuple[Path | None, list[str]]:
-    """The step to load and what to tell about those passed over: the one wanted, else the newest sound one.
+    """Return the step to load, the one wanted or else the newest sound one, and notes on those passed over.
 
-    Returns (None, notes) for a folder of ours that holds no step yet, and for one that is missing or empty.
+    Return (None, notes) for a checkpoint folder without a step, and for a folder that is missing or empty.
 
     Args:
-        known_bad: steps whose content was found damaged, with the reason. verify: hash the small files too.
+        known_bad: steps whose content was found damaged, with the reason.
+        verify: hash the small files too.
 
     Raises:
         ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
@@ -151,7 +156,7 @@ def _is_earlier_format(step: Path) -> bool:
 
 
 def _pointer_notes(root: Path, iteration: int) -> list[str]:
-    """What to tell where the pointer names another step than the newest sound one; it decides nothing."""
+    """Return a note where the pointer names another step than the newest sound one, which is loaded all the same."""
     pointer = root / LATEST
     try:
         named = pointer.read_text(errors="replace").strip()[:20]
@@ -189,7 +194,7 @@ def _some(names: set[str]) -> str:
 def check_save_root(
     root: Path, *, loaded_from: Path | None, start_iteration: int, known_bad: Mapping[int, str] | None = None
 ) -> None:
-    """Refuse a folder in which this run would meet the steps of another; damaged ones are in nobody's way.
+    """Refuse a folder that holds the steps of another run; damaged steps do not count.
 
     Args:
         known_bad: steps whose content was found damaged.
@@ -220,7 +225,7 @@ def check_save_root(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One of the JSON files of a step.
+    """Read one of the JSON files of a step.
 
     Raises:
         ConfigError: it is missing, too large, or holds something else than an object.

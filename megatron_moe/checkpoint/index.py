@@ -1,9 +1,9 @@
-"""What `.metadata` says: which part of which tensor lies where. Read under restriction; no torch.
+"""The index of a step, `.metadata`: where each part of each tensor is stored. Read under restriction; no torch.
 
 torch writes this file as a pickle, and a pickle runs code when it is read without restriction, as the engine reads it.
-Here it is read first, into plain records: every class that has a place in it is replaced by an inert stand-in, made
-anew for each reading, that cannot be changed either, and everything else is refused. Then every value is checked, so
-that what the engine meets afterwards are sizes, offsets and the names of files that the manifest lists.
+Here it is read first, into plain records: every class that belongs in it is replaced by an inert stand-in, made anew
+for each reading, that cannot be changed either, and everything else is refused. Then every value is checked, so that
+the engine afterwards reads sizes, offsets and the names of files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_moe.io.hashing import FileEntry
 
 NAME = ".metadata"
 LARGEST = 2 * 2**30
-"""Bytes of an index that are read at most; one of a million tensors is a tenth of it."""
+"""The largest index that is read, in bytes; one of a million tensors is a tenth of it."""
 LARGEST_VALUE = 256 * 2**20
-"""Bytes of one value that is no tensor."""
+"""The largest value other than a tensor that is read, in bytes."""
 
 _DATA = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _OTHERS = re.compile(
@@ -39,12 +39,12 @@ _DTYPES = {
 
 
 class UntrustedError(ValueError):
-    """A step that is not read, because its files are damaged or were made to do harm."""
+    """A step is refused because its files are damaged or harmful."""
 
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Where a pickled value or a part of a tensor lies; offset and length in bytes."""
+    """The location of a pickled value or of a part of a tensor; offset and length in bytes."""
 
     file: str
     offset: int
@@ -53,7 +53,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a tensor: its first element and its extent along every axis, and where it lies."""
+    """A box of a tensor: its first element, its extent along every axis, and where it is stored."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -76,14 +76,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StepIndex:
-    """Every tensor of a step by its key, and every value that is none."""
+    """Every tensor of a step by its key, and every value that is not a tensor."""
 
     tensors: dict[str, Tensor]
     values: dict[str, StoredBytes]
 
 
 def read(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
-    """The index of a step, checked against the files of its manifest.
+    """Read the index of a step and check it against the files of its manifest.
 
     Raises:
         UntrustedError: naming the file and what it holds.
@@ -104,7 +104,7 @@ def read(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
 
 
 def check_names(files: Mapping[str, FileEntry]) -> None:
-    """Refuse a step with files that no checkpoint has: some reader might take one for its own.
+    """Refuse a step with files that do not belong in a checkpoint: some reader might open one.
 
     Raises:
         UntrustedError: naming the file.
@@ -115,14 +115,14 @@ def check_names(files: Mapping[str, FileEntry]) -> None:
 
 
 class _Fixed(type):
-    """Classes that a pickle cannot change."""
+    """The type of classes that a pickle cannot change."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"sets {name} of {cls.__name__}")
 
 
 class _Call:
-    """A function that a pickle can call, and not change."""
+    """A function that a pickle can call, but not change."""
 
     __slots__ = ("_function",)
     _function: Any
@@ -142,7 +142,7 @@ def _record(name: str) -> type:
 
 
 class _PropertiesState:
-    """torch's TensorProperties stores itself as a tuple: dtype, layout, requires_grad, memory format, pinned."""
+    """The state of torch's TensorProperties, a tuple: dtype, layout, requires_grad, memory format, pinned."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__dict__["dtype"], self.__dict__["layout"] = state[0], state[1]
@@ -150,7 +150,7 @@ class _PropertiesState:
 
 
 class _IndexKey:
-    """torch's MetadataIndex is a key: equal where tensor and offset are."""
+    """A stand-in for torch's MetadataIndex, which is a key: equal where tensor and offset are."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
@@ -163,17 +163,17 @@ class _IndexKey:
 
 
 class AllowedUnpickler(pickle.Unpickler):
-    """Builds the real classes of an index, and nothing else: for the engine, which wants those, after `read`."""
+    """An unpickler of the real classes of an index, and of no others, which the engine needs after `read`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it has a place in an index."""
+        """Return the class, if it belongs in an index; raise UntrustedError otherwise."""
         if (module, name) not in _Unpickler(io.BytesIO()).known:
             raise UntrustedError(_unknown(module, name))
         return super().find_class(module, name)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds stand-ins for the classes of torch's checkpoint metadata, and nothing else."""
+    """An unpickler of stand-ins for the classes of torch's checkpoint metadata, and of no others."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -188,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch", "Size"): _Call(tuple),
             ("torch.serialization", "_get_layout"): _Call(str),
             ("collections", "OrderedDict"): _Call(dict),
-            # where the writer was told to write
+            # the folder that the writer wrote to
             ("pathlib", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
             ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
         }
@@ -254,12 +254,11 @@ def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None]
 
 
 def overlap(parts: list[TensorPart]) -> bool:
-    """Whether two boxes share an element: a sweep along the first axis, over those that it is inside of."""
+    """Return whether two boxes share an element, by a sweep along the first axis over the boxes that it is in."""
     inside: list[TensorPart] = []
     for part in sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start):
-        inside = (
-            [other for other in inside if other.start[0] + other.shape[0] > part.start[0]] if part.start else inside
-        )
+        if part.start:
+            inside = [other for other in inside if other.start[0] + other.shape[0] > part.start[0]]
         for other in inside:
             boxes = zip(part.start, part.shape, other.start, other.shape)
             if all(a < b + n and b < a + m for a, m, b, n in boxes):

@@ -1,4 +1,4 @@
-"""Read a step into a model, an optimizer and a schedule that are built already."""
+"""Verify a step, and load it into a model, an optimizer and a schedule that are built already."""
 
 from __future__ import annotations
 
@@ -30,21 +30,19 @@ from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
 
-# ---- Does a step hold what was saved? Every rank hashes its share of the files before any weight is used.
-
-
 ROUND_SECONDS = 10.0
-"""After so long the ranks tell each other how far they are: none waits in a collective until it times out."""
+"""How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
+_REFUSED, _ABSENT, _READ = 0, 1, 2
 
 
-def verified(run: Run, found: CheckpointPlan, tell: Callable[[str], None]) -> CheckpointPlan:
-    """The plan that stands when every file of the step to load holds what was saved. Collective over all ranks.
+def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> CheckpointPlan:
+    """Return the plan with a step every file of which holds what was saved. Collective over all ranks.
 
-    Rank r hashes every world-size-th file, the largest first. A damaged step is passed over for the newest sound one
-    before it, unless it was asked for with `--ckpt-step`; the notes of the plan say so.
+    Rank r hashes every world-size-th file, the largest first, before any weight is used. A damaged step is passed over
+    for the newest sound one before it, unless it was asked for with `--ckpt-step`; the notes of the plan say so.
 
     Args:
-        tell: is given a line now and then on rank 0, while a large step is read.
+        report: called on rank 0 with a line on the progress now and then, while a large step is read.
 
     Raises:
         ConfigError: on every rank: the step asked for is damaged, none is sound, or the ranks see different folders.
@@ -54,15 +52,15 @@ def verified(run: Run, found: CheckpointPlan, tell: Callable[[str], None]) -> Ch
         if found.source is None or not run.checkpoint.verify_checkpoint:
             return found
         step = found.source.step
-        reason, told = _damage(step, tell)
+        reason, note = _damage(step, report)
         if reason is None:
-            return replace(found, notes=(*found.notes, told))
+            return replace(found, notes=(*found.notes, note))
         known_bad = {**found.known_bad, found.source.iteration: reason}
         found = _planned_again(run, known_bad)
 
 
-def _damage(step: Path, tell: Callable[[str], None]) -> tuple[str | None, str]:
-    """What is wrong with the content of a step, the same words on every rank, or None; and what was done."""
+def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]:
+    """Return what is wrong with the content of a step, the same on every rank, or (None, a note on the check)."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     files = manifest.read(step).files
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
@@ -86,11 +84,11 @@ def _damage(step: Path, tell: Callable[[str], None]) -> tuple[str | None, str]:
         if all(complete for _, _, complete in everyone):
             return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
         if rank == 0:
-            tell(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
+            report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {size_text(int(read / seconds))}/s")
 
 
 def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
-    """A plan without the damaged steps, or an error, on every rank."""
+    """Return a plan without the damaged steps, or raise an error, on every rank."""
     outcome, error = None, None
     try:
         outcome = plan(run, known_bad)
@@ -103,7 +101,7 @@ def _planned_again(run: Run, known_bad: dict[int, str]) -> CheckpointPlan:
 
 
 def _require_one_view(found: CheckpointPlan) -> None:
-    """Every rank is to read the same step: file systems show different things on different machines."""
+    """Require that every rank reads the same step: machines may see different file systems."""
     mine = "no step"
     if found.source is not None:
         try:
@@ -119,14 +117,8 @@ def _require_one_view(found: CheckpointPlan) -> None:
         )
 
 
-# ----
-
-
-_REFUSED, _ABSENT, _READ = 0, 1, 2
-
-
 class Loaded(NamedTuple):
-    """Where to start, what to tell about it, and what was rounded before it came here: recorded for good."""
+    """The progress to start from, notes to report, and warnings on fp32 state that was rounded before it was saved."""
 
     progress: TrainingProgress
     notes: list[str]
@@ -170,7 +162,7 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
 
 
 def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> list[str]:
-    """One loud line per tensor that is fp32 here and was saved as less."""
+    """Return a warning for each tensor that is fp32 here and was saved in another dtype."""
     return [
         f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it was "
         "saved; loaded as it is and kept in fp32 from now on"
@@ -179,22 +171,22 @@ def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> lis
 
 
 def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
-    """Restore this rank's random states, or make new ones and say so; the same decision on every rank.
+    """Restore this rank's random states, or make new ones and return a note; all ranks decide alike.
 
-    A stream belongs to a rank's place in the layout that drew from it: there is no right way to give it to another.
+    A stream belongs to the rank and the layout that drew from it: there is no right way to give it to another layout.
     """
     if run.checkpoint.no_load_rng:
         return []
     facts = rank_facts()
     same_layout = source.state["layout"] == layout(facts)
     path = random_state.path_of(source.step, facts.rank)
-    state, verdict = None, _ABSENT
+    state, outcome = None, _ABSENT
     if same_layout and path.is_file():
         try:
-            state, verdict = random_state.read(path), _READ
+            state, outcome = random_state.read(path), _READ
         except UntrustedError:
-            verdict = _REFUSED
-    worst = torch.tensor(verdict, device=platform.device())
+            outcome = _REFUSED
+    worst = torch.tensor(outcome, device=platform.device())
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
     if worst.item() == _REFUSED:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One job writes one folder of checkpoints: a lock with a heartbeat, taken over where its holder is dead. No torch.
+"""The writer lock of a checkpoint folder: one run writes there, by a lock file with a heartbeat. No torch.
 
 The lock is `.writer.lock`: JSON that says who holds it; its modification time is the heartbeat. A holder on this host
 is asked for by process number and start time, which needs no clock. A holder on another host, or in another container,
@@ -29,12 +29,12 @@ NAME = ".writer.lock"
 HEARTBEAT_SECONDS = 15.0
 STALE_MINUTES = 5.0
 RIVALS_SECONDS = 2.0
-"""On a file system without locks: how far apart two jobs may take one lock over at once."""
+"""How long to wait, on a file system without locks, for another run that takes over the same lock."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who writes: the process, where its number means something, and the batch job it belongs to.
+    """The writer of a folder: its process, where the process number is valid, and its batch job.
 
     started: the process's start, in clock ticks since the boot `boot`. namespace: of process numbers. job, restarts:
     Slurm's number of the job and how often it was requeued.
@@ -55,11 +55,11 @@ class Holder:
 
 
 class LostLockError(OSError):
-    """The folder is not ours to write any more."""
+    """The lock of the folder was lost: another run may write there."""
 
 
 class WriterLock:
-    """The lock of one folder, held from `acquire` to `release`; a thread keeps its heart beating."""
+    """The lock of one folder, held from `acquire` to `release`; a thread renews its heartbeat."""
 
     def __init__(self, root: Path, me: Holder) -> None:
         self._path = root / NAME
@@ -75,7 +75,7 @@ class WriterLock:
         self.release()
 
     def check(self) -> None:
-        """Before anything in the folder is changed.
+        """Raise an error where the lock was lost; call it before anything in the folder is changed.
 
         Raises:
             LostLockError: somebody else writes there now, or the folder is gone.
@@ -89,12 +89,12 @@ class WriterLock:
             raise LostLockError(f"{self._path.parent} was taken over by {holder}")
 
     def is_held(self) -> bool:
-        """Whether the folder is still ours to write."""
+        """Return whether this process still holds the lock."""
         holder = _read(self._path)
         return holder is not None and holder.token == self._me.token
 
     def release(self) -> None:
-        """Stop the heart and remove the lock, if it is ours still."""
+        """Stop the heartbeat and remove the lock, if this process still holds it."""
         self._stop.set()
         self._heart.join()
         if self.is_held():
@@ -105,12 +105,12 @@ class WriterLock:
             try:
                 if self.is_held():
                     os.utime(self._path)
-            except OSError:  # gone, or the file system is away for a while: `check` tells before the next save
+            except OSError:  # gone, or the file system is away for a while: `check` finds out before the next save
                 continue
 
 
 def acquire(root: Path) -> tuple[WriterLock, list[str]]:
-    """Hold the lock of a folder that is there. Returns it and what to tell, such as a lock taken over.
+    """Take the lock of a folder that exists; return it, and notes such as on a lock that was taken over.
 
     Raises:
         ConfigError: another job writes there. OSError: the folder cannot be written.
@@ -137,7 +137,7 @@ def _occupied(root: Path, holder: Holder | None) -> str:
 
 
 def _why_dead(path: Path, holder: Holder | None, me: Holder) -> str | None:
-    """How we know that the holder of a lock is dead; None if it may be alive."""
+    """Return how it is known that the holder of a lock is dead; None if it may be alive."""
     if holder is not None:
         if holder.host == me.host and holder.boot != me.boot:
             return "the host was started again since"
@@ -153,7 +153,7 @@ def _why_dead(path: Path, holder: Holder | None, me: Holder) -> str | None:
 
 
 def _silent_minutes(path: Path) -> float | None:
-    """Minutes since the last heartbeat, by the clock of the file system; None where it cannot be told."""
+    """Return the minutes since the last heartbeat, by the clock of the file system; None where that is unknown."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as now:
             return (os.stat(now.name).st_mtime - os.stat(path).st_mtime) / 60
@@ -163,7 +163,7 @@ def _silent_minutes(path: Path) -> float | None:
 
 @contextmanager
 def _written(path: Path, me: Holder) -> Iterator[Path]:
-    """Our lock beside the real one, on the disk; gone at the end if it has not become the real one."""
+    """Write our lock to a file next to the real one; remove it at the end if it has not become the real one."""
     aside = path.with_name(f"{NAME}.{me.token}")
     try:
         write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
@@ -173,7 +173,7 @@ def _written(path: Path, me: Holder) -> Iterator[Path]:
 
 
 def _link(path: Path, me: Holder) -> bool:
-    """Put our lock there unless one is; a link is atomic on network file systems too."""
+    """Put our lock there unless there is one; a link is atomic on network file systems too."""
     with _written(path, me) as aside:
         try:
             os.link(aside, path)
@@ -184,10 +184,10 @@ def _link(path: Path, me: Holder) -> bool:
 
 
 def _take_over(path: Path, holder: Holder | None, me: Holder) -> bool:
-    """Put our lock in the place of a dead job's, which is there all the time; False where another was faster.
+    """Replace a dead holder's lock by ours; return False where another run was faster.
 
-    Rivals wait for each other at the dead lock itself, which the system releases when one of them dies. Where a file
-    system cannot do that, the last one has it, and after a moment the others see so.
+    Runs that try this at once wait for each other on the dead lock's file, with a lock of the system's. Where the file
+    system has none, the last one gets it, and the others see that after a moment.
     """
     with _written(path, me) as aside:
         try:
@@ -213,7 +213,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """What a lock says; None where there is none or it cannot be understood."""
+    """Return the holder that a lock names; None where there is no lock or it cannot be understood."""
     try:
         values = json.loads(path.read_text())
         return Holder(**{field.name: values[field.name] for field in fields(Holder)})
@@ -243,7 +243,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; 0 where only its life can be told, None if it is dead."""
+    """Return when a process was started, in clock ticks since boot; 0 where that is unknown, None if it is dead."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

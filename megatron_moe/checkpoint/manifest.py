@@ -3,8 +3,8 @@
     {"format": 2, "iteration": 50, "files": {"__0_0.distcp": {"bytes": 123, "sha256": "..."}}, "digest": "..."}
 
 The file is byte-equal to its own canonical form and `digest` is the SHA-256 of that form without `digest`, so every
-flipped bit in it is seen. It tells damage, not malice: who can write a step can write its manifest, which is why every
-pickle is read under restriction whatever the manifest says.
+flipped bit in it is seen. It protects against damage, not malice: who can write a step can write its manifest, which is
+why every pickle is read under restriction whatever the manifest says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_moe.io.hashing import FileEntry, blocks_of_file
 NAME = "manifest.json"
 FORMAT = 2
 LARGEST = 256 * 2**20
-"""Bytes of a manifest that are read at most: enough for a million files."""
+"""The largest manifest that is read, in bytes: enough for a million files."""
 
 _STEP = re.compile(r"(?:\.iter_(\d{7,})\.saving|iter_(\d{7,}))", re.ASCII)
 _KEYS = {"format", "iteration", "files", "digest"}
@@ -33,7 +33,7 @@ _KEYS = {"format", "iteration", "files", "digest"}
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step consists of; names are relative to its folder, with `/` between the parts."""
+    """The files of a step; names are relative to its folder, with `/` between the parts."""
 
     iteration: int
     files: dict[str, FileEntry]
@@ -46,7 +46,7 @@ class Manifest:
 
 
 class ManifestError(Exception):
-    """A manifest that is missing, damaged, or not of this format: the reason in words that follow "it"."""
+    """A manifest is missing, damaged, or not of this format; the message is the reason in words that follow "it"."""
 
 
 class EarlierFormatError(ManifestError):
@@ -69,7 +69,7 @@ def write(step: Path, iteration: int, files: dict[str, FileEntry]) -> None:
 
 
 def read(step: Path) -> Manifest:
-    """The manifest of a step, checked in itself; the files it names are not looked at.
+    """Read the manifest of a step and check it in itself; the files it names are not read.
 
     Raises:
         ManifestError: it is missing, damaged, not canonical, or of another format.
@@ -102,10 +102,10 @@ def read(step: Path) -> Manifest:
 
 
 def structure_defect(step: Path) -> str | None:
-    """What is wrong with a step as far as names and sizes tell, in words that follow "it"; None if nothing is.
+    """Return what is wrong with the names and sizes of a step's files, in words that follow "it"; None if nothing is.
 
-    The manifest is sound and of the iteration that the folder is named for; the folder holds exactly the files it
-    names, plain files all of them, each of its size. No content is read.
+    The manifest has to be sound and of the iteration that the folder is named for, and the folder has to hold exactly
+    the files of the manifest, as plain files of the right sizes. No content is read.
     """
     named = _STEP.fullmatch(step.name)
     if named is None:
@@ -136,10 +136,11 @@ def structure_defect(step: Path) -> str | None:
 
 
 def content_defect(step: Path, names: Iterable[str], advance: Callable[[int], object] | None = None) -> str | None:
-    """The first of these files whose content is not what was saved, in words that follow "it"; None if all are.
+    """Return which of these files does not hold what was saved, the first one, in words that follow "it", or None.
 
     Args:
-        names: files of the manifest. advance: is told the number of bytes after each block that was read.
+        names: files of the manifest.
+        advance: called with the number of bytes of each block that was read.
     """
     for outcome in checked_content(step, names):
         if isinstance(outcome, str):
@@ -150,7 +151,7 @@ def content_defect(step: Path, names: Iterable[str], advance: Callable[[int], ob
 
 
 def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
-    """Hash files block by block: yields the bytes of each block, and ends with a defect if there is one."""
+    """Hash files block by block: yield the number of bytes of each block, and a defect at the end if there is one."""
     try:
         files = read(step).files
     except ManifestError as error:
@@ -179,7 +180,7 @@ def _matches_digest(content: dict[str, Any], data: bytes) -> bool:
 
 
 def _is_format_1(content: dict[str, Any]) -> bool:
-    """The first format had sizes only; damage does not make one of the other."""
+    """Return whether the content is of the first format, sizes alone; damage cannot turn one format into the other."""
     files = content.get("files")
     return set(content) == {"files"} and isinstance(files, dict) and all(type(size) is int for size in files.values())
 
@@ -202,7 +203,7 @@ def _wrong_content(content: dict[str, Any], data: bytes) -> str | None:
 
 
 def _wrong_entry(name: str, entry: Any) -> str | None:
-    """Why an entry is none; a name is a plain relative path, so that it stays inside the folder."""
+    """Return what is wrong with an entry, or None; its name has to be a plain relative path inside the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or str(path) != name or ".." in path.parts or name in (".", NAME) or not name.isprintable():
         return f"{name!r} is not the name of a file of a step"
@@ -216,7 +217,7 @@ def _wrong_entry(name: str, entry: Any) -> str | None:
 
 
 def _walk(folder: Path, before: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Name and status of everything below a folder that is not a folder itself; links are not followed."""
+    """Yield name and status of everything below a folder that is not a folder itself; links are not followed."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             name = before + entry.name

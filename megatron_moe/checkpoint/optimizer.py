@@ -1,4 +1,4 @@
-"""The optimizer's part of a checkpoint, in a form that any layout and either kind of optimizer can read.
+"""The optimizer's part of a checkpoint, in a form that any layout and both kinds of optimizers can read.
 
     optimizer.state.param.NAME        the fp32 main weight of NAME; not in an fp32 run, where NAME itself is that
     optimizer.state.exp_avg.NAME      Adam's moments, fp32
@@ -7,6 +7,11 @@
 
 The engine's distributed optimizer, its optimizer for half precision and the one for fp32 each have a form of their own.
 The distributed one's is the common one here, and `_to_common` and `_from_common` turn the others into it and back.
+
+For a save, `into` gathers a distributed optimizer's shards into memory that is used again. The engine would copy every
+shard four times and gather all of them on every rank of a data-parallel group, of which one writes them; in every kind
+of save the training waits for that. Here each shard is copied once, to where it is written from, and sent to that rank
+alone. Names and shapes in the state dict stay the engine's.
 """
 
 from __future__ import annotations
@@ -25,12 +30,14 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.dist import not_saved, sharded_parts
 from megatron_moe.config.schema import Run
 
-# ---- A distributed optimizer's shards, gathered for a step into memory that is used again.
-#
-# The engine copies every shard four times and gathers all of them on every rank of a data-parallel group, of which one
-# writes them; in every kind of save the training waits for that. Here each shard is copied once, to where it is written
-# from, and goes to that rank alone. What the engine makes of it, names and shapes, stays the engine's.
-
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
+_SHARDING = "param_state_sharding_type"
+_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
+FORMAT: dict[str, Any] = {
+    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 
 Buffers = dict[Any, torch.Tensor]
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -39,10 +46,10 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Gathered:
-    """Storages, by address, of the tensors that a state dict got from here.
+    """The storages, by address, of the tensors that `into` put into a state dict.
 
-    private: no part of the training has them: they need not be copied before it goes on. absent: of ranks that do not
-    write: nothing is in them. rest: what is left to copy into them.
+    private: storages that the training does not use, so that they need not be copied before it goes on. absent:
+    storages of ranks that do not write, which are not filled. rest: what is left to copy into the private ones.
     """
 
     private: set[int] = field(default_factory=set)
@@ -52,14 +59,15 @@ class Gathered:
 
 @contextmanager
 def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]:
-    """While a state dict is built, distributed optimizers gather into `buffers`, which are made where they are missing.
+    """Make distributed optimizers gather into `buffers` while a state dict is built in the block.
 
-    They hold the state until the next time. With `later`, what needs no other rank is left to be copied.
+    Missing buffers are allocated, and hold the state until the next save. With `later`, copies that need no other rank
+    are left to be made later (`Gathered.rest`).
     """
     gathered = Gathered()
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [part for part in chain if hasattr(part, "get_parameter_state_dp_zero")]
-    # The engine collects garbage behind each optimizer, which takes the longer the more objects there are.
+    # The engine collects garbage after each optimizer, which takes the longer the more objects there are.
     gc.freeze()
     try:
         for number, part in enumerate(parts):
@@ -74,7 +82,7 @@ def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]
 def _gathering(
     part: Any, number: int, buffers: Buffers, gathered: Gathered, later: bool
 ) -> Callable[..., dict[Any, Any]]:
-    """What takes the place of the engine's `DistributedOptimizer.get_parameter_state_dp_zero`: the same result."""
+    """Return a replacement of the engine's `DistributedOptimizer.get_parameter_state_dp_zero` with the same result."""
 
     def gather(*_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
         assert not empty_data, "this is for saving"
@@ -91,7 +99,7 @@ def _gathering(
 def _whole_buffer(
     part: Any, name: Any, bucket_ranges: Any, buffers: Buffers, gathered: Gathered, later: bool
 ) -> dict[str, Any]:
-    """Main weights and moments of one gradient buffer without the padding of its buckets: fp32, [numel_unpadded]."""
+    """Gather main weights and moments of one gradient buffer without its buckets' padding: fp32, [numel_unpadded]."""
     buffer, group = part.buffers[name[1]], part.data_parallel_group
     keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
     size, rank, host = group.size(), group.rank(), torch.device("cpu")
@@ -132,7 +140,7 @@ def _whole_buffer(
 
 
 def _reused(buffers: Buffers, name: Any, numel: int, device: torch.device) -> torch.Tensor:
-    """fp32 memory of this name: [numel] of it, larger where it was larger before."""
+    """Return [numel] fp32 of the buffer of this name, which is made anew where it is too small."""
     found = buffers.get(name)
     if found is None or found.numel() < numel:
         pinned = platform.has_cuda() and device.type == "cpu"
@@ -140,21 +148,8 @@ def _reused(buffers: Buffers, name: Any, numel: int, device: torch.device) -> to
     return found[:numel]
 
 
-# ----
-
-
-_MAIN_WEIGHTS = "fp32_from_fp16_params"
-_SHARDING = "param_state_sharding_type"
-_OWN_PREFIX, _COMMON_PREFIX = "optimizer.state.fp32_param.", "optimizer.state.param."
-FORMAT: dict[str, Any] = {
-    # One tensor per parameter and moment, named for the parameter: independent of TP, PP, EP, DP and of bucket sizes.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
-
-
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
-    """The optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
+    """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
     with _compact_buckets(optimizer), _every_main_weight(optimizer):
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
     _set_empty_groups_apart(state)
@@ -179,9 +174,9 @@ def _set_empty_groups_apart(state: Any) -> None:
 
 @torch.no_grad()
 def load(optimizer: Any, state: Any, run: Run) -> None:
-    """Put a loaded state into the optimizer: main weights, moments, step count, loss scale.
+    """Load a state into the optimizer: main weights, moments, step count, loss scale.
 
-    Learning rate, betas and epsilon are settings, not state: those of the present run stay in force.
+    Learning rate, betas and epsilon are settings, not state: those of the present run are used.
     """
     settings = {
         "max_lr": run.optimizer.lr,
@@ -198,7 +193,7 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
 
 
 def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """The engine's optimizers in a chain and their states, which have no number where there is only one."""
+    """Return the engine's optimizers in a chain with their states, which have no number for a single optimizer."""
     chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
     return [(part, own) for part, own in zip(chain, states) if own]
@@ -233,12 +228,12 @@ def _from_common(part: Any, common: dict[str, Any]) -> None:
 
 
 def _has_main_weights(part: Any) -> bool:
-    """Whether the run's weights have fp32 copies that the optimizer updates."""
+    """Return whether the run's weights have fp32 copies that the optimizer updates."""
     return part.config.bf16 or part.config.fp16
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Every parameter group in a nested optimizer state, whichever optimizers it is of."""
+    """Yield every parameter group in a nested optimizer state."""
     if isinstance(state, dict):
         for key, value in state.items():
             if key == "param_groups":
@@ -277,7 +272,7 @@ def _every_main_weight(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compact_buckets(optimizer: Any) -> Iterator[None]:
-    """Make the engine slice its gathered buffers where the parameters really lie.
+    """Make the engine slice its gathered buffers at the real positions of the parameters.
 
     A distributed optimizer joins its gradient buckets without their padding and then looks each parameter up by its
     position with the padding (NVIDIA/Megatron-LM PR #5077). With more than one padded bucket every parameter behind

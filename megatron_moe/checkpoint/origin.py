@@ -1,6 +1,6 @@
-"""Where a model comes from that was imported: what every step of its training keeps, so that it can be exported.
+"""The origin of an imported model: what every step of its training keeps of the source, so that it can be exported.
 
-A step of such a model has `hf` in its state (the family, and what the source held beside the table of tensors) and the
+A step of such a model has `hf` in its state (the family, and what the source held besides the tensors) and the
 source's small files, configuration and tokenizer among them, as `hf/NAME`. They are kept as bytes: the source may be
 gone when a step is saved. No torch.
 """
@@ -20,25 +20,29 @@ from megatron_moe.io.hashing import FileEntry
 from megatron_moe.io.texts import size_text
 
 FOLDER = "hf"
-"""Of the small files, in a step; also the key of the rest in the step's state."""
+"""The folder of the small files in a step; also the key of the rest in the step's state."""
 LARGEST = 256 * 2**20
-"""Bytes of the small files together that are kept; of what is more the largest are left out, and told."""
+"""How many bytes of small files are kept in total; beyond that the largest are left out, which is reported."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """state: of the key `hf`; None for a model that was not imported. files: name -> content, where it was read."""
+    """What the steps keep of the source of an imported model.
+
+    state: the value of the key `hf`; None for a model that was not imported. files: name -> content, on the rank that
+    read them.
+    """
 
     state: dict[str, Any] | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Of the files."""
+        """The size of all files in bytes."""
         return sum(len(content) for content in self.files.values())
 
     def write(self, hidden: Path) -> dict[str, FileEntry]:
-        """Put the files into a step that is not visible yet, onto the disk; their entries in its manifest.
+        """Write the files into a step that is not visible yet, onto the disk; return their entries in its manifest.
 
         Raises:
             OSError: the system refused.
@@ -51,12 +55,12 @@ class Origin:
 
 
 def is_converted(state: Mapping[str, Any]) -> bool:
-    """Whether a step was made by a conversion and not by training: weights alone, and no schedule to go on with."""
+    """Return whether a step was made by a conversion and not by training: weights alone, without a schedule."""
     return state.get(FOLDER) is not None and not state.get("has_optimizer") and "scheduler" not in state
 
 
 def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
-    """What a step keeps of the source it was imported from, and what to tell about it.
+    """Return what a step keeps of the source it was imported from, and notes on it.
 
     Raises:
         ConfigError: the manifest or a file cannot be read, or the state is none.
@@ -89,10 +93,12 @@ def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:
 
 
 def read(sizes: Mapping[str, int], content: Callable[[str], bytes], where: Path) -> tuple[dict[str, bytes], list[str]]:
-    """Small files by name, the smallest first until there are too many bytes, and what to tell about the rest.
+    """Return small files by name, the smallest first until there are too many bytes, and notes on the rest.
 
     Args:
-        sizes: in bytes, by name. content: reads one by its name. where: they lie, for messages.
+        sizes: in bytes, by name.
+        content: reads a file by its name.
+        where: the folder of the files, for messages.
     """
     kept: dict[str, bytes] = {}
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Every pickle of a step, read under restriction before anything else opens it."""
+"""Reading the pickles of a step under restriction, before the engine opens them; and one tensor's own archive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_moe.io.hashing import FileEntry
 
 COMMON = "common.pt"
 LARGEST = 2 * 2**30
-"""Bytes of a file of plain values that are read at most."""
+"""The largest file of plain values that is read, in bytes."""
 
 
 def check(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
@@ -36,7 +36,7 @@ def check(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
 
 
 def read_file(step: Path, name: str) -> Any:
-    """The tensors and plain values of a file that torch.save wrote, on the CPU.
+    """Return the tensors and plain values of a file that torch.save wrote, on the CPU.
 
     Raises:
         UntrustedError: it holds anything else, cannot be read, or is too large.
@@ -49,7 +49,7 @@ def read_file(step: Path, name: str) -> Any:
 
 
 def read_value(step: Path, key: str, place: StoredBytes) -> Any:
-    """A value of a data file: tensors and plain values, on the CPU.
+    """Return a value of a data file: tensors and plain values, on the CPU.
 
     Raises:
         UntrustedError: it holds anything else, or cannot be read.
@@ -67,23 +67,22 @@ def _loaded(data: bytes, where: str) -> Any:
 
 
 def words(error: BaseException) -> str:
-    """What torch had against a file, without its advice on how to read it all the same."""
+    """Return torch's reason for refusing a file, without its advice on how to read it all the same."""
     lines = str(error).splitlines() or [""]
     wanted = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
     return f"{kind}{(wanted or lines)[0].strip()[:200]}"
 
 
-# ---- One tensor as an archive of its own in a data file: what it costs, and what may be put into it.
-
-
 PER_PART = 2048
-"""Bytes that torch's archive adds to a tensor, at most, for estimates."""
+"""An upper bound of the bytes that torch's archive adds to a tensor in a data file, for estimates."""
 
 
 def by_itself(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no part of a larger one: an archive holds all of the memory that a tensor is
-    a view of, and torch's writer would copy such a one first."""
+    """Return the tensor with the same memory, but not as a view of a larger one.
+
+    An archive holds all of the memory that a tensor is a view of, and torch's writer would copy such a tensor first.
+    """
     value = value.detach()
     if value.is_cuda or not value.numel() or value.untyped_storage().nbytes() == value.nbytes:
         return value

@@ -1,4 +1,4 @@
-"""Decide what `--load` and `--save` come to before anything is allocated. No torch."""
+"""The plan of `--load` and `--save`, made before anything is allocated. No torch."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class CheckpointSource:
 
     @property
     def weights_only(self) -> bool:
-        """It was converted, not trained: there is no optimizer, schedule or data to go on with."""
+        """Whether the step was converted, not trained: it has no optimizer, schedule or data to go on with."""
         return is_converted(self.state)
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What `--load` and `--save` come to: the step to read, where the run starts, what to tell about it."""
+    """The plan of `--load` and `--save`: the step to read, where the run starts, and notes to report."""
 
     source: CheckpointSource | None
     start_iteration: int
     notes: tuple[str, ...]
     continues: bool = False
-    """The run goes on in the very folder it saves to."""
+    """Whether the run loads from the folder that it saves to."""
     known_bad: Mapping[int, str] = field(default_factory=dict)
     """Steps passed over because their content is damaged, with the reason."""
 
     @property
     def warnings(self) -> list[str]:
-        """What belongs into the run's summary: damaged steps, a check left out."""
+        """The notes for the run's summary: damaged steps, a check left out."""
         return [note for note in self.notes if note.startswith(folder.WARNING)]
 
 
 def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan:
-    """Look at the folders of `--load` and `--save`; allocate nothing and change nothing.
+    """Read the folders of `--load` and `--save` and plan the start; allocate nothing and change nothing.
 
-    Names, sizes and the small files are checked here; `verify` checks the rest when the ranks are there to share it.
+    Names, sizes and the small files are checked here; `load.verified` checks the rest, shared among the ranks.
 
     Args:
         known_bad: steps whose content was found damaged, with the reason.
@@ -107,7 +107,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
 
 
 def _check_state(state: dict[str, Any], step: Path) -> None:
-    """Refuse a state that is none, before its values steer the run."""
+    """Refuse a state that is not this step's, before its values are used."""
     iteration, has_optimizer = state.get("iteration"), state.get("has_optimizer")
     if type(iteration) is not int or folder.step_folder(step.parent, iteration) != step or has_optimizer is None:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Save one step: stage, write, publish. One path, whether the training waits for it or goes on.
+"""Saving one step: stage, write, publish, in the same way whether the training waits for it or goes on.
 
     begin      all ranks   who writes what; is there room; an empty hidden folder
     write      each rank   in the background first a copy; its tensors and random states, hashed while they are written
-    exchange   all ranks   everyone's hashes to rank 0, or everyone's refusal to all
-    publish    rank 0      the small files, the manifest, the rename, the pointer, what is kept of older steps
-    conclude   all ranks   the step is there, or none of them believes so
+    exchange   all ranks   everyone's hashes to rank 0, or everyone's error to all
+    publish    rank 0      the small files, the manifest, the rename, the pointer, the removal of older steps
+    conclude   all ranks   agreement that the step is there, or an error on all of them
 
 `write` and `publish` call no collective, so `async_save` may run them in a thread.
 """
@@ -40,9 +40,10 @@ from megatron_moe.parallel.groups import rank_facts
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run saves. lock: rank 0's. loaded: the step of this folder that the run started from.
+    """The folder that a run saves to, and what every save there needs.
 
-    origin: what every step keeps of the source that the model was imported from; its files on rank 0.
+    lock: rank 0's. loaded: the step of this folder that the run started from. origin: what every step keeps of the
+    source that the model was imported from; its files are on rank 0.
     """
 
     root: Path
@@ -55,7 +56,7 @@ class Target:
 def target(
     run: Run, *, lock: WriterLock | None = None, loaded: int | None = None, origin: Origin | None = None
 ) -> Target:
-    """From the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
+    """Return the target of the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
     options = run.checkpoint
     rule = retention(options.keep_last_k, options.save_retain_interval)
     return Target(Path(options.save or ""), rule, lock, loaded, origin or Origin())
@@ -71,7 +72,7 @@ class SaveBuffers:
 
 @dataclass
 class Saving:
-    """One step on its way, as one rank sees it. The methods are called in the order of the file's head."""
+    """One step that is being saved, on one rank. The methods are called in the order of the module's docstring."""
 
     target: Target
     iteration: int
@@ -81,16 +82,16 @@ class Saving:
     """File name -> its JSON; rank 0 writes them."""
     rank: int
     num_bytes: int
-    """Of all ranks."""
+    """The size of the step over all ranks."""
     notes: list[str] = field(default_factory=list)
-    """What to tell when it is done; on rank 0."""
+    """Notes to report when the step is saved; on rank 0."""
     _written: writer.Written | None = None
     _all_written: list[writer.Written] | None = None
     _failure: Exception | None = None
     copied: threading.Event = field(default_factory=threading.Event)
-    """Nothing of the step lies any more where the training changes it."""
+    """Set when the step no longer uses memory that the training changes."""
     _opened: bool = False
-    """The hidden folder, or what there is of it, is ours to remove: on rank 0."""
+    """Whether this save has made the hidden folder, and removes it after an error; on rank 0."""
 
     @property
     def step(self) -> Path:
@@ -99,11 +100,11 @@ class Saving:
 
     @property
     def hidden(self) -> Path:
-        """Where it is being written."""
+        """The hidden folder in which the step is being written."""
         return folder.hidden_folder(self.target.root, self.iteration)
 
     def write(self) -> None:
-        """This rank's files. Not collective; what goes wrong is kept for `exchange`."""
+        """Write this rank's files. Not collective; an error is kept for `exchange`."""
         self._written, self._failure = attempted(self._write)
 
     def _write(self) -> writer.Written:
@@ -120,16 +121,16 @@ class Saving:
         return written
 
     def exchange(self) -> None:
-        """Everyone's files to rank 0. Collective.
+        """Send the entries of every rank's files to rank 0. Collective.
 
         Raises:
-            SaveError: some rank could not write; on every rank, and nothing of the step is left.
+            SaveError: on every rank, where some rank could not write; nothing of the step is left.
         """
         with self._all_or_nothing():
             self._all_written = gathered(self._written, self._failure, self._reason)
 
     def publish(self) -> None:
-        """Make the step visible. Rank 0 only, not collective; what goes wrong is kept for `conclude`."""
+        """Make the step visible, on rank 0. Not collective; an error is kept for `conclude`."""
         if self.rank == 0:
             _, self._failure = attempted(self._publish)
 
@@ -147,10 +148,10 @@ class Saving:
         self.notes += remove_surplus(root, self.target.rule, protected, published=self.iteration)
 
     def conclude(self) -> Path:
-        """All ranks learn whether the step is there. Collective.
+        """Return the step's folder on all ranks, when they have agreed that it is there. Collective.
 
         Raises:
-            SaveError: it could not be published; on every rank.
+            SaveError: on every rank, where the step could not be published.
         """
         with self._all_or_nothing():
             on_rank_zero(self._raise_failure)
@@ -163,10 +164,10 @@ class Saving:
             raise self._failure
 
     def make_room(self) -> None:
-        """An empty hidden folder with room for the step. Collective.
+        """Make an empty hidden folder with room for the step. Collective.
 
         Raises:
-            SaveError: there is none, or a sound step of this number is there; on every rank.
+            SaveError: on every rank, where there is no room, or a sound step of this number.
         """
         with self._all_or_nothing():
             on_rank_zero(self._make_room)
@@ -185,26 +186,26 @@ class Saving:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Whatever goes wrong: nothing of the step stays, since a disk that is full is not to stay full."""
+        """Remove the step after any error in the block, so that a full disk does not stay full."""
         try:
             yield
         except Exception as error:
             if self._opened and (self.target.lock is None or self.target.lock.is_held()):
                 publish.discard(self.target.root, self.iteration)
             if isinstance(error, SaveError):
-                words = f"step {self.iteration} was not saved: {error}; earlier steps in {self.target.root} stay"
-                raise SaveError(words) from error
+                text = f"step {self.iteration} was not saved: {error}; earlier steps in {self.target.root} stay"
+                raise SaveError(text) from error
             raise
 
 
 def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
-    """Make the folder of `--save` and be the only job that writes there. Collective.
+    """Make the folder of `--save` and lock it against other runs. Collective.
 
     Returns:
-        The lock, on rank 0, and what to tell: a dead job's lock taken over, half-written steps removed.
+        The lock, on rank 0, and notes: a dead run's lock taken over, half-written steps removed.
 
     Raises:
-        ConfigError: on every rank: another job writes there, or the folder cannot be written.
+        ConfigError: on every rank, where another run writes there, or the folder cannot be written.
     """
     root = Path(run.checkpoint.save or "")
     lock, refused = None, None
@@ -214,17 +215,17 @@ def claim(run: Run) -> tuple[WriterLock | None, list[str]]:
             publish.claim_root(root)
             lock, notes = acquire(root)
             left = remove_left_behind(root)
-            notes += [f"removed what an earlier job left half written in {root}: {', '.join(left)}"] if left else []
+            notes += [f"removed what an earlier run left half written in {root}: {', '.join(left)}"] if left else []
         except ConfigError as error:
             refused = str(error)
         except OSError as error:
             refused = f"--save {root}: cannot be written: {error}"
-    verdict = [refused]
-    torch.distributed.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
+    outcome = [refused]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
         if lock is not None:
             lock.release()
-        raise ConfigError(verdict[0])
+        raise ConfigError(outcome[0])
     return lock, notes
 
 
@@ -237,20 +238,20 @@ def begin(
     facts: dict[str, Any],
     memory: SaveBuffers | None = None,
 ) -> Saving:
-    """The first part of saving the step of `progress`: what the rest needs of the present state. Collective.
+    """Begin to save the step of `progress`: collect what the rest needs of the present state. Collective.
 
     Parameters have to be gathered (`training.evaluate.gathered_parameters`). fp32 state is written as fp32.
 
     Args:
-        facts: plain values worth keeping beside the tensors, such as versions.
+        facts: plain values to keep in the step's state, such as versions.
         memory: copy the state to host memory, into this where it fits, so that the training may go on meanwhile; None
-            writes the live tensors. What only the optimizer's update changes is copied by `Saving.write`, and `copied`
-            tells when: until then there must be no update.
+            writes the live tensors. Tensors that change in the optimizer's update alone are copied by `Saving.write`,
+            which then sets `copied`: until then there must be no update.
 
     Raises:
-        SaveError: on every rank: there is no room, or a sound step of this number, which is never overwritten.
+        SaveError: on every rank, where there is no room, or a sound step of this number: it is not overwritten.
     """
-    place, iteration = rank_facts(), progress.iteration
+    ranks, iteration = rank_facts(), progress.iteration
     hidden = folder.hidden_folder(where.root, iteration)
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
@@ -267,7 +268,7 @@ def begin(
         **asdict(progress),
         "scheduler": trained.scheduler.state_dict(),
         "has_optimizer": not run.checkpoint.no_save_optim,
-        "layout": layout(place),
+        "layout": layout(ranks),
         **facts,
     }
     if where.origin.state is not None:
@@ -279,8 +280,8 @@ def begin(
         iteration,
         staged,
         None if run.checkpoint.no_save_rng else random_state.current(),
-        {folder.CONFIG: flatten(run), folder.STATE: about} if place.rank == 0 else {},
-        place.rank,
+        {folder.CONFIG: flatten(run), folder.STATE: about} if ranks.rank == 0 else {},
+        ranks.rank,
         int(total.item()),
     )
     saving.make_room()
@@ -288,10 +289,10 @@ def begin(
 
 
 def changed_by_updates(run: Run, trained: Trained) -> set[int]:
-    """Addresses of the storages that nothing changes before the optimizer's next update.
+    """Return the addresses of the storages that nothing changes before the optimizer's next update.
 
-    Not those of buffers, such as expert_bias, which moves with the gradients; and not those of weights that the next
-    forward pass gathers, though it would gather what is there already.
+    Buffers such as expert_bias, which moves with the gradients, are not among them; nor are weights that the next
+    forward pass gathers, though it would gather the same values.
     """
     steady: list[torch.Tensor] = []
     if not run.parallel.overlap_param_gather:

@@ -1,4 +1,4 @@
-"""What a step holds, and its two halves: the model's tensors and the optimizer's."""
+"""The state that a step holds: the model's tensors, the training's progress, and each rank's random states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Trained:
-    """Everything that training changes, held by one rank.
+    """Everything that training changes, on one rank.
 
     model: wrapped chunks, one per virtual pipeline stage. optimizer and scheduler: the engine's.
     """
@@ -50,12 +50,12 @@ class Trained:
 
 
 def metadata(pg_collection: ProcessGroupCollection) -> dict[str, Any]:
-    """How the engine is to name and shard tensors: one key per layer, independent of the layout."""
+    """Return how the engine is to name and shard tensors: one key per layer, independent of the layout."""
     return {**optimizer_state.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
 
 
 def model_state(trained: Trained) -> dict[str, Any]:
-    """The model's sharded state dict, one entry per chunk; its tensors are the live ones: loading fills them."""
+    """Return the model's sharded state dict, one entry per chunk; its tensors are the live ones: loading fills them."""
     chunks = [unwrapped(chunk) for chunk in trained.model]
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     options = metadata(trained.pg_collection)
@@ -63,39 +63,39 @@ def model_state(trained: Trained) -> dict[str, Any]:
 
 
 def fp32_state_keys(trained: Trained, state: dict[str, Any]) -> frozenset[str]:
-    """Keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
+    """Return the keys in `model_state` of the tensors that the model declares as fp32 state (`expert_bias`)."""
     declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
     return frozenset(tensor.key for tensor in dist.sharded_tensors(state) if tensor.data.data_ptr() in declared)
 
 
 def put_model_state(trained: Trained, loaded: dict[str, Any]) -> None:
-    """Hand loaded tensors to the chunks; every tensor of the model has to be among them."""
+    """Load tensors into the chunks; every tensor of the model has to be among them."""
     for chunk, state in zip(trained.model, loaded.values()):
         unwrapped(chunk).load_state_dict(state)
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside its wrappers."""
+    """Return the model inside its wrappers."""
     while isinstance(chunk, (DistributedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
 
 
 def layout(facts: RankFacts) -> dict[str, int]:
-    """The sizes of the layout; random states are valid for the layout that saved them."""
+    """Return the sizes of the layout; random states are valid for the layout that saved them."""
     return {name: size for name, size in asdict(facts).items() if name.endswith("_size")}
 
 
-# ---- Random states: one file per rank, valid for the layout that wrote it.
+# Random states: one file per rank, valid for the layout that wrote it.
 
 
 def path_of(step: Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Return the file of one rank's random states."""
     return step / "rng" / f"rank_{rank:05d}.pt"
 
 
 def current() -> dict[str, Any]:
-    """The states of Python, numpy, torch and the engine's model-parallel tracker, as tensors and plain values."""
+    """Return the states of Python, numpy, torch and the engine's tracker, as tensors and plain values."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "python": list(random.getstate()[1]),
@@ -111,7 +111,7 @@ def current() -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `current` gave when it was written; changes nothing.
+    """Read the states that `current` returned when the file was written; change nothing.
 
     Raises:
         UntrustedError: the file is damaged, or holds anything but tensors and plain values.
@@ -120,7 +120,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the states of the same rank of the same layout back."""
+    """Restore the states of the same rank of the same layout."""
     random.setstate((3, tuple(state["python"]), state["python_gauss"]))
     name, position, has_gauss, cached = state["numpy_rest"]
     np.random.set_state((name, state["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,4 +1,4 @@
-"""Any box of any tensor of a step, whatever parts it was saved in: memory for the box, no model, no process group."""
+"""Reading any box of any tensor of a step, whatever parts it was saved in, without a model or a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_moe.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the bytes of a part lie in its file: the storage's first byte and size, and the tensor's place in it."""
+    """The location of a part in its file: the storage's first byte and size, and the tensor's layout in it."""
 
     first_byte: int
     num_bytes: int
@@ -29,7 +29,7 @@ class _Layout:
 
 
 class StepReader:
-    """The tensors of one step.
+    """A reader of the tensors of one step.
 
     Attributes:
         index: shapes, dtypes and parts of all tensors, checked against the manifest.
@@ -47,12 +47,12 @@ class StepReader:
         self._layouts: dict[StoredBytes, _Layout] = {}
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor, as it is stored."""
+        """Return the dtype in which a tensor is stored."""
         dtype: torch.dtype = getattr(torch, self.index.tensors[key].dtype)
         return dtype
 
     def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A box of a tensor in memory of its own; by default all of it.
+        """Return a box of a tensor in memory of its own; by default all of it.
 
         Raises:
             ConfigError: a part is not what the index says, or cannot be read.
@@ -81,7 +81,7 @@ class StepReader:
         return result
 
     def _box(self, key: str, part: TensorPart, box: tuple[slice, ...]) -> Tensor:
-        """Of a part. Only the rows are read that it has a share in."""
+        """Read a box of a part; rows of the part outside of the box are not read."""
         if part.place not in self._layouts:
             self._layouts[part.place] = self._layout(key, part)
         layout = self._layouts[part.place]
@@ -98,7 +98,7 @@ class StepReader:
         return content.view(rows.stop - rows.start, *part.shape[1:])[inner]
 
     def _layout(self, key: str, part: TensorPart) -> _Layout:
-        """Of a part, from its archive's small records; its numbers are not read."""
+        """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
@@ -136,7 +136,7 @@ class StepReader:
 
 
 class _Section(io.RawIOBase):
-    """One value of a data file, as a file of its own."""
+    """One value of a data file, readable as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:
         self._file, self._place, self._position = file, place, 0

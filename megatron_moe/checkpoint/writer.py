@@ -1,8 +1,8 @@
-"""Writing half of the door to the engine's dist_checkpointing: plan a step's tensors, write and hash them, finish.
+"""Writing tensors in the engine's dist_checkpointing format: plan a step's tensors, write and hash them, finish.
 
 The engine's torch_dist format is written by torch's own writer in this process, one file per rank. The engine forks
 writers and starts a manager process even for a synchronous save, which costs seconds and waits for ever when a writer
-is killed. What is not a tensor goes into `common.pt`, which both engine releases read (0.19 keeps it inside a tensor
+is killed. Other values go into `common.pt`, which both engine releases read (0.19 keeps it inside a tensor
 file, which 0.16 cannot read), so steps travel between them.
 """
 
@@ -43,9 +43,9 @@ from megatron_moe.io.hashing import FileEntry, HashingFile
 
 @dataclass
 class Staged:
-    """A step's tensors as one rank will write them; `metadata` and `common` on rank 0 only.
+    """The tensors of a step that one rank will write; `metadata` and `common` are on rank 0.
 
-    copied: nothing of it changes when the training goes on, once `copy_rest` has been called.
+    copied: whether they are copies, which the training does not change once `copy_rest` has been called.
     """
 
     plan: SavePlan
@@ -57,7 +57,7 @@ class Staged:
     rest: list[Copy] = field(default_factory=list)
 
     def copy_rest(self) -> None:
-        """Copy what was left for later: before anything of it changes, in any thread."""
+        """Make the copies that were left for later; call it in any thread, before the tensors change."""
         if not self.rest:
             return
         with platform.side_stream():
@@ -68,17 +68,17 @@ class Staged:
 
 @dataclass
 class Written:
-    """What a rank has written: where each tensor lies, and every file with its hash."""
+    """What a rank has written: where each tensor is stored, and every file with its hash."""
 
     results: list[WriteResult] = field(default_factory=list)
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
 class Data:
-    """Hands the tensors of a plan to the writer: the live ones, or copies of them in host memory. Of a planner, torch's
-    writer asks for nothing else.
+    """The tensors of a plan for torch's writer: the live ones, or copies of them in host memory.
 
-    Buffers of the copies are kept from save to save: fresh memory would cost more than the copying.
+    It stands in for the planner, of which torch's writer calls `resolve_data`. Buffers of the copies are kept from save
+    to save: fresh memory would cost more than the copying.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
@@ -86,8 +86,10 @@ class Data:
         self._copies: dict[Any, torch.Tensor | io.BytesIO] | None = None
 
     def copy(self, items: list[WriteItem], buffers: Buffers, gathered: Gathered, steady: Collection[int]) -> list[Copy]:
-        """Copy everything now that is not private to the step, into `buffers`, which hold what was used afterwards; but
-        what lies in `steady` storages later. Returns what is left to copy."""
+        """Copy everything that is not private to the step into `buffers`; return the copies to be made later.
+
+        These are the ones of `steady` storages. Afterwards `buffers` holds the memory that was used.
+        """
         self._copies = {}
         used: dict[Any, torch.Tensor] = {}
         rest: list[Copy] = []
@@ -108,7 +110,7 @@ class Data:
         return rest
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What an item of the plan writes."""
+        """Return the tensor or the bytes that an item of the plan writes."""
         value = self._planner.resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
         return by_itself(value) if isinstance(value, torch.Tensor) else value
 
@@ -124,11 +126,11 @@ def stage(
     """Decide which rank writes which part of a sharded state dict. Collective; nothing is written.
 
     Args:
-        gathered: what of the state is nobody's else, and what is not there on this rank.
+        gathered: the storages that the training does not use, and those that are not filled on this rank.
         buffers: copy the tensors to host memory, into these where they fit, so that the training may go on while they
             are written; None writes the live tensors.
         steady: storages, by address, that nothing changes before the optimizer's next update: `Staged.copy_rest` copies
-            what lies in them.
+            the tensors in them.
 
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: the state cannot be saved; on every rank.
@@ -177,7 +179,7 @@ def write(staged: Staged, folder: Path) -> Written:
 
 
 def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, FileEntry]:
-    """Rank 0 at the end: write what belongs to no rank. Returns every rank's files and these.
+    """Write the files that belong to no rank, on rank 0 at the end; return every rank's files and these.
 
     Raises:
         OSError: the system refused.
@@ -195,7 +197,7 @@ def finish(staged: Staged, folder: Path, written: list[Written]) -> dict[str, Fi
 
 
 class _HashingFileSystem(FileSystem):
-    """torch's file system whose new files are hashed while they are written."""
+    """A file system for torch's writer that hashes new files while they are written."""
 
     def __init__(self) -> None:
         self._files: dict[str, HashingFile] = {}
@@ -224,22 +226,22 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingWriter(FileSystemWriter):
-    """torch's writer, one file per rank, on a file system that hashes.
+    """A writer of torch's, with one file per rank, on a file system that hashes.
 
-    copy_ahead: on a GPU, tensors are fetched while others are written.
+    copy_ahead: on a GPU, tensors are copied to the host while others are written.
     """
 
     fs: _HashingFileSystem
 
     def __init__(self, folder: Path, *, copy_ahead: bool = False) -> None:
         ahead = {} if copy_ahead else {"per_thread_copy_ahead": 0}
-        # Its files put themselves onto the disk, and know then which of them was refused.
+        # Its files sync themselves, and know then which of them failed.
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, **ahead)
         self.fs = _HashingFileSystem()
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Raise what the system said, and not what torch's archive makes of it."""
+        """Raise the error of the system, and not the one that torch's archive makes of it."""
         try:
             yield
         except Exception:
@@ -250,12 +252,10 @@ class _HashingWriter(FileSystemWriter):
 
 
 def _fitting(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-    """Host memory for a copy of a tensor: the buffer, where it is of its shape and dtype."""
-    fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
-    if not fits:
-        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-    assert buffer is not None
-    return buffer
+    """Return host memory for a copy of a tensor: the buffer, if it has the tensor's shape and dtype."""
+    if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+        return buffer
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
 
 
 def _serialized(value: dict[str, Any]) -> bytes:
@@ -265,7 +265,7 @@ def _serialized(value: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The same values made anew: pickle's bytes depend on which equal strings and tuples are one object."""
+    """Return equal values made anew: pickle's bytes depend on which equal strings and tuples are one object."""
     if isinstance(value, dict):
         return {_plain(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -274,8 +274,10 @@ def _plain(value: Any) -> Any:
 
 
 def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, steady: Collection[int]) -> None:
-    """A rank never writes what it was not given; which rank writes what is the engine's choice. Nor does it write a
-    copy that the engine made of memory which is still to be filled."""
+    """Raise an error where this rank would write memory that is not filled, on this rank or not yet.
+
+    Which rank writes what is the engine's choice, and it may have copied memory that is still to be filled.
+    """
     for item in plan.items:
         value = planner.resolve_data(item)
         if not isinstance(value, torch.Tensor) or not value.numel():
@@ -293,7 +295,7 @@ def _check_present(plan: SavePlan, planner: SavePlanner, gathered: Gathered, ste
 
 
 def _num_bytes(plan: SavePlan, data: Data) -> int:
-    """Bytes that this rank will write, from above."""
+    """Return an upper bound of the bytes that this rank will write."""
     total = 0
     for item in plan.items:
         value = data.resolve_data(item)
@@ -304,7 +306,7 @@ def _num_bytes(plan: SavePlan, data: Data) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks on how the engine calls it."""
+    """Silence torch's warnings about how the engine calls it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.distributed|megatron\.core")
         yield

@@ -1,6 +1,6 @@
-"""Files that survive a crash. No torch.
+"""Writing files that survive a crash. No torch.
 
-There are three ways to write, each with its guarantee:
+Each way to write has its guarantee:
 
 - `replacing`, `replace_text` and `replace_json` replace one file: its content is on the disk before it is renamed, and
   the folder is synced afterwards. A reader, and a disk after a crash, has the old file or the new one, never a part.
@@ -23,7 +23,7 @@ from typing import IO, Any
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.hashing import FileEntry, HashingFile
 
-# ---- one file that is replaced
+# One file that is replaced.
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-# ---- several files that belong together
+# Several files that belong together.
 
 
 def publish_files(pairs: Iterable[tuple[Path, Path]], retract: Iterable[Path] = ()) -> None:
@@ -105,7 +105,7 @@ def publish_files(pairs: Iterable[tuple[Path, Path]], retract: Iterable[Path] = 
         sync(folder)
 
 
-# ---- new files of a folder that is not visible yet
+# New files of a folder that is not visible yet.
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-# ---- disks and folders
+# Disks and folders.
 
 
 def sync(path: Path) -> None:
@@ -161,7 +161,7 @@ def sync(path: Path) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """Return the same error with the file it is about, where the system did not say."""
+    """Return the error with the name of its file, where the system did not give one."""
     return error if error.filename else OSError(error.errno, error.strerror or str(error), str(path))
 
 

@@ -1,4 +1,4 @@
-"""SHA-256 of files: of one that is there, and of one while it is written. No torch."""
+"""SHA-256 of files: of one that exists, and of one while it is written. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sha256_of_file(path: str | Path, advance: Callable[[int], object] | None = N
 
 
 class SideHasher:
-    """Hashes large pieces in one thread of its own while the caller writes them, and small ones at once."""
+    """A hasher that hashes large pieces in a thread of its own while the caller writes them, and small ones at once."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -66,13 +66,13 @@ class SideHasher:
 
 
 class HashingFile:
-    """A new binary file that is hashed while it is written; what torch's writers need of a file, and no more.
+    """A new binary file that is hashed while it is written, with the methods that torch's writers call.
 
-    A checkpoint's file is read by no one before its folder is renamed, so it is written in place; and to hash it
-    afterwards would read it from the disk a second time. Other files are replaced by `files.replacing`.
+    A checkpoint's file is not read before its folder is renamed, so it is written in place; and to hash it afterwards
+    would read it from the disk a second time. Other files are replaced by `files.replacing`.
 
     Attributes:
-        error: the first refusal of the system. torch reports an error of its own in its place.
+        error: the first error of the system. torch reports an error of its own instead.
     """
 
     def __init__(self, path: Path) -> None:

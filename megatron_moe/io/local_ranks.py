@@ -1,4 +1,4 @@
-"""Gloo ranks of this machine that a program starts, gives work to, and never leaves behind. No torch in the parent.
+"""Local gloo ranks that a program starts, gives work to, and ends with itself. No torch in the parent.
 
 A rank (`serve`) reads requests from standard input, each a line of JSON: number, ranks, store, seconds, argument. For
 each it joins a process group, calls the function with the argument, and answers on standard output with a line of JSON:
@@ -37,12 +37,12 @@ STACK_SECONDS = 1.5
 _POLL_SECONDS = 1.0
 _RANK = "import sys; sys.path[0] = sys.argv[1]; from megatron_moe.io.local_ranks import serve; serve(sys.argv[2])"
 """Code of a rank. Python would search the folder first in which the program was started; the package's goes there."""
-_LAST_WORDS = 3000
+_SHOWN_CHARACTERS = 3000
 """Characters of a dead rank's output that a failure shows."""
 
 
 class RankFailure(Exception):
-    """Some rank raised, died or did not end. The message says which, with its traceback or last output.
+    """A rank raised, died or did not end. The message says which, with its traceback or last output.
 
     Attributes:
         refusal: the message of the ConfigError that a rank raised, where that is what happened.
@@ -54,7 +54,7 @@ class RankFailure(Exception):
 
 
 class LocalRanks:
-    """Processes that call one function on many ranks, one request after the other. A context: at its end all are gone.
+    """Processes that call one function on many ranks, one request after the other; a context manager that ends them.
 
     They are started at the first request, without a GPU, in sessions of their own: Ctrl-C reaches the caller alone, and
     a rank ends with all that it has started.
@@ -175,10 +175,10 @@ class _RankProcess:
         self._pending = rest
         return json.loads(line)
 
-    def last_words(self, start: int = 0) -> str:
+    def last_output(self, start: int = 0) -> str:
         """Return the end of what the process has printed, from byte `start` of its log on."""
         text = self.log.read_bytes()[start:].decode(errors="replace")
-        return text[-_LAST_WORDS:].strip() or "(it printed nothing)"
+        return text[-_SHOWN_CHARACTERS:].strip() or "(it printed nothing)"
 
     def end(self) -> None:
         """Kill the process and all that it has started, and wait for it."""
@@ -216,7 +216,7 @@ def _collect(processes: list[_RankProcess], key: str, seconds: float) -> dict[in
                 answer = process.take()
                 if answer is None:
                     status = process.process.wait()
-                    failures[process.rank] = f"ended with status {status}; its last output:\n{process.last_words()}"
+                    failures[process.rank] = f"ended with status {status}; its last output:\n{process.last_output()}"
                 elif key not in answer:
                     continue
                 elif answer.get("error"):
@@ -241,7 +241,7 @@ def _stacks(hanging: list[_RankProcess]) -> dict[int, str]:
             process.process.send_signal(signal.SIGUSR1)
     if hanging:
         time.sleep(STACK_SECONDS)
-    return {process.rank: f"did not end; it is at\n{process.last_words(sizes[process.rank])}" for process in hanging}
+    return {process.rank: f"did not end; it is at\n{process.last_output(sizes[process.rank])}" for process in hanging}
 
 
 def _report(*found: dict[int, str]) -> str:
@@ -255,11 +255,11 @@ def _report(*found: dict[int, str]) -> str:
     return "\n".join(f"--- rank {rank} {texts[rank]}" for rank in order)
 
 
-# ---- in a rank
+# Functions that run in a rank's process.
 
 
 def join_group(store: str, rank: int, world_size: int, seconds: float) -> None:
-    """Make the default gloo group of `world_size` ranks that meet at the file `store`."""
+    """Initialize the default gloo group of `world_size` ranks, which find each other by the file `store`."""
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -273,7 +273,7 @@ def join_group(store: str, rank: int, world_size: int, seconds: float) -> None:
 
 
 def serve(target: str) -> None:
-    """Answer requests. What libraries print goes to the log, with this process's stack whenever SIGUSR1 asks for it."""
+    """Answer requests until standard input ends. Libraries' output goes to the log, and the stacks at SIGUSR1."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -1,4 +1,4 @@
-"""The shell around a program: one line on stderr for what went wrong, and the exit status that says which kind."""
+"""Running a program's `main`: errors become one line on stderr and an exit status that says which kind it was."""
 
 from __future__ import annotations
 

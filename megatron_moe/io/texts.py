@@ -1,4 +1,4 @@
-"""Sizes and durations as a person reads them."""
+"""Sizes and durations in readable units."""
 
 from __future__ import annotations
 

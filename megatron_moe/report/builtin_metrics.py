@@ -1,25 +1,22 @@
-"""The metrics of every run. Their order is that of the keys in a line of metrics.jsonl."""
+"""The metrics of every run (`BUILT_IN`), in the order of the keys in a line of metrics.jsonl."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_moe.io.texts import duration_text
 from megatron_moe.report import health
-from megatron_moe.report.metric import Metric
+from megatron_moe.report.health import Health, load_max_over_mean
+from megatron_moe.report.metric import Metric, StepRecord
 
-if TYPE_CHECKING:
-    from megatron_moe.report.health import Health
-    from megatron_moe.report.records import StepRecord
-
-Records = Sequence["StepRecord"]
+Records = Sequence[StepRecord]
 
 
-# ---- Parts of a log line. Losses are means over the steps that were applied, speeds over the time of all; everything
-# else is the last step's.
+# Parts of a log line: losses are means over the steps that were applied, speeds are over the time of all steps, and
+# everything else is the last step's.
 
 
 def _taken(records: Records) -> list[StepRecord]:
@@ -74,11 +71,18 @@ def _health(records: Records) -> str | None:
 
 
 def _load(records: Records) -> str | None:
-    """Return the load and the experts without a token; health, where it was measured, says more than that."""
+    """Return the load and the experts without a token; None where health was measured, which says more."""
     last = records[-1]
     if last.expert_load is None or _last_health(records) is not None:
         return None
     return f"load {last.expert_load:.2f} | empty {last.empty_experts}"
+
+
+def dropped_share(record: StepRecord) -> float | None:
+    """Return the share of choices that was dropped in the layers whose experts have a capacity; None without one."""
+    dropped = sum(sum(counts) for counts in record.dropped_per_expert.values())
+    kept = sum(sum(record.tokens_per_expert[layer]) for layer in record.dropped_per_expert)
+    return dropped / (dropped + kept) if dropped + kept else None
 
 
 def _dropped(records: Records) -> str | None:
@@ -95,7 +99,7 @@ def _left(records: Records) -> str:
     return f"left {duration_text(records[-1].seconds_left)}"
 
 
-# ---- TensorBoard scalars of metrics that are more than one number.
+# TensorBoard scalars of metrics that are more than one number.
 
 
 def _layer_loads(record: StepRecord) -> dict[str, float | None]:
@@ -119,20 +123,7 @@ def _health_scalars(record: StepRecord) -> dict[str, float | None]:
     return {} if record.health is None else dict(health.scalars(record.health))
 
 
-# ----
-
-
-def dropped_share(record: StepRecord) -> float | None:
-    """Return the share of choices that was dropped in the layers whose experts have a capacity; None without one."""
-    dropped = sum(sum(counts) for counts in record.dropped_per_expert.values())
-    kept = sum(sum(record.tokens_per_expert[layer]) for layer in record.dropped_per_expert)
-    return dropped / (dropped + kept) if dropped + kept else None
-
-
-def load_max_over_mean(counts: list[int]) -> float | None:
-    """Return max / mean of one layer's token counts; None for a layer that got no token at all."""
-    total = sum(counts)
-    return max(counts) * len(counts) / total if total else None
+# Values read back from JSON.
 
 
 def _counts_from_json(counts: dict[str, list[int]]) -> dict[int, list[int]]:
@@ -159,7 +150,7 @@ BUILT_IN: tuple[Metric, ...] = (
     _required("seconds", unit="s", tensorboard="speed/step_seconds"),
     Metric(
         "tokens_per_second",
-        unit="tokens/s, of the job",
+        unit="tokens/s, all devices",
         compute=lambda facts: facts.tokens / facts.seconds,
         console=_tokens_per_second,
         console_rank=40,

@@ -8,8 +8,8 @@ import time
 from typing import Any, TextIO
 
 from megatron_moe.io.texts import duration_text
-from megatron_moe.report.records import EvalRecord, StepRecord
-from megatron_moe.report.registry import metrics
+from megatron_moe.report.metric import StepRecord, metrics
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
 
 
@@ -44,9 +44,9 @@ def status(record: StepRecord, expert_load: float | None) -> str:
 
 
 class ConsoleSink(Sink):
-    """A line at the first step of this process, every `log_interval` steps and the last one; events in between.
+    """A sink that prints a line at the first step of this process, every `log_interval` steps and at the last one.
 
-    Plain lines only: right for a file, a pipe, a Slurm log and a terminal that knows no cursor. A character that the
+    It prints plain lines, for a file, a pipe, a Slurm log and a terminal without cursor control. A character that the
     stream's encoding lacks is written as its escape.
     """
 
@@ -86,7 +86,7 @@ class ConsoleSink(Sink):
 
 
 class LiveConsoleSink(ConsoleSink):
-    """The same lines, with a progress line below them that follows every step; for a terminal.
+    """A sink for a terminal that prints the same lines, with a progress line below them that follows every step.
 
     The line is drawn by this thread at a step, at most ten times a second: no second thread holds a lock while a
     checkpoint writer forks.
@@ -140,7 +140,7 @@ class LiveConsoleSink(ConsoleSink):
 
 
 def console_sink(stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int) -> ConsoleSink:
-    """The live console where `stream` is a terminal that can move its cursor, plain lines anywhere else."""
+    """Return the live console where `stream` is a terminal that can move its cursor, plain lines anywhere else."""
     if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         return LiveConsoleSink(
             stream, train_iters=train_iters, log_interval=log_interval, start_iteration=start_iteration
@@ -149,7 +149,7 @@ def console_sink(stream: TextIO, *, train_iters: int | None, log_interval: int, 
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """`text` with what `stream` cannot encode as backslash escapes, control characters (except newline and tab) too."""
+    """Escape what `stream` cannot encode in `text`, and control characters except newline and tab."""
     visible = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     encoding = stream.encoding or "utf-8"
     return visible.encode(encoding, errors="backslashreplace").decode(encoding)

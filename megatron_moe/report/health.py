@@ -48,7 +48,7 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """One measured step of the whole job.
+    """One measured step of the whole run.
 
     An addition is an element of an in-place addition in bf16 or fp16 to which something other than zero was added; it
     was swallowed where rounding left the element as it was. gradient_* are those into the gradient buffers, other_*
@@ -72,8 +72,10 @@ class Health:
 
     @property
     def worst(self) -> dict[str, float]:
-        """The worst layer's value of each figure: what goes first to 0 or to infinity. Figures that none has are left
-        out; dead_experts and hot_experts are sums over the layers."""
+        """The worst layer's value of each figure; dead_experts and hot_experts are sums over the layers.
+
+        Figures that no layer has are left out.
+        """
         layers, loads = self.layers.values(), [layer.load for layer in self.layers.values() if layer.load is not None]
         found = {
             "max_violation": _most(load.max_violation for load in loads),
@@ -90,8 +92,14 @@ class Health:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def load_max_over_mean(counts: list[int]) -> float | None:
+    """Return max / mean of one layer's token counts; None for a layer that got no token at all."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else None
+
+
 def load_health(counts: list[int]) -> LoadHealth | None:
-    """One layer's load from its E counts; none where no token was counted."""
+    """Return one layer's load from its E counts; None where no token was counted."""
     total = sum(counts)
     if not total:
         return None
@@ -105,7 +113,7 @@ def load_health(counts: list[int]) -> LoadHealth | None:
 
 
 def health_from_json(line: dict[str, Any] | None) -> Health | None:
-    """The inverse of `dataclasses.asdict` through JSON; none stays none."""
+    """Return the health that `dataclasses.asdict` and JSON made `line` of; None for None."""
     if line is None:
         return None
     layers = {
@@ -116,7 +124,7 @@ def health_from_json(line: dict[str, Any] | None) -> Health | None:
 
 
 def scalars(health: Health) -> dict[str, float]:
-    """One name per figure, `health/NAME` for the job and the worst layer, `health_by_layer/NAME_LAYER` for each."""
+    """Return one number per figure: `health/NAME` of the run and the worst layer, `health_by_layer/NAME_LAYER`."""
     plain = dataclasses.asdict(health)
     layers = plain.pop("layers")
     found = {f"health/{name}": value for name, value in {**plain, **health.worst}.items()}
@@ -128,7 +136,7 @@ def scalars(health: Health) -> dict[str, float]:
 
 
 def glance(health: Health) -> list[str]:
-    """What a person needs to see at once, the worst layer's, as parts of a log line."""
+    """Return the parts of a log line: the figures to see at once, those of the worst layer."""
     worst = health.worst
     parts = []
     if "max_violation" in worst:

@@ -1,10 +1,9 @@
-"""metrics.jsonl: one line a step, exact, and still one line a step after any number of kills and resumes.
+"""metrics.jsonl: one line per step, exact, also after any number of kills and resumes.
 
-The rule for incarnations: a run that goes on from step k cuts every line behind k before it writes the first new one,
-for the weights behind those lines are gone. A line is handed to the system when its step is reported, which a killed
-process cannot undo, and is on the disk before a step is published (`Sink.flush`), which a power cut cannot undo: so the
-lines up to a step are there wherever the step is. What is missing nevertheless, because the file is another one, is
-reported.
+A run that continues from step k cuts every line after k before it writes the first new one, because those weights are
+gone. A line is flushed to the system when its step is reported, which survives a kill, and is on the disk
+before a checkpoint is published (`Sink.flush`), which survives a power cut: so the lines up to a checkpoint exist
+wherever the checkpoint does. Lines that are missing all the same, because the file is another one, are reported.
 """
 
 from __future__ import annotations
@@ -17,29 +16,24 @@ from typing import IO, Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
-from megatron_moe.report.records import (
-    EvalRecord,
-    StepRecord,
-    eval_from_json,
-    step_from_json,
-    to_json,
-)
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord, eval_from_json, step_from_json, to_json
 from megatron_moe.report.sink import Sink
 
 
 def evaluations_path(metrics_file: Path) -> Path:
-    """Where the evaluations lie: metrics.jsonl holds steps only, its neighbour metrics.eval.jsonl the evaluations."""
+    """Return the file of the evaluations: metrics.eval.jsonl for metrics.jsonl, which holds the steps."""
     return metrics_file.with_name(f"{metrics_file.stem}.eval{metrics_file.suffix}")
 
 
 def read_steps(metrics_file: Path) -> Iterator[StepRecord]:
-    """The steps of a metrics file, in order."""
+    """Yield the steps of a metrics file, in order."""
     for line in _lines(metrics_file):
         yield step_from_json(line)
 
 
 def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
-    """The evaluations that belong to a metrics file, in order; none where there was none."""
+    """Yield the evaluations that belong to a metrics file, in order; none where there was none."""
     if evaluations_path(metrics_file).exists():
         for line in _lines(evaluations_path(metrics_file)):
             yield eval_from_json(line)
@@ -53,7 +47,7 @@ class JsonlSink(Sink):
     `NAME.previous`.
 
     Raises:
-        ConfigError: `path` exists and holds something else than metrics: it is left as it was.
+        ConfigError: `path` exists and holds something other than metrics; it is left as it was.
     """
 
     def __init__(self, path: Path, start_iteration: int) -> None:
@@ -62,7 +56,7 @@ class JsonlSink(Sink):
         """Lines of an abandoned incarnation that were removed at the start."""
         self.missing = 0
         """Steps up to `start_iteration` that the file has no line of."""
-        # Both files are looked at before either is touched.
+        # Both files are read before either is changed.
         kept = {part: _count_up_to(part, start_iteration) for part in (path, evaluations_path(path)) if part.exists()}
         for part, (keep, total) in kept.items():
             if start_iteration == 0 and total:
@@ -80,7 +74,7 @@ class JsonlSink(Sink):
         _append(self._steps, record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Not twice: a run that was killed behind its last evaluation makes it again when it is started again."""
+        """Write an evaluation once: a run that was killed after its last evaluation repeats it after a restart."""
         if _identity(record) in self._evaluated:
             return
         self._evaluated.add(_identity(record))
@@ -111,7 +105,7 @@ def _append(file: IO[str], record: StepRecord | EvalRecord) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of `path` as dicts. A last line that a kill tore apart is left out; any other bad line is an error."""
+    """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
@@ -129,7 +123,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _count_up_to(path: Path, iteration: int) -> tuple[int, int]:
-    """(lines up to `iteration`, all lines, a torn one included). Lines stand in the order of their iterations."""
+    """Count (lines up to `iteration`, all lines, a torn one included); lines are in the order of their iterations."""
     keep = sum(1 for line in _lines(path) if line["iteration"] <= iteration)
     with open(path, "rb") as file:
         total = sum(1 for _ in file)

@@ -12,8 +12,8 @@ import numpy as np
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.report.jsonl import read_evaluations, read_steps
+from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord
-from megatron_moe.report.registry import metrics
 from megatron_moe.report.sink import Sink
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _TRAIN, _SPLITS, _ENTROPY = "#2563a8", {"valid": "#d1495b", "test": "#3b8746"}, 
 
 @dataclass
 class History:
-    """What the picture needs of a run.
+    """The data of a run that the picture shows.
 
     Rows of `loads[layer]` are the steps whose experts were counted, `counted`; columns are experts; values are tokens
     over the layer's mean.
@@ -87,7 +87,7 @@ class PlotSink(Sink):
     """Draws `plot_file` from `metrics_file` when the run ends with a summary.
 
     Raises:
-        ConfigError: matplotlib is missing; it is said at the start, not at the end of the run.
+        ConfigError: matplotlib is missing; this is found at the start, not at the end of the run.
     """
 
     def __init__(self, plot_file: Path, metrics_file: Path) -> None:
@@ -148,7 +148,7 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
 
 
 def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
-    """The mean of up to `reach` neighbours on either side, fewer and as many on both near an end; NaNs are passed over.
+    """Return the mean of up to `reach` neighbours on either side, fewer on both sides near an end; NaNs are left out.
 
     A centred mean does not lag behind a falling curve, as an exponential one does.
     """
@@ -163,7 +163,7 @@ def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def spans(rows: np.ndarray, columns: int) -> np.ndarray:
-    """[steps, R] averaged over equal spans of steps into at most `columns` rows."""
+    """Average [steps, R] over equal spans of steps into at most `columns` rows."""
     if len(rows) <= columns:
         return rows
     return np.stack([part.mean(axis=0) for part in np.array_split(rows, columns)])
@@ -230,7 +230,7 @@ def _draw_load(panel: Axes, history: History) -> None:
     if not by_expert:
         rows = [part.max(axis=1, keepdims=True) for part in rows]
     image = spans(np.concatenate(rows, axis=1), MAX_COLUMNS).T
-    # A column's middle stands at the step that was counted.
+    # The middle of a column is at the step that was counted.
     first, last = history.counted[0], history.counted[-1]
     half = (last - first) / max(len(history.counted) - 1, 1) / 2 or 0.5
     mesh = panel.imshow(

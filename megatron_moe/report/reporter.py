@@ -12,7 +12,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink, TensorBoardSink
 from megatron_moe.report.summary import SummarySink, Totals
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.report.metric import MetricError
-from megatron_moe.report.records import EvalRecord, StepRecord
-from megatron_moe.report.registry import metrics
+from megatron_moe.report.metric import MetricError, StepRecord, metrics
+from megatron_moe.report.records import EvalRecord
 
 
 class Sink:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.io.files import replace_json
-from megatron_moe.report.records import StepRecord
+from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
 
 _PACKAGES = ("megatron-moe", "megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of Python and of the installed packages that a run's numbers depend on."""
+    """Return name -> version of Python and of the installed packages that a run's numbers depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -40,16 +40,16 @@ class Totals:
         self.tokens += record.tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """`iterations`, `train_seconds` (in steps: no evaluation, no saving) and the mean `tokens_per_second`."""
+        """Return `iterations`, `train_seconds` (without evaluation and saving) and the mean `tokens_per_second`."""
         rate = self.tokens / self.seconds if self.seconds > 0 else None
         return {"iterations": self.iterations, "train_seconds": self.seconds, "tokens_per_second": rate}
 
 
 class SummarySink(Sink):
-    """Writes the summary to `path`: what the run gives, over what the records and the environment tell.
+    """A sink that writes the summary to `path`: the run's values, over defaults from the records and the environment.
 
     The defaults are `iterations`, `train_seconds`, `tokens_per_second` and `versions`. `totals` holds the steps of
-    earlier incarnations, so a run that was resumed, or had nothing left to do, is told whole.
+    earlier incarnations, so that the summary of a resumed run covers all of them.
     """
 
     def __init__(self, path: Path, totals: Totals) -> None:

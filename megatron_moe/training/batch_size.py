@@ -27,7 +27,7 @@ class BatchSchedule:
     ramp: tuple[int, int, int] | None = None
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Sequences of the next step, over all ranks."""
+        """Return the number of sequences of the next step, over all ranks."""
         if self.ramp is None:
             return self.final
         start, increment, samples = self.ramp
@@ -42,11 +42,11 @@ class BatchSchedule:
         return self.final // (self.micro_batch_size * self.data_parallel_size)
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Micro-batches of the next step, per rank."""
+        """Return the number of micro-batches of the next step, per rank."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def samples_after(self, iterations: int) -> int:
-        """Sequences that `iterations` steps from the start of the run consume."""
+        """Return how many sequences the first `iterations` steps of the run consume."""
         consumed = 0
         for done in range(iterations):
             size = self.global_batch_size(consumed)
@@ -57,7 +57,7 @@ class BatchSchedule:
 
 
 def batch_schedule(run: Run, world_size: int) -> BatchSchedule:
-    """The schedule of a run.
+    """Return the batch size schedule of a run.
 
     Raises:
         ConfigError: a ramp that is not START INCREMENT SAMPLES, does not end at the global batch size, or passes a

@@ -41,7 +41,7 @@ from megatron_moe.training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class RunRanks:
-    """The ranks of a run that have met, and what they hold together until it ends."""
+    """The process groups, the watchdog and the checkpoint lock that the ranks share until the run ends."""
 
     pg_collection: Any
     facts: RankFacts
@@ -106,7 +106,7 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
 
 
 def _meet(run: Run, resources: ExitStack) -> RunRanks:
-    """Have the ranks meet, watch one another, and be the only job that writes to the folder of `--save`."""
+    """Initialize the process groups, start the watchdog and lock the folder of `--save` against other runs."""
     pg_collection = groups.initialize(run)
     facts = groups.rank_facts()
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
@@ -117,7 +117,7 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
 
 
 def _verified(planned: RunPlan) -> RunPlan:
-    """Return the plan with a checkpoint whose content is sound; that may be an earlier step than was planned."""
+    """Return the plan with a checkpoint whose content was verified; it may be an earlier step than was planned."""
     start_from = verified_checkpoint(planned.run, planned.start_from, _say)
     data_notes = planned.data_notes
     if start_from.known_bad:
@@ -203,7 +203,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-# ---- What is reported at the start of a run.
+# The report at the start of a run.
 
 
 def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Mean loss of a split, per token, exact over all ranks; leaves no trace in the model."""
+"""Evaluation: the mean loss of a split per token, exact over all ranks; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -19,43 +19,7 @@ from megatron_moe.training.step import forward_step
 from megatron_moe.training.step_sums import Model, local_loss, sum_over_ranks
 from megatron_moe.training.timers import untimed
 
-# ---- A module's weights in fp32 for a while: the same values, other tensors, and the very same parameters afterwards.
-
-
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-@contextlib.contextmanager
-def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put fp32 copies in the place of all bf16 and fp16 parameters, and the originals back, also after an exception.
-
-    The originals are not touched: assigning to `Parameter.data` with another dtype would make autograd forget who
-    accumulates its gradient, and data-parallel hooks would be lost without a word. A weight that several modules share
-    is copied once. Costs 4 bytes per narrow parameter while it lasts.
-
-    Args:
-        modules: parts of a model; all modules within are searched.
-    """
-    copies: dict[int, torch.nn.Parameter] = {}
-    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    try:
-        for module in modules:
-            for part in module.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is None or parameter.dtype not in _NARROW:
-                        continue
-                    if id(parameter) not in copies:
-                        wide = parameter.detach().float()
-                        copies[id(parameter)] = torch.nn.Parameter(wide, requires_grad=parameter.requires_grad)
-                    replaced.append((part, name, parameter))
-                    part._parameters[name] = copies[id(parameter)]
-        yield
-    finally:
-        for part, name, parameter in reversed(replaced):
-            part._parameters[name] = parameter
-
-
-# ----
 
 
 def evaluate(
@@ -70,9 +34,9 @@ def evaluate(
     pg_collection: ProcessGroupCollection,
     in_fp32: bool = False,
 ) -> EvalRecord:
-    """Forward passes over `num_micro_batches` micro-batches per rank, in evaluation mode and without gradients.
+    """Run `num_micro_batches` micro-batches per rank forward, in evaluation mode and without gradients.
 
-    Every token that the loss mask keeps weighs the same, whichever micro-batch or rank it stands in. No expert is
+    Every token that the loss mask keeps weighs the same, whichever micro-batch or rank it belongs to. No expert is
     counted, no random number drawn (dropout is off).
 
     Args:
@@ -98,7 +62,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def evaluation_mode(model: Model) -> Iterator[None]:
-    """All parameters gathered, modules in evaluation mode, no gradients; training mode again afterwards."""
+    """Gather all parameters and run the block in evaluation mode without gradients; restore training mode."""
     with gathered_parameters(model), untimed(model), torch.no_grad():
         for chunk in model:
             chunk.eval()
@@ -111,9 +75,9 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_compute(model: Model) -> Iterator[None]:
-    """fp32 copies of the weights, and fp32 between the stages of a pipeline; the model as it was afterwards.
+    """Compute in fp32 in the block, between pipeline stages too; restore the model afterwards.
 
-    Enter it when all parameters are gathered: the copies are made of what the ranks hold now.
+    Enter it when all parameters are gathered: the copies are made of the values that the ranks have now.
     """
     # Chunks, and the modules within, share configurations; each is changed and put back once.
     configs = {id(config): config for chunk in model for part in chunk.modules() if (config := _dtypes_of(part))}
@@ -126,6 +90,36 @@ def fp32_compute(model: Model) -> Iterator[None]:
     finally:
         for config, params_dtype, pipeline_dtype in before:
             config.params_dtype, config.pipeline_dtype = params_dtype, pipeline_dtype
+
+
+@contextlib.contextmanager
+def fp32_weights(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Replace all bf16 and fp16 parameters by fp32 copies in the block; restore the originals, also after an exception.
+
+    The originals are not touched: assigning to `Parameter.data` with another dtype would make autograd forget who
+    accumulates its gradient, and data-parallel hooks would be lost silently. A weight that several modules share
+    is copied once. Costs 4 bytes per narrow parameter while it lasts.
+
+    Args:
+        modules: parts of a model; all modules within are searched.
+    """
+    copies: dict[int, torch.nn.Parameter] = {}
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    try:
+        for module in modules:
+            for part in module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is None or parameter.dtype not in _NARROW:
+                        continue
+                    if id(parameter) not in copies:
+                        wide = parameter.detach().float()
+                        copies[id(parameter)] = torch.nn.Parameter(wide, requires_grad=parameter.requires_grad)
+                    replaced.append((part, name, parameter))
+                    part._parameters[name] = copies[id(parameter)]
+        yield
+    finally:
+        for part, name, parameter in reversed(replaced):
+            part._parameters[name] = parameter
 
 
 def _dtypes_of(module: torch.nn.Module) -> Any:

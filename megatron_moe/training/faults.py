@@ -1,7 +1,8 @@
-"""A loss, gradient or state that is not finite: what it is, where it came from, and what `--on-nan` does about it.
+"""Faults of a step: where a value that is not finite came from, and what `--on-nan` does about it.
 
-The check that every step makes says only that something is wrong, to all ranks at once. Then, and only then, comes the
-second look: state and gradients by name, and the step's micro-batches once more with every tensor looked at.
+The check that every step makes says that something is wrong, to all ranks at once. After such a step `FaultWatch` looks
+for the cause: it names the state and the gradients that are not finite, and runs the step's micro-batches once more
+with a hook on every module, router and weight (`NonFiniteHooks`).
 """
 
 from __future__ import annotations
@@ -29,26 +30,23 @@ from megatron_moe.training.replay import StepReplay
 from megatron_moe.training.replicas import require_equal_replicas
 from megatron_moe.training.spikes import SpikeWatch
 from megatron_moe.training.state_checks import (
-    damage,
-    described,
+    damage_text,
     global_names,
     is_finite,
     non_finite_gradients,
     non_finite_state,
-    places_in_words,
+    non_finite_text,
+    ranks_text,
 )
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.trainer import Trainer, fault_folder
-
-# ---- Where a number that is not finite first shows: hooks on every module, router and weight of one replayed step.
-
 
 FORWARD, BACKWARD = 0, 1
 
 
 @dataclass(frozen=True, order=True)
 class NonFiniteValue:
-    """A tensor with an element that is not finite. Sorted, what came first in a step comes first.
+    """A tensor with an element that is not finite; values are ordered by when they came up in the step.
 
     phase, micro_batch, stage and order say when: the virtual pipeline stage counts in the direction of the pass.
     """
@@ -62,7 +60,7 @@ class NonFiniteValue:
 
 
 class NonFiniteHooks:
-    """Collects what shows while `watching`.
+    """Hooks that collect the tensors that are not finite while `watching`.
 
     Args:
         model: wrapped chunks.
@@ -81,7 +79,7 @@ class NonFiniteHooks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Forward and backward passes within are looked at; what they compute is what they would compute."""
+        """Inspect the forward and backward passes of the block, without changing what they compute."""
         with ExitStack() as stack:
             for index, chunk in enumerate(self._model):
                 names = global_names(chunk)
@@ -115,8 +113,8 @@ class NonFiniteHooks:
         self._order += 1
         if not is_finite(tensor):
             stage = chunk * self._stages + self._stage
-            place = (FORWARD, self._micro_batches[chunk], stage, self._order)
-            self.seen.append(NonFiniteValue(*place, what, described(tensor)))
+            when = (FORWARD, self._micro_batches[chunk], stage, self._order)
+            self.seen.append(NonFiniteValue(*when, what, non_finite_text(tensor)))
 
     def _routed(self, chunk: int, name: str, _: TopKRouter, routed: RoutedTokens) -> None:
         self._see_forward(chunk, f"the input of {name}", routed.hidden)
@@ -130,8 +128,8 @@ class NonFiniteHooks:
         self._backward_of = self._backward_of if micro_batch is None else micro_batch
         if not is_finite(gradient):
             stage = -(chunk * self._stages + self._stage)
-            place = (BACKWARD, self._backward_of, stage, self._order)
-            self.seen.append(NonFiniteValue(*place, what, described(gradient)))
+            when = (BACKWARD, self._backward_of, stage, self._order)
+            self.seen.append(NonFiniteValue(*when, what, non_finite_text(gradient)))
 
 
 def _floating(output: Any) -> Iterator[Tensor]:
@@ -140,11 +138,8 @@ def _floating(output: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-# ----
-
-
 class FaultWatch:
-    """Looks at every step of a run.
+    """The checks of every step of a run: values that are not finite, loss spikes, and replicas that differ.
 
     Args:
         trainer: the run.
@@ -164,7 +159,7 @@ class FaultWatch:
         self._first_sample = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Prepare for the step that begins."""
         self._at("begins")
         self._first_sample = self._trainer.progress.consumed_samples
         self._replay.begin()
@@ -172,7 +167,7 @@ class FaultWatch:
             self._spikes.begin()
 
     def before_update(self) -> None:
-        """The gradients are there, and nothing is changed yet. Collective over all ranks.
+        """Check the replicas where that is due, before the step changes any weight. Collective over all ranks.
 
         Raises:
             RunFault: replicas differ.
@@ -184,7 +179,7 @@ class FaultWatch:
             require_equal_replicas(self._trainer.trained, self._trainer.rank_facts, iteration)
 
     def end(self, result: StepResult) -> None:
-        """The step is counted. Collective over all ranks.
+        """Check the step that was just counted. Collective over all ranks.
 
         Raises:
             RunFault: it was not applied, and the run is to stop or its state is damaged.
@@ -200,27 +195,32 @@ class FaultWatch:
                 "stay as they were"
             )
         elif not result.overflow:
-            self._answer(result)
+            self._handle_non_finite(result)
 
     def _at(self, mark: str) -> None:
         self._trainer.at(f"iteration {self._trainer.progress.iteration + 1}, {mark}")
 
-    def _answer(self, result: StepResult) -> None:
+    def _handle_non_finite(self, result: StepResult) -> None:
+        """Find out where a step went wrong; stop the run or skip the step, as `--on-nan` says."""
         trainer = self._trainer
-        words, damaged = look_again(trainer.run, trainer.trained, trainer.rank_facts, self._replay)
-        told = f"iteration {trainer.progress.iteration}: {words}"
+        cause, damaged = find_cause(trainer.run, trainer.trained, trainer.rank_facts, self._replay)
+        text = f"iteration {trainer.progress.iteration}: {cause}"
         if result.damaged or damaged:
-            raise RunFault(f"{told}; no step that is left out heals that: continue from the last checkpoint")
+            raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
         if trainer.run.faults.on_nan == "stop":
-            raise RunFault(f"{told}; stopped (--on-nan stop), nothing of the step was applied")
+            raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
         trainer.reporter.message(
-            f"{told}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
+            f"{text}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
         )
 
 
 @dataclass(frozen=True)
 class FaultReport:
-    """What one rank found. place: the rank in words. state, gradients: descriptions. first: of the replay."""
+    """What one rank found after a step that is not finite.
+
+    place: the rank and its coordinates, for messages. state, gradients: descriptions of the tensors that are not
+    finite. first: the first such value of the replay.
+    """
 
     place: str
     state: list[str]
@@ -228,34 +228,34 @@ class FaultReport:
     first: NonFiniteValue | None
 
 
-def look_again(run: Run, trained: Trained, place: RankFacts, replay: StepReplay) -> tuple[str, bool]:
-    """Say where the step that has just failed went wrong. Collective over all ranks, after `train_step`.
+def find_cause(run: Run, trained: Trained, place: RankFacts, replay: StepReplay) -> tuple[str, bool]:
+    """Return where the step that has just failed went wrong. Collective over all ranks, after `train_step`.
 
     Returns:
         One sentence, the same on every rank, and whether it is the run's state that is damaged.
     """
-    state = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_state(trained)]
-    gradients = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_gradients(trained.model)]
-    sightings = NonFiniteHooks(trained.model, len(replay.held[0]), (place.pp_rank, place.pp_size))
-    with sightings.watching():
-        replay.again(trained.model, micro_batch_size=run.training.micro_batch_size, seq_length=run.model.seq_length)
-    own = FaultReport(str(place), state, gradients, min(sightings.seen, default=None))
+    state = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_state(trained)]
+    gradients = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_gradients(trained.model)]
+    hooks = NonFiniteHooks(trained.model, len(replay.micro_batches[0]), (place.pp_rank, place.pp_size))
+    with hooks.watching():
+        replay.run_again(trained.model, micro_batch_size=run.training.micro_batch_size, seq_length=run.model.seq_length)
+    own = FaultReport(str(place), state, gradients, min(hooks.seen, default=None))
     reports: list[Any] = [None] * place.world_size
     dist.all_gather_object(reports, own)
-    return verdict(reports), any(report.state for report in reports)
+    return root_cause(reports), any(report.state for report in reports)
 
 
-def verdict(reports: Sequence[FaultReport]) -> str:
-    """The root of what all ranks found: damaged state before activations, those before gradients."""
+def root_cause(reports: Sequence[FaultReport]) -> str:
+    """Return the cause that explains the reports of all ranks: damaged state, else activations, else gradients."""
     if any(report.state for report in reports):
-        return damage([(report.place, report.state) for report in reports])
+        return damage_text([(report.place, report.state) for report in reports])
     first = min((report.first for report in reports if report.first is not None), default=None)
     if first is not None:
         where = [report.place for report in reports if report.first == first]
         of_pass = "backward" if first.phase == BACKWARD else "forward"
         return (
             f"{first.value} of {first.what}, the first in the {of_pass} pass of micro-batch {first.micro_batch}, "
-            f"on {places_in_words(where)}"
+            f"on {ranks_text(where)}"
         )
     again = "the same micro-batches, run once more, are finite on all ranks"
     spoiled = [(report.gradients, report.place) for report in reports if report.gradients]
@@ -263,7 +263,7 @@ def verdict(reports: Sequence[FaultReport]) -> str:
         names = spoiled[0][0]
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         return (
-            f"{names[0]}{others}, on {places_in_words([place for _, place in spoiled])}; {again}: "
+            f"{names[0]}{others}, on {ranks_text([place for _, place in spoiled])}; {again}: "
             "it came about while gradients were reduced, or does not repeat"
         )
     return f"the loss or the gradients' norm was not finite; {again}: a fault that does not repeat"

@@ -25,8 +25,8 @@ class RouterUpdate:
 
     layer_numbers: global, one-based. tokens_per_expert: one [E] int64 per layer, exact: what the experts got.
     expert_bias: one [E] fp32 per layer after the update, or None. aux_losses: per layer each loss, without its
-    coefficient, as the mean over the tokens of the global batch. dropped_per_expert: one [E] int64 per layer, exact,
-    beside tokens_per_expert: choices beyond the experts' capacity; None for a layer without one.
+    coefficient, as the mean over the tokens of the global batch. dropped_per_expert: one [E] int64 per layer, exact:
+    choices beyond the experts' capacity, not in tokens_per_expert; None for a layer without a capacity.
     """
 
     layer_numbers: tuple[int, ...]
@@ -70,7 +70,7 @@ def finalize_model_grads(
 
 
 def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
-    """The bias step of all routers of `model`, with ONE all-reduce of all counts, in int64."""
+    """Update expert_bias of all routers of `model`, with one all-reduce of all counts, in int64."""
     found = list(routers(model))
     kept, dropped, tokens = _global_counts(found)
     _require_conservation(found, kept, dropped, tokens)
@@ -92,7 +92,7 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
 
 
 def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Per layer, over TP x CP x DP, int64: choices dispatched to each expert [E], choices dropped [E], and tokens [1].
+    """Count over TP x CP x DP, per layer, int64: choices dispatched to each expert [E], dropped ones [E], tokens [1].
 
     Layers may differ in E.
     """
@@ -118,7 +118,7 @@ def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor],
 def _require_conservation(
     found: list[TopKRouter], kept: list[Tensor], dropped: list[Tensor], tokens: list[Tensor]
 ) -> None:
-    """Every token of the global batch was given K experts in every layer, once."""
+    """Raise `LostTokens` unless every token of the global batch was given K experts once, in every layer."""
     if not found:
         return
     counted = torch.stack([torch.stack([k.sum(), d.sum(), t.sum()]) for k, d, t in zip(kept, dropped, tokens)])
@@ -134,7 +134,7 @@ def _require_conservation(
 
 
 def _global_aux_losses(found: list[TopKRouter], tokens: list[Tensor]) -> list[dict[str, Tensor]]:
-    """Each layer's losses, as the mean over the tokens of the global batch."""
+    """Return each layer's auxiliary losses, as the mean over the tokens of the global batch."""
     shares = [{} if router.aux_losses is None else router.aux_losses.totals for router in found]
     names = [(i, name) for i, of_layer in enumerate(shares) for name in sorted(of_layer)]
     losses: list[dict[str, Tensor]] = [{} for _ in found]
@@ -151,7 +151,7 @@ def _global_aux_losses(found: list[TopKRouter], tokens: list[Tensor]) -> list[di
 
 @contextmanager
 def _engine_bias_update_off(config: Any) -> Iterator[None]:
-    """The engine updates the bias of every module that has one, if its configuration says that the bias is enabled."""
+    """Disable the bias in the engine's configuration, or the engine would update it for every module that has one."""
     enabled = config.moe_router_enable_expert_bias
     config.moe_router_enable_expert_bias = False
     try:

@@ -29,12 +29,12 @@ from megatron_moe.training.timers import untimed
 
 
 def counts_ahead(options: MoEOptions, num_micro_batches: int) -> bool:
-    """Whether a step runs its micro-batches forward once more, before, to count what their tokens choose."""
+    """Return whether a step first runs its micro-batches forward once, to count what their tokens choose."""
     wanted = "global_aux_loss" in dict(options.aux_losses) and options.global_counts == "batch"
     return wanted and num_micro_batches > 1
 
 
-def tell_of_global_batch(
+def prepare_global_batch(
     model: Sequence[torch.nn.Module],
     batches: Sequence[Iterator[Batch]],
     forward_step: Callable[..., Any],
@@ -44,10 +44,10 @@ def tell_of_global_batch(
     seq_length: int,
     pg_collection: ProcessGroupCollection,
 ) -> Sequence[Iterator[Batch]]:
-    """Announce the coming step to the routers. Collective over the job where something has to be read ahead.
+    """Announce the coming step to the routers. Collective over all ranks where something has to be read ahead.
 
-    The model says what its MoE layers are asked for, on every pipeline stage, also on one that has none of them. No
-    micro-batch holds padding (data/datasets.py says why), so every position is a token that is routed.
+    The options are those of the model, which every pipeline stage has, also one without an MoE layer. No micro-batch
+    holds padding (data/datasets.py says why), so every position is a token that is routed.
 
     Returns:
         The iterators to train from, which begin with what was read ahead.
@@ -60,22 +60,24 @@ def tell_of_global_batch(
     weighs_by_mask = options.per_token_loss and bool(options.aux_losses or options.z_loss_coeff)
     ahead, counted = counts_ahead(options, num_micro_batches), None
     if weighs_by_mask or ahead:
-        held = [list(itertools.islice(chunk, num_micro_batches)) for chunk in batches]
+        read = [list(itertools.islice(chunk, num_micro_batches)) for chunk in batches]
         if weighs_by_mask:
-            weight = _loss_tokens(held[0], pg_collection) / num_tokens
+            weight = _loss_tokens(read[0], pg_collection) / num_tokens
         if ahead:
-            counted = _count(model, held, forward_step, micro_batch_size, seq_length)
-        batches = [iter(chunk) for chunk in held]
+            counted = _count(model, read, forward_step, micro_batch_size, seq_length)
+        batches = [iter(chunk) for chunk in read]
     announce_global_batch(model, GlobalBatch(num_tokens, weight), counted)
     return batches
 
 
-def _loss_tokens(held: list[Batch], pg_collection: ProcessGroupCollection) -> Tensor:
-    """Tokens of the global batch that have a loss, fp64, on every rank. Counted by one TP rank of the first stage;
-    stages in between have no loss masks."""
+def _loss_tokens(read: list[Batch], pg_collection: ProcessGroupCollection) -> Tensor:
+    """Return how many tokens of the global batch have a loss, fp64, on every rank.
+
+    They are counted by one TP rank of the first stage; stages in between have no loss masks.
+    """
     tokens = torch.zeros((), dtype=torch.float64, device=platform.device())
     if pg_collection.pp.rank() == 0 and pg_collection.tp.rank() == 0:
-        for batch in held:
+        for batch in read:
             mask = batch["loss_mask"]
             assert mask is not None, "the first stage has batches"
             tokens += mask.double().sum()
@@ -85,19 +87,19 @@ def _loss_tokens(held: list[Batch], pg_collection: ProcessGroupCollection) -> Te
 
 def _count(
     model: Sequence[torch.nn.Module],
-    held: list[list[Batch]],
+    read: list[list[Batch]],
     forward_step: Callable[..., Any],
     micro_batch_size: int,
     seq_length: int,
 ) -> list[Tensor]:
-    """Run the micro-batches forward as the step will, leave no trace, and return what `counting_ahead` yields."""
-    iterators = [iter(chunk) for chunk in held]
+    """Run the micro-batches forward as the step will and return the counts of `counting_ahead`; change nothing."""
+    iterators = [iter(chunk) for chunk in read]
     with same_random_states(), untimed(model), counting_ahead(model) as counted:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(model),
-            num_microbatches=len(held[0]),
+            num_microbatches=len(read[0]),
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=True,
@@ -107,7 +109,7 @@ def _count(
 
 @contextmanager
 def same_random_states() -> Iterator[None]:
-    """What comes after the block draws what the block drew: torch's generators and the engine's are put back."""
+    """Restore the states of torch's and the engine's random generators after the block."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     with torch.random.fork_rng(devices=[platform.device()] if platform.has_cuda() else []):

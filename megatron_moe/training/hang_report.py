@@ -1,6 +1,8 @@
-"""From what the ranks of a broken job say last to one sentence: which of them is the cause, and where the others wait.
+"""The report on a hang: from the status of all ranks to one sentence that names the cause and where the others wait.
 
-Plain values only; the watchdog collects them.
+`Process` finds out whether a rank's process still exists, `ThreadActivity` is what a thread is doing, read from its
+stack, and `conclusion` puts the `RankStatus` of all ranks together, which the watchdog collects. The standard library
+is enough for all of it: it has to work while everything else hangs.
 """
 
 from __future__ import annotations
@@ -19,30 +21,35 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# ---- Processes of this machine by number and start time, so that a number that was given out again is no other's.
+FAILED, DOING = "failed", "doing"
+GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
+GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"
 
 
 @dataclass(frozen=True)
 class Process:
-    """host: name and boot of its machine. pid, and start: in clock ticks since boot, 0 where it is not known."""
+    """A process; its start time distinguishes it from a later one with the same number.
+
+    host: name and boot of its machine. start: in clock ticks since boot, 0 where it is not known.
+    """
 
     host: str
     pid: int
     start: int
 
     def is_gone(self) -> bool:
-        """Whether it has ended, a zombie included; False where nobody can say. To be asked on its own machine."""
+        """Return whether it has ended, a zombie included; False where that is unknown. Call it on its own machine."""
         if not Path("/proc/self/stat").exists():
             return False
         state, start = _stat(self.pid)
         return state in ("", "Z", "X") or (self.start > 0 and start != self.start)
 
     def state(self) -> str:
-        """STOPPED or SILENT, of one that is there and does not answer."""
+        """Return STOPPED or SILENT for a process that exists and does not answer."""
         return STOPPED if _stat(self.pid)[0] in ("T", "t") else SILENT
 
     def send(self, number: int) -> None:
-        """Send a signal, unless it is gone."""
+        """Send the process a signal, unless it is gone."""
         if not self.is_gone():
             try:
                 os.kill(self.pid, number)
@@ -52,12 +59,12 @@ class Process:
 
 @cache
 def this_process() -> Process:
-    """The process that asks."""
+    """Return the process that calls this."""
     return Process(_machine(), os.getpid(), _stat(os.getpid())[1])
 
 
 def _machine() -> str:
-    """Tells apart machines of one name, and containers on one machine, whose process numbers mean nothing outside."""
+    """Return a name that differs between machines of one name, and between containers, which number processes anew."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -68,17 +75,12 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """(state letter, start time) of /proc; ("", 0) of a process that is gone."""
+    """Return (state letter, start time) from /proc; ("", 0) for a process that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return "", 0
     return fields[0], int(fields[19])
-
-
-# ---- What a thread is doing, read from its stack: waiting in which collective, with which tensor, called from where.
-#
-# Standard library only: it has to work while everything else hangs.
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -89,11 +91,11 @@ _WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
 
 @dataclass(frozen=True)
 class ThreadActivity:
-    """What a rank's thread does.
+    """What a thread is doing, read from its stack.
 
-    waits_in: the collective it waits in, or None. tensor: dtype and shape of what it sends, number: how many
-    collectives its group has begun on this rank; None where that is not known. at: file:line in function, of our own
-    code where there is any on the stack.
+    waits_in: the collective it waits in, or None. tensor: dtype and shape of what it sends; number: how many
+    collectives its group has begun on this rank; None where that is not known. at: file:line in function, of this
+    package where there is any on the stack.
     """
 
     waits_in: str | None
@@ -106,30 +108,32 @@ Frames = list[tuple[FrameType, int]]
 """Innermost first: frame and line."""
 
 
-def of_this_process(besides: tuple[int, ...] = ()) -> ThreadActivity:
-    """What the main thread does; or what another one waits in, where backward passes run beside the main thread.
+def current_activity(ignored: tuple[int, ...] = ()) -> ThreadActivity:
+    """Return what this process is doing: the main thread, unless another thread waits in a collective.
+
+    Backward passes run in threads of their own.
 
     Args:
-        besides: identifiers of threads that do not count.
+        ignored: identifiers of threads that do not count.
     """
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    ahead = sorted((ident for ident in frames if ident not in besides), key=lambda ident: ident != main)
+    ahead = sorted((ident for ident in frames if ident not in ignored), key=lambda ident: ident != main)
     found = [_read(list(_outwards(frames[ident]))) for ident in ahead]
     return next((doing for doing in found if doing.waits_in is not None), found[0])
 
 
 def of_error(error: BaseException) -> ThreadActivity:
-    """What was being done when `error` was raised."""
+    """Return what was being done when `error` was raised."""
     return _read(list(reversed(list(_inwards(error.__traceback__)))))
 
 
-def stacks(besides: tuple[int, ...] = ()) -> str:
-    """The stacks of all threads of this process, main thread first."""
+def stacks(ignored: tuple[int, ...] = ()) -> str:
+    """Return the stacks of all threads of this process, main thread first."""
     frames, named = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     texts = []
-    for ident in sorted((i for i in frames if i not in besides), key=lambda i: (i != main, i)):
+    for ident in sorted((i for i in frames if i not in ignored), key=lambda i: (i != main, i)):
         lines = "".join(traceback.format_stack(frames[ident])).rstrip()
         texts.append(f"thread {named.get(ident, ident)}:\n{lines}")
     return "\n".join(texts)
@@ -151,13 +155,15 @@ def _read(frames: Frames) -> ThreadActivity:
     collective, values = _collective(frames)
     ours = [entry for entry in frames if entry[0].f_code.co_filename.startswith(_PACKAGE)]
     outside = [entry for entry in frames if "/torch/" not in entry[0].f_code.co_filename]
-    place = next(iter(ours or outside or frames), None)
-    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if place is None else _at(*place))
+    shown = next(iter(ours or outside or frames), None)
+    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if shown is None else _at(*shown))
 
 
 def _collective(frames: Frames) -> tuple[str | None, dict[str, Any]]:
-    """The outermost function of torch.distributed on top of the stack with its variables, or the wait for one that was
-    started before."""
+    """Return the outermost function of torch.distributed on top of the stack with its variables.
+
+    Where there is none, return the wait for a collective that was started before; (None, {}) without that too.
+    """
     found = None
     for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -175,7 +181,7 @@ def _collective(frames: Frames) -> tuple[str | None, dict[str, Any]]:
 
 
 def _tensor(values: dict[str, Any]) -> str | None:
-    """dtype and shape of what a collective was given."""
+    """Return dtype and shape of the tensor that a collective was given."""
     for name in ("tensor", "input_tensor", "input", "output", "object_list", "obj"):
         value = values.get(name)
         if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -184,7 +190,7 @@ def _tensor(values: dict[str, Any]) -> str | None:
 
 
 def _number(values: dict[str, Any]) -> int | None:
-    """How many collectives the group has begun, counted by torch."""
+    """Return how many collectives the group has begun, counted by torch."""
     if "group" not in values or "torch.distributed" not in sys.modules:
         return None
     try:
@@ -199,20 +205,12 @@ def _at(frame: FrameType, line: int) -> str:
     return f"{short}:{line} in {frame.f_code.co_name}"
 
 
-# ----
-
-
-FAILED, DOING = "failed", "doing"
-GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
-GONE_WORDS = "its process ended without a word (a signal such as SIGKILL or SIGSEGV, or os._exit)"
-
-
 @dataclass(frozen=True)
-class LastWords:
-    """What a rank said when the job ended.
+class RankStatus:
+    """What a rank reports when the watchdog ends the run.
 
     state: FAILED with an error of its own, or DOING something. text: the error. mark: how far the rank had come.
-    waits_in, tensor, number, at: see `whereabouts.Doing`. failed_at: seconds since the epoch.
+    waits_in, tensor, number, at: see `ThreadActivity`. failed_at: seconds since the epoch.
     """
 
     rank: int
@@ -232,28 +230,28 @@ class LastWords:
         return f"{doing} ({self.mark})"
 
 
-# In words, and what of its last words a rank shares with the others where all is well.
+# The part of a status that is the same on all ranks of a sound run, by what is said where it differs.
 _DIFFERENCES = {
-    "wait in different places": lambda words: (words.waits_in, words.at),
-    "bring different tensors": lambda words: words.tensor,
-    "have come through different numbers of collectives": lambda words: words.number,
+    "wait in different places": lambda status: (status.waits_in, status.at),
+    "bring different tensors": lambda status: status.tensor,
+    "have come through different numbers of collectives": lambda status: status.number,
 }
 
 
-def conclude(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
-    """The verdict.
+def conclusion(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
+    """Return which rank is the cause, in a sentence, and then where each rank is.
 
     Args:
-        words: of the ranks that answered.
+        answers: the status of the ranks that answered.
         missing: rank -> GONE, STOPPED, SILENT or LEFT, for those that did not.
-        marks: rank -> the last place that a rank told, for the missing ones.
+        marks: rank -> the last mark that it reported, for the missing ones.
     """
-    return f"{_cause(words, missing, marks)}. {_others(words)}".strip()
+    return f"{_cause(answers, missing, marks)}. {_others(answers)}".strip()
 
 
-def _cause(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
-    failed = sorted((w for w in words.values() if w.state == FAILED and not w.waits_in), key=lambda w: w.failed_at)
-    if len(failed) > 1 and len(failed) == len(words) and len({w.text for w in failed}) == 1:
+def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
+    failed = sorted((s for s in answers.values() if s.state == FAILED and not s.waits_in), key=lambda s: s.failed_at)
+    if len(failed) > 1 and len(failed) == len(answers) and len({s.text for s in failed}) == 1:
         return f"all ranks failed alike at {failed[0].at} ({failed[0].mark}): {failed[0].text}"  # and agreed to
     if failed:
         return f"rank {failed[0].rank} failed at {failed[0].at} ({failed[0].mark}): {failed[0].text}"
@@ -266,27 +264,28 @@ def _cause(words: Mapping[int, LastWords], missing: Mapping[int, str], marks: Ma
         ranks = [rank for rank, state in missing.items() if state == kind]
         if ranks:
             return f"{_ranks(ranks)} {text}; last at: {marks.get(ranks[0], 'unknown')}"
-    waiting = [w for w in words.values() if w.waits_in]
-    working = [w for w in words.values() if not w.waits_in]
+    waiting = [status for status in answers.values() if status.waits_in]
+    working = [status for status in answers.values() if not status.waits_in]
     if waiting and working:
-        return f"{_ranks([w.rank for w in working])} did not come to the collective: {working[0]}"
+        return f"{_ranks([status.rank for status in working])} did not come to the collective: {working[0]}"
     for what, key in _DIFFERENCES.items():
-        counts = Counter(key(w) for w in words.values()).most_common()
+        counts = Counter(key(status) for status in answers.values()).most_common()
         if len(counts) > 1:
-            odd = [w for w in words.values() if key(w) != counts[0][0]]
+            odd = [status for status in answers.values() if key(status) != counts[0][0]]
             if counts[0][1] > counts[1][1]:
-                return f"the ranks {what}: {_ranks([w.rank for w in odd])} {odd[0]}, unlike the others"
+                return f"the ranks {what}: {_ranks([status.rank for status in odd])} {odd[0]}, unlike the others"
             return f"the ranks {what}, half of them each"
     return "all ranks wait in the same place: what connects them does not, or one of them left a collective out before"
 
 
-def _others(words: Mapping[int, LastWords]) -> str:
-    """Where everyone is, those at one place together."""
-    places: dict[str, list[int]] = {}
-    for rank, said in sorted(words.items()):
-        text = f"failed at {said.at}, {said.text}" if said.state == FAILED and not said.waits_in else str(said)
-        places.setdefault(text, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in places.items())
+def _others(answers: Mapping[int, RankStatus]) -> str:
+    """Return where each rank is; ranks with the same status are listed together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, status in sorted(answers.items()):
+        failed_by_itself = status.state == FAILED and not status.waits_in
+        text = f"failed at {status.at}, {status.text}" if failed_by_itself else str(status)
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

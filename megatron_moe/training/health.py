@@ -1,7 +1,7 @@
 """Health: what is measured about routing, rounding and gradients at every `--health-interval`-th step.
 
-A measured step computes the very bits that it would compute otherwise; all that is done besides is to look. Everything
-collective here is entered by all ranks, also by those of a pipeline stage without an MoE layer.
+A measured step computes the same bits as any other. Collectives here are entered by all ranks, also by those of a
+pipeline stage without an MoE layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from megatron_moe.moe.state import routers
 from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.training.optimizer import part_grad_norms
 
-# ---- Counts the in-place additions in bf16 and fp16 that rounding swallowed: the result is what was there before.
-#
-# bf16 keeps 8 bits: adding less than 1/512 of what an element holds changes nothing, and nothing says so.
-
+# Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
+# nothing, and no error or warning says so.
 
 _EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 """The exponent's bits; all set in an infinity and in what is no number, which keep their value for another reason."""
@@ -37,11 +35,11 @@ _MANY = torch.ops.aten._foreach_add_.List
 
 
 class LostUpdates(TorchDispatchMode):
-    """Watches every in-place addition of a tensor to a bf16 or fp16 tensor while it is entered; changes none.
+    """A mode that counts the in-place additions of a tensor to a bf16 or fp16 tensor, and those lost in rounding.
 
     An element counts as an addition where something other than zero was added, and as swallowed where it kept its
-    value all the same. Additions into the gradient buffers, which add up micro-batches, are told from all others, such
-    as autograd's sums where a tensor was used twice. Scalars are left out: sums of losses are not accumulators of
+    value all the same. Additions into the gradient buffers, which add up micro-batches, are counted apart from others,
+    such as autograd's sums where a tensor was used twice. Scalars are left out: sums of losses are not accumulators of
     this kind. Sums within a kernel or a collective are not seen: they are no operation of torch's.
 
     Args:
@@ -89,14 +87,11 @@ class LostUpdates(TorchDispatchMode):
         return sum(number for number, _ in found), sum(lost for _, lost in found)
 
 
-# ----
-
-
 _LOW_PERCENTILE = 0.05
 
 
 class HealthProbe:
-    """Measures one step of a model; a new one is made for every measured step.
+    """The measurement of one step of a model; a new one is made for every measured step.
 
     Args:
         model: wrapped model chunks of this rank.
@@ -115,7 +110,7 @@ class HealthProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at forward and backward of all micro-batches, which run within."""
+        """Observe forward and backward of all micro-batches, which run in the block."""
         with ExitStack() as stack:
             for router, probe in zip(self._routers, self._probes):
                 stack.enter_context(router.observed_by(probe.see))
@@ -124,13 +119,13 @@ class HealthProbe:
             yield
 
     def see_gradients(self, optimizer: Any) -> None:
-        """Look at the reduced gradients before they are clipped. Collective over all ranks."""
+        """Measure the norms of the reduced gradients before they are clipped. Collective over all ranks."""
         self._grad_norms = part_grad_norms(optimizer)
 
     def health(
         self, tokens_per_expert: dict[int, list[int]], progress: TrainingProgress, pp: dist.ProcessGroup
     ) -> Health:
-        """What was found, the same on every rank. Collective over all ranks.
+        """Return what was measured, the same on every rank. Collective over all ranks.
 
         Args:
             tokens_per_expert: per MoE layer of the whole model its E counts in the step.
@@ -159,10 +154,10 @@ class HealthProbe:
         )
 
     def _layers(self, tokens_per_expert: dict[int, list[int]], pp: dist.ProcessGroup) -> dict[int, LayerHealth]:
-        """All layers of all pipeline stages, in order."""
+        """Return the health of all layers of all pipeline stages, in order."""
         local = [
             (router.layer_number or 0, *_figures(sums, max_logit), *_bias_range(router.expert_bias))
-            for router, sums, max_logit in zip(self._routers, *_joined(self._routers, self._probes))
+            for router, sums, max_logit in zip(self._routers, *_probe_sums(self._routers, self._probes))
         ]
         layers = local
         if pp.size() > 1:
@@ -176,15 +171,15 @@ class HealthProbe:
 
 
 def _gradient_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """The tensors in which the engine's DDP wrapper adds up gradients."""
+    """Yield the tensors in which the engine's DDP wrapper adds up gradients."""
     for chunk in model:
         wrapper: Any = chunk  # a DistributedDataParallel, whose `buffers` is a list
         for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
             yield buffer.grad_data
 
 
-def _joined(found: list[TopKRouter], probes: list[RoutingProbe]) -> tuple[list[list[float]], list[float]]:
-    """Per layer the sums (sampled, flipped, margin_sum, then the histogram) and the largest logit over all ranks.
+def _probe_sums(found: list[TopKRouter], probes: list[RoutingProbe]) -> tuple[list[list[float]], list[float]]:
+    """Add up per layer (sampled, flipped, margin_sum, then the histogram), and take the largest logit, over all ranks.
 
     fp64 holds the counts exactly up to 2^53.
     """
@@ -205,7 +200,7 @@ def _joined(found: list[TopKRouter], probes: list[RoutingProbe]) -> tuple[list[l
 
 
 def _figures(sums: list[float], max_logit: float) -> tuple[int, float | None, float | None, float | None, float | None]:
-    """sampled_tokens, margin_mean, margin_p5, flip_rate, max_logit of a `LayerHealth`."""
+    """Return sampled_tokens, margin_mean, margin_p5, flip_rate and max_logit of a `LayerHealth`."""
     sampled, flips, margin_sum, *histogram = sums
     counts = [int(number) for number in histogram]
     return (
@@ -218,5 +213,7 @@ def _figures(sums: list[float], max_logit: float) -> tuple[int, float | None, fl
 
 
 def _bias_range(bias: Tensor | None) -> tuple[float | None, float | None, float | None]:
-    """min, max, mean."""
-    return (None, None, None) if bias is None else (float(bias.min()), float(bias.max()), float(bias.double().mean()))
+    """Return minimum, maximum and mean of expert_bias; None where there is none."""
+    if bias is None:
+        return None, None, None
+    return float(bias.min()), float(bias.max()), float(bias.double().mean())

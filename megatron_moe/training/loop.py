@@ -1,4 +1,4 @@
-"""The loop of training: step, report, evaluate, save, and stop when it is time to."""
+"""The training loop: step, report, evaluate, save, and stop when it is time to."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
 
 
 class StepRunner:
-    """Runs the steps of this process one after the other, and reports each of them.
+    """The steps of this process: runs one after the other, and reports each of them.
 
     Args:
         audit: the context around the second step.
@@ -91,7 +91,7 @@ class StepRunner:
             )
 
     def run_next(self) -> StepResult:
-        """Run a step, count and report it, and look at what went wrong in it.
+        """Run a step, count and report it, and check it for faults.
 
         Raises:
             RunFault: see `train`.

@@ -1,4 +1,4 @@
-"""What a step did, collected for its metrics: expert load over all stages, times, FLOPs, time left."""
+"""The facts of a step that its metrics are computed from: expert load over all stages, times, FLOPs, time left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.health import Health
-from megatron_moe.report.metric import MetricError
-from megatron_moe.report.records import ExpertLoad, StepFacts, StepRecord
-from megatron_moe.report.registry import added_metrics, computed
+from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, StepRecord, added_metrics, compute_metrics
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
 
@@ -22,7 +20,7 @@ NO_EXPERT_LOAD = ExpertLoad({}, None, {})
 
 
 def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> ExpertLoad:
-    """Gather the routers of all pipeline stages. Collective over the pipeline group where there is one.
+    """Gather the load of all pipeline stages' routers. Collective over the pipeline group where there is one.
 
     aux_losses are means over the layers that have the loss.
     """
@@ -65,7 +63,7 @@ def _floats(losses: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 class Meter:
-    """Turns step results into records; remembers the last steps' times for the time left."""
+    """Makes the records of steps from their results; it keeps the last steps' times to estimate the time left."""
 
     def __init__(self, run: Run, *, world_size: int, padded_vocab_size: int) -> None:
         self._run = run
@@ -94,7 +92,7 @@ class Meter:
             self._recent.clear()
         self._recent.append(seconds)
         per_step = sum(self._recent) / len(self._recent)
-        return computed(
+        return compute_metrics(
             StepFacts(
                 run=self._run,
                 world_size=self._world_size,

@@ -26,7 +26,7 @@ from megatron_moe.model.engine_config import optimizer_config
 def build_optimizer(
     run: Run, model: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """The optimizer of the wrapped model chunks, its moments allocated as zeros (fp32).
+    """Return the optimizer of the wrapped model chunks, its moments allocated as zeros (fp32).
 
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
     """
@@ -47,7 +47,7 @@ def build_optimizer(
 
 
 def _settle_positions(part: Any) -> None:
-    """Correct where a distributed optimizer believes its parameters to stand.
+    """Correct the positions that a distributed optimizer has recorded for its parameters.
 
     It puts the fp32 parameters of a group before those with an fp32 copy, and looks them up in the order of its
     buffers. In a model of two dtypes these differ, and a checkpoint would get one weight's state under another's name.
@@ -60,14 +60,14 @@ def _settle_positions(part: Any) -> None:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The engine's optimizers in a chain, or the one optimizer there is."""
+    """Return the engine's optimizers in a chain, or the one optimizer there is."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """First and last + 1 element of the flattened parameter whose reduced gradient this rank has.
+    """Return the first and last + 1 element of the flattened parameter whose reduced gradient this rank has.
 
-    All of it, but with a distributed optimizer the rank's shard of it, which may be empty.
+    It is the whole parameter; with a distributed optimizer it is the rank's shard, which may be empty.
     """
     sharded = [part for part in parts(optimizer) if hasattr(part, "model_param_gbuf_map")]
     for part in sharded:
@@ -105,14 +105,14 @@ class SharedLossScale:
         return float(self._scaler.scale) > float(getattr(self._scaler, "min_scale", math.inf))
 
     def update(self, found_inf: bool) -> None:
-        """Called by each engine optimizer, too early and with too little knowledge: ignored."""
+        """Ignore the call: each engine optimizer makes it before all ranks have agreed on the step."""
 
     def commit(self, found_inf: bool) -> None:
         """Count the step: halve the scale after overflows, double it after a window without."""
         self._scaler.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state of the scale."""
+        """Return the engine's state of the scale."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,13 +121,13 @@ class SharedLossScale:
 
 
 def shared_loss_scale(optimizer: MegatronOptimizer) -> SharedLossScale | None:
-    """The fp16 loss scale, or None where there is none."""
+    """Return the fp16 loss scale, or None where there is none."""
     scales = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
     return next((scale for scale in scales if isinstance(scale, SharedLossScale)), None)
 
 
 def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """What this rank's updates start from, all fp32: the weights that are updated, and their moments."""
+    """Yield the weights that this rank updates, and their moments; all are fp32."""
     for part in parts(optimizer):
         if part.is_stub_optimizer:
             continue
@@ -138,8 +138,10 @@ def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """What this rank's updates use, once gradients are prepared. The norm is no substitute: of a weight that tensor
-    parallel ranks hold alike it counts the first rank's gradient only."""
+    """Yield the gradients that this rank's updates use, once they are prepared.
+
+    Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
+    """
     for part in parts(optimizer):
         if not part.is_stub_optimizer:
             yield from (master.grad for master in part.get_parameters() if master.grad is not None)
@@ -148,7 +150,7 @@ def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 def named_moments_and_masters(
     model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:
-    """The same, each with the model's parameter that it belongs to and what it is: master weight, exp_avg, ..."""
+    """Yield the same tensors, each with its model parameter and what it is: master weight, exp_avg, ..."""
     owners: dict[int, torch.nn.Parameter] = {}
     for chunk in model:
         for parameter in chunk.parameters():
@@ -170,7 +172,7 @@ def named_moments_and_masters(
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element is finite; each is read once, as fast as it can be summed."""
+    """Return whether every element is finite; as a rule, each is read once, to be summed."""
     found = list(tensors)
     total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum() if found else torch.zeros(())
     # A sum of finite numbers may overflow.
@@ -179,10 +181,10 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
-    """Norms of the dense parameters' and of the experts' gradients, over all ranks. Collective over all ranks.
+    """Return the norms of the dense parameters' and of the experts' gradients. Collective over all ranks.
 
     The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
-    every rank, and the experts' behind it if any rank has one. Each gradient is read once more.
+    every rank, and the experts' after it if any rank has one. Each gradient is read once more.
     """
     dense, *experts = parts(optimizer)
     assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
@@ -200,12 +202,12 @@ def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The learning rate that the next update uses."""
+    """Return the learning rate that the next update uses."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning-rate schedule, counted in committed iterations.
+    """Return the learning-rate schedule, counted in committed iterations.
 
     The flags of the present run decide; a checkpoint gives the position only, so a run can be prolonged or its rate
     changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
@@ -232,5 +234,5 @@ def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamSch
 
 
 def _default_wsd_decay(decay_iters: int) -> int:
-    """A tenth of the run, the share that WSD was proposed with (MiniCPM, arXiv 2404.06395)."""
+    """Return a tenth of the run, the share that WSD was proposed with (MiniCPM, arXiv 2404.06395)."""
     return max(decay_iters // 10, 1)

@@ -1,4 +1,4 @@
-"""What a run comes to, found from flags, data and folders before anything is allocated."""
+"""The plan of a run, made from flags, data and folders before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RunPlan:
     run: Run
     schedule: BatchSchedule
     start_from: CheckpointPlan
-    """The checkpoint to load, if there is one, as far as its small files tell."""
+    """The checkpoint to load, if there is one, as far as its small files say."""
     imported: Import | None
     """The Hugging Face folder to load, where there is no checkpoint of the training yet."""
     tokenizer: Tokenizer
     data: Fingerprint
     data_notes: list[str]
-    """What the checks of the data have to say."""
+    """Notes of the checks of the data."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,12 +37,12 @@ class RunPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say about the plan."""
+        """All notes of the plan, in the order to show."""
         return [*self.start_from.notes, *(self.imported.notes if self.imported else ()), *self.data_notes]
 
 
 def plan_run(run: Run) -> RunPlan:
-    """Look at the folders, the tokenizer and the data of a run; change nothing.
+    """Read the folders, the tokenizer and the data of a run, and plan it; change nothing.
 
     Raises:
         ConfigError: one of them does not fit the flags.

@@ -1,6 +1,6 @@
-"""The last step, kept so that it can be run once more: its micro-batches and the random states it began with.
+"""The replay of the last step: its micro-batches and the random states it began with are kept to run it once more.
 
-Nothing is computed for it: a step's micro-batches are a few integers per token, held until the next step begins.
+Nothing is computed for it: a step's micro-batches are a few integers per token, kept until the next step begins.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from megatron_moe.training.timers import untimed
 
 
 class StepReplay:
-    """Watches a run's iterators of micro-batches.
+    """The micro-batches of the present step, kept as the run's iterators give them out, to run the step once more.
 
     Args:
-        batches: one per model chunk.
+        batches: one iterator of micro-batches per model chunk.
         pg_collection: the groups that the model was built with.
-        tell: is called with the number of every micro-batch that is taken, from 0.
+        on_micro_batch: is called with the number of every micro-batch that is taken, from 0.
     """
 
     def __init__(
         self,
         batches: Sequence[BatchIterator],
         pg_collection: ProcessGroupCollection,
-        tell: Callable[[int], None] = lambda _: None,
+        on_micro_batch: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._pg_collection = pg_collection
-        self.held: list[list[Batch]] = [[] for _ in batches]
+        self.micro_batches: list[list[Batch]] = [[] for _ in batches]
         """Per model chunk the micro-batches of the present step."""
         self._states: Any = None
-        for iterator, held in zip(batches, self.held):
-            iterator.observer = partial(self._hold, held)
-        self._tell = tell
+        for iterator, kept in zip(batches, self.micro_batches):
+            iterator.observer = partial(self._keep, kept)
+        self._on_micro_batch = on_micro_batch
 
-    def _hold(self, held: list[Batch], batch: Batch) -> None:
-        self._tell(len(held))
-        held.append(batch)
+    def _keep(self, kept: list[Batch], batch: Batch) -> None:
+        self._on_micro_batch(len(kept))
+        kept.append(batch)
 
     def begin(self) -> None:
-        """A step begins: forget the one before."""
-        for held in self.held:
-            held.clear()
+        """Forget the last step and record the random states that the next one begins with."""
+        for kept in self.micro_batches:
+            kept.clear()
         self._states = random_states()
 
-    def again(self, model: Model, *, micro_batch_size: int, seq_length: int) -> None:
-        """Forward and backward of the step once more, with the weights as they are now. Collective over the job.
+    def run_again(self, model: Model, *, micro_batch_size: int, seq_length: int) -> None:
+        """Run forward and backward of the step once more, with the present weights. Collective over all ranks.
 
         Afterwards the gradient buffers hold this rank's own gradients, not reduced; random states, expert_bias and
         routing counts are as before.
@@ -74,9 +74,9 @@ class StepReplay:
                 set_random_states(self._states)
                 run_micro_batches(
                     model,
-                    [iter(held) for held in self.held],
+                    [iter(kept) for kept in self.micro_batches],
                     None,
-                    num_micro_batches=len(self.held[0]),
+                    num_micro_batches=len(self.micro_batches[0]),
                     micro_batch_size=micro_batch_size,
                     seq_length=seq_length,
                     pg_collection=self._pg_collection,
@@ -89,7 +89,7 @@ class StepReplay:
 
 @contextmanager
 def without_reduction(model: Model) -> Iterator[None]:
-    """No gradient leaves this rank in the block, whatever the overlap of its reduction."""
+    """Keep every gradient on its rank in the block, also where its reduction overlaps with the backward pass."""
     wrappers: list[Any] = list(model)  # DistributedDataParallel
     groups = [group for chunk in wrappers for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     for group in groups:
@@ -102,14 +102,14 @@ def without_reduction(model: Model) -> Iterator[None]:
 
 
 def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """The states of torch's generators, CPU's and the device's, and of the engine's."""
+    """Return the states of torch's generators, the CPU's and the device's, and of the engine's."""
     tracked = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
     device = torch.get_device_module(platform.device()).get_rng_state() if platform.has_cuda() else None
     return torch.get_rng_state(), device, tracked
 
 
 def set_random_states(states: tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]) -> None:
-    """Put back what `random_states` returned."""
+    """Restore the states that `random_states` returned."""
     host, device, tracked = states
     torch.set_rng_state(host)
     if device is not None:

@@ -1,8 +1,8 @@
-"""Replicas held against each other: every copy of a weight and of expert_bias has the same bits on all its ranks.
+"""Comparison of replicas: every copy of a weight and of expert_bias has the same bits on all its ranks.
 
 A bit that flips in one rank's memory, or a collective that goes wrong on one of them, makes replicas drift apart
-without a word: from then on the ranks train different models. A hash of each tensor is compared over the ranks that
-hold a copy; whole tensors are never sent.
+silently: from then on the ranks train different models. The ranks that have a copy of a tensor compare its hash; the
+tensor itself is not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def bit_hash(tensor: Tensor) -> Tensor:
-    """An int64 on the tensor's device: the sum modulo 2^64 of its elements' bits, each times an odd number of its own.
+    """Return the sum modulo 2^64 of the elements' bits, each times an odd number of its own: int64, on the device.
 
     Any single element that differs changes it; of tensors that differ in more, one in 2^60 or so escapes.
     """
@@ -48,7 +48,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A tensor whose copies differ: its name, and the hash that each rank of its group has."""
+    """A tensor whose copies differ: its name, and (rank, hash) of each rank of its group."""
 
     name: str
     hashes: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class ReplicaDifference:
 
 
 def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
-    """Compare all replicas that this rank has a part in; what it found. Collective over all ranks.
+    """Compare all replicas that this rank has a copy of; return those that differ. Collective over all ranks.
 
     Parameters have to be gathered. Dense weights are compared over data and context parallel ranks, those that tensor
     parallelism does not split over its ranks too; experts over theirs; expert_bias over every rank of the stage; a
@@ -86,10 +86,10 @@ def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
 
 
 def require_equal_replicas(trained: Trained, place: RankFacts, iteration: int) -> None:
-    """Stop where replicas differ. Collective over all ranks.
+    """Stop the run where replicas differ. Collective over all ranks.
 
     Raises:
-        RunFault: on every rank, naming the first tensors and the ranks that hold something else than the others.
+        RunFault: on every rank, naming the first tensors and the ranks whose copy differs from the others'.
     """
     found = compare_replicas(trained)
     count = torch.tensor(len(found), device=platform.device())
@@ -109,7 +109,7 @@ def require_equal_replicas(trained: Trained, place: RankFacts, iteration: int) -
 
 
 def _by_group(trained: Trained) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
-    """Each group of ranks that hold copies, with the tensors they hold copies of, in the same order on all of them."""
+    """Yield each group of ranks that have copies, with the tensors copied, in the same order on all of its ranks."""
     groups = trained.pg_collection
     split: list[tuple[str, Tensor]] = []
     whole, experts, biases, tied = split[:], split[:], split[:], split[:]

@@ -1,4 +1,4 @@
-"""A whole run in the order in which it happens: check, plan, build, train, summary."""
+"""A whole run: `pretrain` checks the flags, plans, builds the trainer, trains, and writes the summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
-from megatron_moe.report.records import StepRecord, exact
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import exact
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
@@ -32,13 +33,13 @@ def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
     Args:
-        also: sinks that get every event of the run, on rank 0, besides those that the flags ask for.
+        also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `apps.audit.step.auditing`.
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
-        RunFault: the run is not well, which all ranks found together.
+        RunFault: the run cannot go on, which all ranks have agreed on.
         KeyboardInterrupt: Ctrl-C.
     """
     _check(run, audit)
@@ -53,7 +54,8 @@ def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None
         try:
             with ExitStack() as resources:
                 trainer = build_trainer(planned, resources, also)
-                stop.last_words = None if trainer.watchdog is None else trainer.watchdog.last_words
+                if trainer.watchdog is not None:
+                    stop.before_end = trainer.watchdog.report_before_end
                 with trainer.reporter:
                     _train(trainer, stop, audit if run.precision.audit_precision else None)
                     summary = _summary(trainer, planned.tokenizer, stop)
@@ -109,7 +111,7 @@ def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> None
 
 
 def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:
-    """Evaluate what was trained and return what the run comes to."""
+    """Evaluate the trained model and return the summary of the run."""
     run = trainer.run
     summary: dict[str, Any] = {"iterations": trainer.progress.iteration, "unigram_entropy": trainer.unigram_entropy}
     # Asked to stop: the launcher gives a rank half a minute, the evaluation can be made up for after a restart.

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 save and stop, Ctrl-C stops at once: on all ranks, and with no process left behind.
+"""Signals: SIGTERM and SIGUSR1 save and stop, Ctrl-C stops at once, on all ranks and with no process left behind.
 
 torchrun passes the signal it got on to every rank. A rank may be inside a collective at that moment, where Python runs
 no signal handler; the wake-up pipe is written by the C handler all the same, and a thread that reads it ends the
@@ -21,21 +21,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 SAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What asks for a checkpoint and the end: a launcher's or Slurm's word that time is up."""
+"""Signals that ask for a checkpoint and the end; a launcher or Slurm sends them when time is up."""
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM for 15."""
+    """Return the name of a signal, such as SIGTERM for 15."""
     return signal.Signals(number).name
 
 
 class StopSignals:
-    """What the operator asked for. Use as a context manager around a run.
+    """The signals that this process got; a context manager around a run.
 
     Attributes:
         stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
-        interrupted: Ctrl-C.
-        last_words: called from a thread before SIGTERM ends this process.
+        interrupted: whether Ctrl-C was pressed.
+        before_end: called from a thread before SIGTERM ends this process.
 
     Args:
         save: `--exit-signal-handler`: SIGTERM and SIGUSR1 set `stop_signal` instead of ending the process.
@@ -45,7 +45,7 @@ class StopSignals:
     def __init__(self, *, save: bool, grace_seconds: float = 3.0) -> None:
         self.stop_signal = 0
         self.interrupted = False
-        self.last_words: Callable[[], None] | None = None
+        self.before_end: Callable[[], None] | None = None
         self._save = save
         self._grace_seconds = grace_seconds
         self._previous: dict[int, object] = {}
@@ -87,8 +87,11 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Wait for SIGINT; if the main thread is still here after the grace, end the process without it. SIGTERM that
-        does not save ends it as it would without a handler, when the last words are said."""
+        """Wait for signals and end the process where they ask for it.
+
+        After SIGINT, that is where the main thread is still running when the grace is over. SIGTERM that does not save
+        ends the process as it would without a handler, after `before_end`.
+        """
         while True:
             numbers = self._wakeup_out.recv(64)
             if not numbers:  # the other end was closed: the run is over
@@ -97,8 +100,8 @@ class StopSignals:
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
                 os._exit(INTERRUPTED)
             if signal.SIGTERM in numbers and not self._save:
-                if self.last_words is not None:
-                    self.last_words()
+                if self.before_end is not None:
+                    self.before_end()
                 _end_by(signal.SIGTERM)
 
 

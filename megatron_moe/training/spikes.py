@@ -1,9 +1,9 @@
-"""A loss that jumps: the batch that did it is written down, while it is known.
+"""Loss spikes: where the loss jumps, the batch of that step is written to a file.
 
 A spike is a finite loss of more than median + factor x deviation, both over the last 128 applied steps before it, of
 which there have to be 16. The deviation is 1.4826 x the median distance from the median, which is the standard
 deviation where losses are normal and hardly moves with a few outliers; at least 0.5 % of the median, for losses that
-stand still. A spike is counted among the steps that follow, so that a level that stays is accepted.
+hardly change. A spike is counted among the steps that follow, so that a level that stays is accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NORMAL, _FLOOR = 1.4826, 0.005
 
 
 class SpikeDetector:
-    """The running median and its deviation.
+    """A detector of spikes by the running median of the losses and their deviation from it.
 
     Args:
         factor: `--loss-spike-factor`.
@@ -40,7 +40,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def see(self, loss: float) -> tuple[float, float] | None:
-        """Take the loss of an applied step; (median, deviation) of those before it where it is a spike, else None."""
+        """Add the loss of an applied step; return (median, deviation) of those before it where it is a spike."""
         known = None
         if len(self._losses) >= LEAST:
             middle = median(self._losses)
@@ -51,15 +51,15 @@ class SpikeDetector:
 
 
 class SpikeWatch:
-    """Looks at every step of a run and writes the batches of spikes to FOLDER/spike_ITERATION.jsonl.
+    """Checks the loss of every step of a run and writes the batches of spikes to FOLDER/spike_ITERATION.jsonl.
 
-    On the last pipeline stage it holds on to the step's losses per token, which are there already; nothing is computed
-    for a step that is no spike.
+    On the last pipeline stage it keeps the step's losses per token, which are computed anyway; nothing is computed for
+    a step that is no spike.
 
     Args:
         trainer: the run.
-        replay: holds the micro-batches.
-        folder: of the files.
+        replay: has the micro-batches of the step.
+        folder: where the files are written.
     """
 
     def __init__(self, trainer: Trainer, replay: StepReplay, folder: Path) -> None:
@@ -77,14 +77,14 @@ class SpikeWatch:
             self._per_token.append(output.detach())
 
     def begin(self) -> None:
-        """A step begins."""
+        """Forget the losses of the last step."""
         self._per_token.clear()
 
     def see(self, loss: float, first_sample: int) -> None:
-        """An applied step is done. Collective over all ranks where it was a spike, which all ranks see alike.
+        """Write the batch of an applied step if its loss is a spike. Collective over all ranks in that case.
 
         Args:
-            loss: of the job.
+            loss: over the global batch, the same on every rank.
             first_sample: number of the step's first sequence, as the run counts them.
         """
         known = self._detector.see(loss)
@@ -110,26 +110,30 @@ class SpikeWatch:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps(head) + "\n")
-            for place, (total, count) in enumerate(zip(losses, tokens)):
-                sample = first_sample + place
+            for position, (total, count) in enumerate(zip(losses, tokens)):
+                sample = first_sample + position
                 # Read again rather than gathered: a sample is the same whoever reads it.
                 ids = self._trainer.splits.train[sample]["tokens"].tolist()
                 mean = total / count if count else math.nan
-                told = mean if math.isfinite(mean) else None
-                file.write(
-                    json.dumps({"sample": sample, "loss": told, "loss_tokens": int(count), "tokens": ids}) + "\n"
-                )
+                line = {
+                    "sample": sample,
+                    "loss": mean if math.isfinite(mean) else None,
+                    "loss_tokens": int(count),
+                    "tokens": ids,
+                }
+                file.write(json.dumps(line) + "\n")
         self._trainer.reporter.message(
             f"iteration {iteration}: the loss jumped to {loss:.4f} from a median of {middle:.4f} (deviation "
             f"{deviation:.4f}); its {num_samples} sequences are in {path}; {self.count} spikes since the start"
         )
 
     def _per_sequence(self, num_samples: int) -> tuple[list[float], list[float]]:
-        """Sum of losses and number of tokens with a loss of each sequence of the step, on every rank."""
+        """Return the sum of losses and the number of tokens with a loss of each sequence of the step, on every rank."""
         sums = torch.zeros(2, num_samples, dtype=torch.float64, device=platform.device())
         dp = self._trainer.trained.pg_collection.dp
         if self._per_token:
-            for index, (losses, batch) in enumerate(zip(self._per_token, self._replay.held[-1], strict=True)):
+            micro_batches = zip(self._per_token, self._replay.micro_batches[-1], strict=True)
+            for index, (losses, batch) in enumerate(micro_batches):
                 mask = batch["loss_mask"]
                 assert mask is not None, "the last stage has batches"
                 size = losses.shape[0]

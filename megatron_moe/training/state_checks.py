@@ -1,4 +1,4 @@
-"""The precision contract checked on everything that a run holds: model, gradients, optimizer."""
+"""Checks of a run's state: weights, moments, expert_bias and gradients are finite and have the right dtypes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
 from megatron_moe.training.optimizer import named_moments_and_masters
 
-# ---- Weights, moments, expert_bias and gradients that hold a NaN or an infinity, by name.
-
-
 _LAYER = re.compile(r"decoder\.layers\.\d+$")
-_PLACES = 4
+_RANKS_SHOWN = 4
 
 
-def described(tensor: Tensor) -> str:
-    """What is not finite in a tensor that is not: `NaN in 3 of 4096 elements`."""
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every element of the tensor is finite."""
+    return bool(tensor.detach().isfinite().all())
+
+
+def non_finite_text(tensor: Tensor) -> str:
+    """Return which elements of a tensor are not finite, such as `NaN in 3 of 4096 elements`."""
     nan, positive, negative = (
         int(found.sum()) for found in (tensor.isnan(), tensor == torch.inf, tensor == -torch.inf)
     )
@@ -39,7 +41,7 @@ def described(tensor: Tensor) -> str:
 
 
 def global_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Name in the chunk -> name with layers numbered from 0 over the whole model, of every module and parameter."""
+    """Map the names of a chunk's modules and parameters to names with layers numbered from 0 over the whole model."""
     numbers = {
         name: re.sub(r"\d+$", str(module.layer_number - 1), without_wrappers(name))  # type: ignore[operator]
         for name, module in chunk.named_modules()
@@ -57,7 +59,7 @@ def global_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
-    """This rank's weights, master weights, moments and expert_bias that are not finite, in words."""
+    """Yield this rank's weights, master weights, moments and expert_bias that are not finite, with their names."""
     owners: dict[int, str] = {}
     for chunk in trained.model:
         shown = global_names(chunk)
@@ -76,7 +78,7 @@ def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
 
 
 def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's gradient buffers that are not finite, in words."""
+    """Yield this rank's gradient buffers that are not finite, with their names."""
     for chunk in model:
         shown = global_names(chunk)
         for name, parameter in chunk.named_parameters():
@@ -86,7 +88,7 @@ def non_finite_gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str
 
 
 def require_finite_state(trained: Trained, place: RankFacts, task: str) -> None:
-    """Refuse to keep a state from which no run could go on. Collective over all ranks.
+    """Refuse to save a state that is not finite. Collective over all ranks.
 
     Args:
         task: what is not done because of it, e.g. "saving iteration 100".
@@ -94,35 +96,27 @@ def require_finite_state(trained: Trained, place: RankFacts, task: str) -> None:
     Raises:
         RunFault: on every rank, naming the first tensor and the ranks.
     """
-    own = [f"{what} holds {described(tensor)}" for what, tensor in non_finite_state(trained)]
+    own = [f"{what} holds {non_finite_text(tensor)}" for what, tensor in non_finite_state(trained)]
     found = torch.tensor(len(own), device=platform.device())
     dist.all_reduce(found)
     if int(found):
         gathered: list[Any] = [None] * place.world_size
         dist.all_gather_object(gathered, (str(place), own))
-        raise RunFault(f"{task}: {damage(gathered)}; nothing is written, the checkpoints that are there stay")
+        raise RunFault(f"{task}: {damage_text(gathered)}; nothing is written, the checkpoints that are there stay")
 
 
-def damage(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:
-    """The first of all damaged tensors, how many more there are, and the ranks: one sentence."""
-    damaged = [(place, names) for place, names in state_of_ranks if names]
+def damage_text(state_of_ranks: Sequence[tuple[str, list[str]]]) -> str:
+    """Return the first of all damaged tensors, how many more there are, and the ranks, as one sentence."""
+    damaged = [(rank, names) for rank, names in state_of_ranks if names]
     more = sum(len(names) for _, names in damaged) - 1
     others = f" (and {more} more)" if more else ""
-    return f"{damaged[0][1][0]}{others}, on {places_in_words([place for place, _ in damaged])}"
+    return f"{damaged[0][1][0]}{others}, on {ranks_text([rank for rank, _ in damaged])}"
 
 
-def places_in_words(places: Sequence[str]) -> str:
-    """The first ranks in words, the others as a number."""
-    more = f" and {len(places) - _PLACES} more ranks" if len(places) > _PLACES else ""
-    return ", ".join(places[:_PLACES]) + more
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is."""
-    return bool(tensor.detach().isfinite().all())
-
-
-# ----
+def ranks_text(ranks: Sequence[str]) -> str:
+    """Return the first ranks by name, and the number of the others."""
+    more = f" and {len(ranks) - _RANKS_SHOWN} more ranks" if len(ranks) > _RANKS_SHOWN else ""
+    return ", ".join(ranks[:_RANKS_SHOWN]) + more
 
 
 def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Trained) -> int:
@@ -130,7 +124,7 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
 
     Args:
         guard: remembers the boundaries at which all was right.
-        boundary: where the run stands, for messages.
+        boundary: the point of the run at which the check is made, for messages.
 
     Returns:
         How many tensors were checked.

@@ -8,7 +8,7 @@
    schedule calls `finalize_model_grads`, which reduces the gradients over ranks and moves expert_bias.
 3. `_unscaled_grad_norm` copies the gradients into the optimizer's fp32 ones, divided by the loss scale, and takes their
    norm. Nothing but gradients and routers has changed so far.
-4. `_own_sums` is what this rank has to say about the step; one all-reduce adds it up over all ranks (`StepSums`), so
+4. `_own_sums` collects this rank's numbers of the step; one all-reduce adds them up over all ranks (`StepSums`), so
    that all of them decide alike.
 5. A sound step is applied (`_commit`); any other one is taken back by the snapshot.
 6. `_update_loss_scale` moves fp16's loss scale, and a `StepResult` says what happened.
@@ -37,7 +37,7 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
-from megatron_moe.training.global_batch import tell_of_global_batch
+from megatron_moe.training.global_batch import prepare_global_batch
 from megatron_moe.training.optimizer import (
     all_finite,
     clip_gradients,
@@ -93,7 +93,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """What the forward and backward passes of a step leave behind on this rank, besides the gradients."""
+    """The results of a step's forward and backward passes on this rank, in addition to the gradients."""
 
     losses: list[dict[str, Tensor]]
     """The schedule's result, see `local_loss`."""
@@ -101,17 +101,17 @@ class BackwardResult:
 
 
 class StepProbe(Protocol):
-    """Who looks at a step without changing it: `training/health.py`, and the doctor."""
+    """A measurement of a step that does not change it, such as `training/health.py`'s or the doctor's."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Forward and backward of all micro-batches run within."""
+        """Return the context in which forward and backward of all micro-batches run."""
 
     def see_gradients(self, optimizer: Any) -> None:
-        """Called with the reduced gradients, before they are clipped; on all ranks, not after an overflow."""
+        """Measure the reduced gradients before they are clipped; called on all ranks, not after an overflow."""
 
 
 def connect(model: Model, optimizer: MegatronOptimizer) -> None:
-    """Tell the engine's schedules how to scale the loss and when to hold back gradient reduction. Once per run."""
+    """Set how the engine's schedules scale the loss and when they delay gradient reduction. Call it once per run."""
     overlap = model[0].ddp_config.overlap_grad_reduce
     for chunk in model:
         config = get_model_config(chunk)
@@ -134,7 +134,7 @@ def train_step(
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run one global batch through forward, backward, reduction and update; the module's docstring tells the order.
+    """Run one global batch through forward, backward, reduction and update, in the order of the module's docstring.
 
     Args:
         model: wrapped model chunks, one per virtual pipeline stage.
@@ -280,7 +280,7 @@ def run_micro_batches(
     seq_length: int,
     pg_collection: ProcessGroupCollection,
 ) -> list[dict[str, Tensor]]:
-    """Forward and backward of a global batch; gradients are added to those that the buffers hold.
+    """Run forward and backward of a global batch; gradients are added to those in the buffers.
 
     Args:
         finalize: called by the schedule after the last micro-batch, see below; None: gradients stay this rank's own.
@@ -291,7 +291,7 @@ def run_micro_batches(
     # The flags say in which dtype a run computes, an autocast around it does not; and the scale of the auxiliary losses
     # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
     with without_autocast(platform.device().type), without_loss_scale():
-        batches = tell_of_global_batch(
+        batches = prepare_global_batch(
             model,
             batches,
             forward_step,
@@ -318,7 +318,9 @@ def run_micro_batches(
 
 
 def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """The schedule's callback: one micro-batch through one model chunk; the loss function it applies on the last stage.
+    """Run one micro-batch through one model chunk; also return the loss function that the last stage applies to it.
+
+    It is the callback of the engine's schedule.
 
     tokens, labels and loss_mask are [B, S / CP]; a stage that holds neither end of the pipeline ignores them.
     """

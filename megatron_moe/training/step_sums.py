@@ -22,7 +22,7 @@ Model = Sequence[torch.nn.Module]
 
 @dataclass(frozen=True)
 class StepSums:
-    """The numbers that ranks add up to decide about a step: one rank's own, or, after `over_all_ranks`, the job's."""
+    """The numbers that ranks add up to decide about a step: one rank's own, or the sums after `over_all_ranks`."""
 
     loss_sum: float
     """The sum of the losses of all tokens in nats; not finite where that of any rank is not."""
@@ -82,8 +82,9 @@ class StepSums:
 
 
 def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """Loss sum and token count of this rank's micro-batches (under context parallelism of its part of them), counted
-    by one TP rank of the last stage and no other; not finite where that of any of them is not.
+    """Return loss sum and token count of this rank's micro-batches (under context parallelism of its part of them).
+
+    They are counted by one TP rank of the last stage; the others return zeros, or NaN where their loss is not finite.
 
     Args:
         losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
@@ -97,7 +98,7 @@ def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupColle
 
 
 def local_bias_words(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """The hash of the `expert_bias` of this stage's layers, counted by one rank of the stage."""
+    """Return the hash of the `expert_bias` of this stage's layers, counted by one rank of the stage."""
     biases = [(n, bias) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
     if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
         return NOTHING
@@ -107,15 +108,17 @@ def local_bias_words(update: RouterUpdate, pg_collection: ProcessGroupCollection
 
 
 def take_further_losses(model: Model) -> Tensor | None:
-    """[D, 2] loss sum and targets of each depth of multi-token prediction since they were last taken, of this rank's
-    tokens; None without such depths, and on every stage but the last."""
+    """Take [D, 2] loss sum and targets of each depth of multi-token prediction since the last call.
+
+    They are those of this rank's tokens; None without such depths, and on every stage but the last.
+    """
     if not get_model_config(model[-1]).mtp_num_layers:
         return None
     return get_attr_wrapped_model(model[-1], "take_further_losses")()
 
 
 def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> list[float]:
-    """Loss sum and targets of each depth in turn, as many numbers on every rank, counted as `local_loss` counts."""
+    """Return loss sum and targets of each depth in turn, equally many numbers on every rank, counted as the loss is."""
     taken = take_further_losses(model)
     if taken is None or pg_collection.tp.rank() != 0:
         return [0.0, 0.0] * (get_model_config(model[-1]).mtp_num_layers or 0)
@@ -123,7 +126,7 @@ def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> list[
 
 
 def sum_over_ranks(*values: float) -> list[float]:
-    """Sums over all ranks, in fp64; a NaN of any rank is everyone's."""
+    """Return each value's sum over all ranks, in fp64; a NaN on any rank makes the sum NaN."""
     tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
     torch.distributed.all_reduce(tensor)
     return tensor.tolist()

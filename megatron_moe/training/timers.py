@@ -42,7 +42,7 @@ def timed(model: Sequence[torch.nn.Module], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untimed(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """No timing in the block: an evaluation runs the same schedules."""
+    """Turn the engine's timers off in the block: an evaluation runs the same schedules."""
     configs = [get_model_config(chunk) for chunk in model]
     timers = configs[0].timers
     for config in configs:

@@ -34,7 +34,7 @@ RECORDS_KEPT = 512
 
 
 def fault_folder(run: Run) -> Path | None:
-    """Return the folder for what is written down about faults; None where the flags name none."""
+    """Return the folder for the reports of faults; None where the flags name none."""
     if run.faults.fault_dir is not None:
         return Path(run.faults.fault_dir)
     return None if run.checkpoint.save is None else Path(run.checkpoint.save) / "faults"
@@ -68,7 +68,7 @@ class Trainer:
     reporter: Reporter
     guard: PrecisionGuard
     watchdog: Watchdog | None
-    """Ends the job when a rank dies or hangs; None with --no-watchdog."""
+    """Ends all ranks when one dies or hangs; None with --no-watchdog."""
     saver: Saver | None
     """Writes the checkpoints of a run that has `--save`."""
     unigram_entropy: float | None
@@ -78,10 +78,10 @@ class Trainer:
     checkpoint_warnings: list[str]
     """Damaged steps that were passed over, and a check that was left out; shown at the start and in the summary."""
 
-    # What moves.
+    # State that changes while the run trains.
     progress: TrainingProgress
     saved: Path | None
-    """The step that holds the present weights, once there is one or it is on its way."""
+    """The checkpoint of the present weights, once it is written or being written."""
     evaluation_pending: bool
     """A signal stopped the run where an evaluation was due: the next start makes it up."""
     records: deque[dict[str, Any]]
@@ -122,7 +122,7 @@ class Trainer:
         )
 
     def evaluate(self, split: str) -> EvalRecord:
-        """Report the mean loss over the first `--eval-iters` global batches of a split, the same ones every time."""
+        """Return and report the mean loss over the first `--eval-iters` global batches of a split."""
         batches = self.batches(getattr(self.splits, split), 0)
         for iterator in batches:
             iterator.observer = lambda _: self.at(f"iteration {self.progress.iteration}, evaluation ({split})")
@@ -188,12 +188,12 @@ class Trainer:
             self.saved = step_folder(Path(self.run.checkpoint.save or ""), self.progress.iteration)
 
     def poll_save(self) -> None:
-        """Look, at a step boundary, whether a checkpoint in the background is written."""
+        """Check, at a step boundary, whether a checkpoint in the background is written."""
         if self.saver is not None:
             self.saver.poll()
 
     def wait_for_copy(self) -> None:
-        """Wait, before the state changes, until a checkpoint in the background has what it needs of it."""
+        """Wait, before the state changes, until a checkpoint in the background has copied it."""
         if self.saver is not None:
             self.saver.wait_until_copied()
 

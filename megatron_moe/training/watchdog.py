@@ -1,9 +1,10 @@
-"""A thread in every rank that ends the job when one rank dies or hangs, after saying which one, and where all are.
+"""The watchdog: threads in every rank that end all ranks when one dies or hangs, and report which one it was.
 
-Ranks meet in a key-value store, not in collectives, which hang with whom they wait for. Each rank beats there, watches
-its own progress and whether its neighbour on the same machine still exists. Who notices something first asks everyone;
-all answer with their stacks and what they wait for; one of them draws the conclusion (`verdict.py`), and every process
-ends with status 1, those that are stopped or do not answer by SIGKILL from a neighbour.
+The ranks communicate through a key-value store, not through collectives, which would hang as well. Each rank writes a
+heartbeat there, and watches its own progress and whether the next rank on the same machine still exists. The rank that
+notices something first asks for the end; all answer with their stacks and what they wait for; one of them draws the
+conclusion (`hang_report.py`), and every process ends with status 1. Processes that are stopped or do not answer are
+ended by SIGKILL from a rank on their machine.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from megatron_moe.training.hang_report import (
     LEFT,
     SILENT,
     STOPPED,
-    LastWords,
     Process,
-    conclude,
+    RankStatus,
     this_process,
 )
 
 BROKEN = 1
-"""Exit status of every rank of a job that the watchdog ended."""
+"""Exit status of every rank of a run that the watchdog ended."""
 
 _SHARED = (ConfigError, RunFault, SaveError, KeyboardInterrupt, SystemExit)
 _STDERR = 2  # not sys.stderr, which a notebook or a test may have replaced
@@ -49,7 +49,7 @@ _FAILURES_OF_STORE = 3
 
 
 class Store(Protocol):
-    """What is needed of torch.distributed's stores; `get` waits, so it is only called after `check`."""
+    """The methods used of torch.distributed's stores; `get` waits, so `check` is called before it."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -57,13 +57,14 @@ class Store(Protocol):
 
 
 class Watchdog:
-    """Watches this rank. Use as a context manager around the run; every rank of the job has one.
+    """The watchdog of this rank, a context manager around the run; every rank of the run has one.
 
     Args:
-        store: a connection of its own, shared with nobody in this process; None for a job of one rank.
+        store: a connection of its own, shared with nobody in this process; None for a run of one rank.
         rank, world_size: of this process.
-        timeout: seconds without progress after which the job is ended.
-        folder: for the stacks, a file per rank, and the verdict; None: only standard error has them. May be set later.
+        timeout: seconds without progress after which all ranks are ended.
+        folder: where the stacks, a file per rank, and the conclusion are written, besides standard error. May be set
+            later.
         settle: seconds that ranks have to answer.
         prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
     """
@@ -93,61 +94,61 @@ class Watchdog:
         self._host: Process | None = None
         self._failures = 0
 
-    # ---- for the run
+    # Called by the run.
 
     def __enter__(self) -> Watchdog:
         if hasattr(signal, "SIGUSR2"):
             faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
-        self._tell_beat("running")
+        self._send_beat("running")
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """The run is over. An error that all ranks share is one of its ends; any other is this rank's own."""
+        """End the watch. An error of a kind that all ranks raise is an end of the run; any other is this rank's own."""
         if error is not None and not isinstance(error, _SHARED):
             self.failed(error)
         with self._ending:  # which another thread may be about, and then ends the process
             self._stop.set()
-            self._tell_beat("done")
+            self._send_beat("done")
 
     def at(self, mark: str, limited: bool = True) -> None:
-        """The run has come to `mark`. Not limited: what begins may take longer than the timeout."""
+        """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout."""
         self._mark, self._limited, self._since = mark, limited, time.monotonic()
 
     def failed(self, error: BaseException) -> None:
-        """This rank's main thread raised `error`, which the others do not know of. Ends the process.
+        """Report `error`, which this rank's main thread raised and the others do not know of; end the process.
 
-        In a job of one rank it returns, and the error takes its way.
+        In a run of one rank it returns, and the error is raised further.
         """
         if self._alone or self._stop.is_set():
             return
         _ignore_sigterm()
         now, doing = time.time(), hang_report.of_error(error)
-        if doing.waits_in is None:  # a collective that fails tells of another rank
-            _say("".join(traceback.format_exception(error)))
-            _tell_launcher(error)
+        if doing.waits_in is None:  # a collective that fails is the fault of another rank
+            _print("".join(traceback.format_exception(error)))
+            _report_to_launcher(error)
         text = _short(f"{type(error).__name__}: {str(error).strip()}")
-        self._end(self._said(FAILED, doing, text, now))
+        self._end(self._status_with(FAILED, doing, text, now))
 
-    def last_words(self) -> None:
-        """Somebody wants this rank to end. If that is because another one died, say so; ends the process then."""
+    def report_before_end(self) -> None:
+        """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
         if not self._alone and not self._stop.is_set() and self._something_is_wrong():
-            self._end(self._words())
+            self._end(self._status())
 
-    # ---- the threads
+    # The threads.
 
     def _watch(self) -> None:
         while not self._stop.wait(self._tick):
             late = time.monotonic() - self._since
             if self._limited and late > self._timeout:
-                self._end(self._words(), f"no progress for {late:.0f} s since: {self._mark}")
+                self._end(self._status(), f"no progress for {late:.0f} s since: {self._mark}")
 
     def _listen(self) -> None:
         while not self._alone and not self._stop.wait(self._tick):
             try:
-                self._tell_beat("running")
-                called = self._asked()
+                self._send_beat("running")
+                called = self._end_requested()
                 if not called and self._neighbour_is_gone():
                     called = "a process is gone"
                 self._failures = 0
@@ -155,50 +156,52 @@ class Watchdog:
                 self._failures += 1
                 if self._failures == _FAILURES_OF_STORE:
                     self._alone = True
-                    _say(
+                    _print(
                         f"rank {self._rank}: the launcher's store does not answer ({error}); hangs are found, dead "
                         "ranks are left to the launcher"
                     )
                 continue
             if called:
-                self._end(self._words())
+                self._end(self._status())
 
-    def _asked(self) -> bool | str:
+    def _end_requested(self) -> bool | str:
         assert self._store is not None
         return self._store.check([self._key("end")])
 
-    def _words(self) -> LastWords:
-        doing = hang_report.of_this_process((threading.get_ident(), *self._own_threads()))
-        return self._said(DOING, doing)
+    def _status(self) -> RankStatus:
+        doing = hang_report.current_activity((threading.get_ident(), *self._own_threads()))
+        return self._status_with(DOING, doing)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
 
-    def _said(self, state: str, doing: hang_report.ThreadActivity, text: str = "", failed_at: float = 0.0) -> LastWords:
+    def _status_with(
+        self, state: str, doing: hang_report.ThreadActivity, text: str = "", failed_at: float = 0.0
+    ) -> RankStatus:
         known = (doing.at, doing.waits_in, doing.tensor, doing.number)
-        return LastWords(self._rank, state, self._mark, *known, text, failed_at)
+        return RankStatus(self._rank, state, self._mark, *known, text, failed_at)
 
     def _neighbour_is_gone(self) -> bool:
-        """Whether the next rank on this machine has ended without having said that it is done."""
+        """Return whether the next rank on this machine has ended without having reported that it is done."""
         rank = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
         if self._neighbour is None:
             self._neighbour, self._host = self._process_of(rank), self._process_of(0)
         return self._neighbour is not None and self._neighbour.is_gone() and self._state_of(rank) != "done"
 
     def _something_is_wrong(self) -> bool:
-        """Whether a rank asks for the end, or one on this machine has ended without having said that it is done."""
+        """Return whether a rank asks for the end, or one on this machine is gone without reporting that it is done."""
         try:
-            if self._asked():
+            if self._end_requested():
                 return True
             processes = {rank: self._process_of(rank) for rank in self._here}
             return any(p is not None and p.is_gone() and self._state_of(r) != "done" for r, p in processes.items())
         except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
             return self._host is not None and self._host.is_gone()
 
-    # ---- the end
+    # The end.
 
-    def _end(self, words: LastWords, reason: str = "") -> None:
-        """Answer, hear what the others say, conclude, and end this process with status 1. Once per process."""
+    def _end(self, status: RankStatus, reason: str = "") -> None:
+        """Answer, read the others' answers, conclude, and end this process with status 1. Once per process."""
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() not in self._threads:
                 time.sleep(10 * self._settle)  # the thread that was first ends the process
@@ -207,35 +210,35 @@ class Watchdog:
             self._ending.release()
             return
         try:
-            _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not told yet
-            self._end_in_any_case(words)
+            _ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not printed yet
+            self._end_in_any_case(status)
             if self._alone:
-                self._write_stacks(words)
-                _say(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {words}")
+                self._write_stacks(status)
+                _print(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {status}")
             else:
                 try:
-                    self._end_together(words, reason)
+                    self._end_together(status, reason)
                 except Exception as error:  # whose kinds are torch's own
-                    self._end_without_store(words, error)
+                    self._end_without_store(status, error)
         finally:
             os._exit(BROKEN)
 
-    def _end_together(self, words: LastWords, reason: str) -> None:
+    def _end_together(self, status: RankStatus, reason: str) -> None:
         assert self._store is not None
-        # The words first: whoever sees the call for the end can count on them.
-        self._store.set(self._key(f"words/{self._rank}"), json.dumps(asdict(words)))
+        # The status first: a rank that sees the request for the end can count on it.
+        self._store.set(self._key(f"status/{self._rank}"), json.dumps(asdict(status)))
         self._store.set(self._key("end"), str(self._rank))
-        self._write_stacks(words)
-        # Rank 0 concludes. Where it does not answer all others listen to everyone, and the lowest one concludes.
+        self._write_stacks(status)
+        # Rank 0 concludes. Where it does not answer, all others wait for everyone, and the lowest one concludes.
         answers = self._answers(range(self._world) if self._rank == 0 else {0, *self._here})
         if self._rank != 0 and 0 not in answers:
             answers = self._answers(range(self._world))
         if self._rank == min(answers):
             missing = self._missing(set(range(self._world)) - set(answers))
             marks = {rank: self._beat_of(rank).get("mark", "unknown") for rank in missing}
-            text = conclude(answers, missing, marks)
+            text = hang_report.conclusion(answers, missing, marks)
             text = f"the job of {self._world} ranks is ended{f' ({reason})' if reason else ''}: {text}"
-            _say(f"pretrain_moe.py: {text}")
+            _print(f"pretrain_moe.py: {text}")
             self._write("verdict.txt", text + "\n")
             self._store.set(self._key("verdict"), text)
         # A rank that is stopped is named before it is woken: it would answer then.
@@ -244,44 +247,46 @@ class Watchdog:
             time.sleep(0.05)
         self._end_missing([rank for rank in self._here if rank not in answers])
 
-    def _end_in_any_case(self, words: LastWords) -> None:
-        """Who ends together waits for answers four times at most. A store that is stopped, or whose machine died, makes
-        no error and no answer."""
+    def _end_in_any_case(self, status: RankStatus) -> None:
+        """Start a timer that ends this process where the store gives neither an answer nor an error.
+
+        That is a store which is stopped, or whose machine died. `_end_together` waits for answers four times at most.
+        """
         patience = 5 * self._settle
 
         def give_up() -> None:
-            self._end_without_store(words, TimeoutError(f"no answer for {patience:.0f} s"))
+            self._end_without_store(status, TimeoutError(f"no answer for {patience:.0f} s"))
             os._exit(BROKEN)
 
         timer = threading.Timer(patience, give_up)
         timer.daemon = True
         timer.start()
 
-    def _end_without_store(self, words: LastWords, error: Exception) -> None:
-        """The store ended or stopped with who holds it: the launcher, or without one rank 0."""
-        self._write_stacks(words)
+    def _end_without_store(self, status: RankStatus, error: Exception) -> None:
+        """Report that the store ended or stopped with the process that runs it: the launcher, or rank 0 without one."""
+        self._write_stacks(status)
         holder = "its launcher, or the machine of rank 0, is gone or does not answer"
         stopped = False
         if self._host is not None and self._host.is_gone():
             holder = f"rank 0 is gone, which held it: {GONE_WORDS}"
         elif self._host is not None and (stopped := self._host.state() == STOPPED):
             holder = "rank 0 is stopped (SIGSTOP), which may hold it"
-        _say(
+        _print(
             f"pretrain_moe.py: the job of {self._world} ranks is ended: the ranks' store does not answer "
-            f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {words}"
+            f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {status}"
         )
         if stopped and self._host is not None:
             self._host.send(signal.SIGKILL)
 
-    def _answers(self, ranks: Iterable[int]) -> dict[int, LastWords]:
-        """The words of these ranks that answer in time; those on this machine that are gone are not waited for."""
+    def _answers(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the status of the ranks that answer in time; do not wait for those that are gone from this machine."""
         assert self._store is not None
-        answers: dict[int, LastWords] = {}
+        answers: dict[int, RankStatus] = {}
         silent, deadline = set(ranks), time.monotonic() + self._settle
         while silent:
             for rank in sorted(silent):
-                if self._store.check([self._key(f"words/{rank}")]):
-                    answers[rank] = LastWords(**json.loads(self._store.get(self._key(f"words/{rank}"))))
+                if self._store.check([self._key(f"status/{rank}")]):
+                    answers[rank] = RankStatus(**json.loads(self._store.get(self._key(f"status/{rank}"))))
             silent -= set(answers)
             over = time.monotonic() > deadline
             if over or all((p := self._process_of(rank)) is not None and p.is_gone() for rank in silent):
@@ -290,18 +295,22 @@ class Watchdog:
         return answers
 
     def _missing(self, ranks: Iterable[int]) -> dict[int, str]:
-        """How each of these ranks, which did not answer, is missing."""
+        """Return GONE, STOPPED, SILENT or LEFT for each of these ranks, which did not answer."""
         missing = {}
         for rank in sorted(ranks):
             process = self._process_of(rank)
             if self._state_of(rank) == "done":
                 missing[rank] = LEFT
+            elif process is None:
+                missing[rank] = SILENT
+            elif process.is_gone():
+                missing[rank] = GONE
             else:
-                missing[rank] = SILENT if process is None else GONE if process.is_gone() else process.state()
+                missing[rank] = process.state()
         return missing
 
     def _end_missing(self, ranks: Iterable[int]) -> None:
-        """End what is left on this machine: a stopped process gets no SIGTERM, and the launcher waits half a minute."""
+        """End the processes left on this machine, which the launcher would wait for: a stopped one gets no SIGTERM."""
         processes = [self._process_of(rank) for rank in ranks]
         left = [process for process in processes if process is not None and not process.is_gone()]
         for process in left:
@@ -313,12 +322,12 @@ class Watchdog:
         for process in left:
             process.send(signal.SIGKILL)
 
-    def _write_stacks(self, words: LastWords) -> None:
+    def _write_stacks(self, status: RankStatus) -> None:
         text = hang_report.stacks(self._own_threads())
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {words}\n{words.text}"
+        head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
         text = f"==== {head.rstrip()}\n{text}\n"
-        _say(text)
+        _print(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)
 
     def _write(self, name: str, text: str) -> None:
@@ -328,14 +337,14 @@ class Watchdog:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            _say(f"rank {self._rank}: cannot write {self.folder / name}: {error}")
+            _print(f"rank {self._rank}: cannot write {self.folder / name}: {error}")
 
-    # ---- the store
+    # The store.
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _tell_beat(self, state: str) -> None:
+    def _send_beat(self, state: str) -> None:
         if self._alone:
             return
         assert self._store is not None
@@ -351,35 +360,35 @@ class Watchdog:
         return self._beat_of(rank).get("state", "")
 
     def _process_of(self, rank: int) -> Process | None:
-        """The process of a rank, where it is on this machine."""
+        """Return the process of a rank, where it is on this machine."""
         beat = self._beat_of(rank)
         process = Process(**beat["process"]) if beat else None
         return process if process is not None and process.host == this_process().host else None
 
 
 def _ranks_here(rank: int, world_size: int) -> list[int]:
-    """The ranks that the launcher started on this machine, as it says; all of them where it does not."""
+    """Return the ranks on this machine by the launcher's environment variables; all ranks without them."""
     number = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     first = rank - int(os.environ.get("LOCAL_RANK", rank)) if number < world_size else 0
     return list(range(first, min(first + number, world_size)))
 
 
 def _ignore_sigterm() -> None:
-    """From any thread, while the main thread may be in C: Python's own `signal` can be called from that one only."""
+    """Ignore SIGTERM from now on; callable from any thread, which Python's own `signal` is not."""
     ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
     ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN
 
 
-def _tell_launcher(error: BaseException) -> None:
-    """torchrun's file for the error of a rank, by which it names the first one; without it, it goes by exit times."""
+def _report_to_launcher(error: BaseException) -> None:
+    """Write the file by which torchrun names the first rank that failed; without it, torchrun goes by exit times."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     handler = get_error_handler()
     handler.record_exception(error)
 
 
-def _say(text: str) -> None:
-    """One write, so that the lines of many ranks do not mix."""
+def _print(text: str) -> None:
+    """Print to standard error with one write, so that the lines of many ranks do not mix."""
     os.write(_STDERR, (text.rstrip("\n") + "\n").encode(errors="replace"))
 
 

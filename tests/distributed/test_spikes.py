@@ -48,7 +48,7 @@ def jumping_run(folder: str, flags: dict[str, Any], factor: float | None = 8.0) 
 
         def _harder(self, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
             # Micro-batch m of this rank begins at sequence (m x DP + its place) x 2.
-            begin = ((len(self._replay.held[0]) - 1) * self.dp + self.place) * 2
+            begin = ((len(self._replay.micro_batches[0]) - 1) * self.dp + self.place) * 2
             hard = torch.zeros_like(output)
             if self._trainer.progress.iteration + 1 == SPIKE and begin <= SEQUENCE < begin + 2:
                 hard[SEQUENCE - begin] = 40.0

@@ -30,6 +30,12 @@ ROOMS = (
     "apps",
 )
 
+# Files that import each other; one of the two does so for typing, or in a function.
+MUTUAL_IMPORTS = [
+    ["megatron_moe.config.derived", "megatron_moe.config.schema"],
+    ["megatron_moe.moe.experts", "megatron_moe.moe.te_experts"],
+]
+
 # Engine module (`megatron.core.` left out) -> the files that may import from it, or from below it. The longest entry
 # that fits decides.
 DOORS: dict[str, set[str]] = {
@@ -169,6 +175,35 @@ def test_a_room_imports_only_rooms_before_it():
             if parts[0] == "megatron_moe" and len(parts) > 1 and parts[1] in ROOMS and parts[1] not in allowed:
                 wrong.append(f"{name_of(path)}:{line}: {room} imports {name}")
     assert wrong == []
+
+
+def imports_within_the_package() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports, also in functions and for typing only."""
+    files = {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path for path in sources("megatron_moe")}
+    graph = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found: dict[str, set[str]] = {name: set() for name in graph}
+    for name, path in graph.items():
+        for target, _ in imported(path):
+            module = target if target in graph else target.rpartition(".")[0]
+            if module in graph and module != name:
+                found[name].add(module)
+    return found
+
+
+def test_files_do_not_import_one_another_in_a_circle():
+    imports = imports_within_the_package()
+
+    def reached(start: str) -> set[str]:
+        seen, pending = set(), [start]
+        while pending:
+            new = imports[pending.pop()] - seen
+            seen |= new
+            pending += new
+        return seen
+
+    reach = {name: reached(name) for name in imports}
+    circles = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in reach}
+    assert sorted(list(circle) for circle in circles if circle) == MUTUAL_IMPORTS
 
 
 def test_no_app_imports_another():

@@ -13,7 +13,8 @@ import pytest
 from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.health import Health, LayerHealth, glance, load_health, scalars
 from megatron_moe.report.jsonl import JsonlSink, read_steps
-from megatron_moe.report.records import StepRecord, step_from_json, to_json
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import step_from_json, to_json
 
 LAYER = LayerHealth(
     load=load_health([3, 0, 5, 0]),

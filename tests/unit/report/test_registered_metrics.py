@@ -14,9 +14,9 @@ import pytest
 from megatron_moe.report import Metric, MetricError, register_metric, unregister_metric
 from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
+from megatron_moe.report.metric import StepRecord, metrics
 from megatron_moe.report.plot import draw
-from megatron_moe.report.records import StepRecord, step_from_json, to_json
-from megatron_moe.report.registry import metrics
+from megatron_moe.report.records import step_from_json, to_json
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 STEP = {

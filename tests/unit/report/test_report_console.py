@@ -6,7 +6,8 @@ import os
 import pytest
 
 from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink
-from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
 
 STEP = StepRecord(
     iteration=1,

@@ -9,7 +9,8 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io import files
 from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
-from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.summary import SummarySink, Totals
 
 BASE = StepRecord(

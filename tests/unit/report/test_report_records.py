@@ -5,8 +5,10 @@ import math
 
 import pytest
 
-from megatron_moe.report.builtin_metrics import dropped_share, load_max_over_mean
-from megatron_moe.report.records import EvalRecord, StepRecord, eval_from_json, exact, step_from_json, to_json
+from megatron_moe.report.builtin_metrics import dropped_share
+from megatron_moe.report.health import load_max_over_mean
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord, eval_from_json, exact, step_from_json, to_json
 
 STEP = StepRecord(
     iteration=7,

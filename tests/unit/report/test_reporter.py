@@ -12,7 +12,8 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report import plot
 from megatron_moe.report.jsonl import read_steps
-from megatron_moe.report.records import EvalRecord, StepRecord
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
 
 STEP = StepRecord(

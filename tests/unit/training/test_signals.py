@@ -39,12 +39,12 @@ def test_the_first_of_several_signals_is_the_reason():
     assert [signal.getsignal(number) for number in SAVING] == [handler or signal.SIG_DFL for handler in before]
 
 
-def test_sigterm_ends_the_process_without_the_flag_when_its_last_words_are_said():
+def test_sigterm_ends_the_process_without_the_flag_after_its_last_words():
     code = textwrap.dedent("""
         import os, signal, time
         from megatron_moe.training.signals import StopSignals
         with StopSignals(save=False) as stop:
-            stop.last_words = lambda: os.write(1, b"last words")
+            stop.before_end = lambda: os.write(1, b"last words")
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
     """)
