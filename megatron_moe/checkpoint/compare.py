@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.module_names import kept_in_fp32
-from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, fields_by_name, flatten, replace
+from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 
 _TRAINING_STATE = ("bf16", "fp16")
 """Settings that the optimizer's state depends on; free where only weights are loaded."""

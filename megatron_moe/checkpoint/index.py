@@ -222,7 +222,7 @@ def _checked(metadata: Any, files: Mapping[str, FileEntry]) -> StepIndex:
             _require(values[key].length <= LARGEST_VALUE, f"{key} has {values[key].length} bytes")
         else:
             tensors[key] = _tensor(key, kind, places)
-    _require(not places, f"{next(iter(places), '')} lies somewhere, but is not listed")
+    _require(not places, f"{next(iter(places), '')} has a location, but is not listed")
     used = {place.file for place in values.values()} | {
         part.place.file for tensor in tensors.values() for part in tensor.parts
     }
@@ -244,8 +244,8 @@ def _tensor(key: str, kind: Any, places: dict[tuple[str, tuple[int, ...] | None]
         inside = len(start) == len(extent) == len(shape) and all(
             first + count <= size for first, count, size in zip(start, extent, shape)
         )
-        _require(inside, f"a part of {key} lies outside of it")
-        _require((key, start) in places, f"the part {start} of {key} lies nowhere")
+        _require(inside, f"a part of {key} is outside of it")
+        _require((key, start) in places, f"the part {start} of {key} has no location")
         parts.append(TensorPart(start, extent, places.pop((key, start))))
     filled = sum(math.prod(part.shape) for part in parts)
     _require(filled == math.prod(shape), f"the parts of {key} hold {filled} elements of {math.prod(shape)}")
@@ -268,10 +268,10 @@ def overlap(parts: list[TensorPart]) -> bool:
 
 
 def _place(key: str, info: Any, files: Mapping[str, FileEntry]) -> StoredBytes:
-    _require(type(info).__name__ == "_StorageInfo", f"{key} lies nowhere")
+    _require(type(info).__name__ == "_StorageInfo", f"{key} has no location")
     name, offset, length = info.relative_path, info.offset, info.length
-    _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} lies in {str(name)[:80]!r}")
-    _require(name in files, f"{key} lies in {name}, which {MANIFEST} does not list")
+    _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} is stored in {str(name)[:80]!r}")
+    _require(name in files, f"{key} is stored in {name}, which {MANIFEST} does not list")
     _require(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, f"{key} has no place")
     size = files[name]["bytes"]
     _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")

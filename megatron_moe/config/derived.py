@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatron_moe.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_moe.config.schema import Run
+from megatron_moe.config.run_flags import RunSections
 
 
 class DerivedSettings:
@@ -19,7 +16,7 @@ class DerivedSettings:
     experts, K experts per token, S sequence length.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSections) -> None:
         self._run = run
 
     # Layout

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_moe.config.flag import flag, mute
+from megatron_moe.config.model_flags import ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,19 @@ class LoggingConfig:
     health_sample_tokens: int = flag(
         256, "tokens per layer and rank whose routing is compared with an fp64 shadow, at --health-interval"
     )
+
+
+@dataclass(frozen=True)
+class RunSections:
+    """All settings of a run, one section per topic."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

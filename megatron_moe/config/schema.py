@@ -9,36 +9,19 @@ parsed by `cli.py`; this file does not import torch.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megatron_moe.config.derived import DerivedSettings
-from megatron_moe.config.model_flags import ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
 from megatron_moe.config.run_flags import (
-    CheckpointConfig,
-    DataConfig,
-    FaultConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    TrainingConfig,
+    RunSections,
 )
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(RunSections):
     """The settings of a run. Read a value as `run.moe.moe_router_topk`; `flatten(run)` gives the flat dict."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    faults: FaultConfig = field(default_factory=FaultConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @cached_property
     def derived(self) -> DerivedSettings:

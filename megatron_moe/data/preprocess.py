@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import DataConfig
+from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import FORMAT, Sidecar, sidecar_path, token_dtype
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
@@ -65,9 +65,7 @@ class PreprocessOptions:
 
 @dataclass(frozen=True)
 class EncodedUnit:
-    """A unit as a worker returns it: for each key the token bytes and the document lengths (int32), and the bytes of
-    input.
-    """
+    """A unit as a worker returns it: token bytes and document lengths (int32) of each key, and its size."""
 
     tokens: list[bytes]
     lengths: list[numpy.ndarray]

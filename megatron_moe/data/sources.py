@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import DataConfig
+from megatron_moe.config.run_flags import DataConfig
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import DataConfig
+from megatron_moe.config.run_flags import DataConfig
 
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
 REPLACEMENT = "\ufffd"

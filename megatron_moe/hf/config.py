@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import ModelConfig, MoEConfig, Run, build, flatten
+from megatron_moe.config.model_flags import ModelConfig, MoEConfig
+from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import Family, family_of

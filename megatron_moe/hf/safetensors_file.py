@@ -171,7 +171,7 @@ def read_header(path: Path) -> Header:
         try:
             start = _read(descriptor, LENGTH.size, 0)
             if len(start) < LENGTH.size:
-                raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that tell its header's")
+                raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that give its header's")
             (length,) = LENGTH.unpack(start)
             if length > size - LENGTH.size:
                 raise FormatError(f"{path}: its header is to have {length} bytes, the file has {size}")
@@ -206,7 +206,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shortened(twice)} stands in it twice")
+        raise ValueError(f"the key {shortened(twice)} is in it twice")
     return result
 
 

@@ -170,6 +170,13 @@ def build_model(
     guard.check("building", model_dtypes(run, chunks))
     if not wrap:
         return chunks
+    return _wrapped(run, config, pg_collection, chunks, guard)
+
+
+def _wrapped(
+    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
+) -> list[torch.nn.Module]:
+    """Return the chunks in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel."""
     if run.precision.bf16 or run.precision.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         guard.check("wrapping in Float16Module", model_dtypes(run, chunks))

@@ -19,8 +19,7 @@ from megatron_moe.report.summary import SummarySink, Totals
 
 
 class Reporter:
-    """Passes the events of a run to the console and to the files of --metrics-file, --tensorboard-dir, --plot-file and
-    --summary-file.
+    """Passes the events of a run to the console and to the files that the flags ask for.
 
     Every method does nothing on a rank that is not the writer; `pretrain` makes rank 0 the writer.
 

@@ -44,7 +44,7 @@ class Sink:
 class TensorBoardSink(Sink):
     """Writes the scalars of all metrics under `folder`, one event per scalar and step.
 
-    A resumed run writes a new event file whose first event tells TensorBoard to forget every step after
+    A resumed run writes a new event file whose first event makes TensorBoard forget every step after
     `start_iteration` of the older files.
 
     Raises:

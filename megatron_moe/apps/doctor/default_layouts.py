@@ -27,7 +27,8 @@ from megatron_moe.apps.doctor.layouts import (
 )
 from megatron_moe.apps.doctor.small_copy import small_copy, with_few_choices
 from megatron_moe.config import cli
-from megatron_moe.config.schema import PrecisionConfig, Run
+from megatron_moe.config.model_flags import PrecisionConfig
+from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
 
 MODELS = {

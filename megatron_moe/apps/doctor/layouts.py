@@ -17,7 +17,8 @@ from typing import Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import ParallelConfig, Run, replace
+from megatron_moe.config.model_flags import ParallelConfig
+from megatron_moe.config.schema import Run, replace
 
 # Features: what the default layouts have to cover, and what layouts that fail may have in common.
 

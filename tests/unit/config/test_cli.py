@@ -115,7 +115,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     run = cli.parse(["--hidden-size", "128", "--config", str(path), "--preset", "tiny"])
     tiny = PRESETS["tiny"]
     assert (run.model.hidden_size, run.model.num_layers, run.model.seq_length) == (128, 8, tiny["seq_length"])
-    assert run.moe.moe_router_group_score == schema.MoEConfig().moe_router_group_score
+    assert run.moe.moe_router_group_score == schema.Run().moe.moe_router_group_score
 
 
 def test_a_file_can_set_back_a_preset_to_its_default(tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import megatron_moe
-from megatron_moe.config.schema import MoEConfig, sections
+from megatron_moe.config.model_flags import MoEConfig
+from megatron_moe.config.schema import sections
 
 PACKAGE = Path(megatron_moe.__file__).parent
 # What declares a setting, checks it or sets it, and does not act on it.

@@ -192,7 +192,7 @@ case("a tensor in another file than the index says", INDEX, GATE, FIRST)(
 case("an index that names a number as file", INDEX, GATE, "7")(lambda folder: change_index(folder, {GATE: 7}))
 case("an index without a map", INDEX, "weight_map")(lambda folder: write_json(folder / INDEX, {"metadata": {}}))
 case("an index that is a list", INDEX, "list")(lambda folder: write_json(folder / INDEX, []))
-case("an index with a key twice", INDEX, "'a' stands in it twice")(
+case("an index with a key twice", INDEX, "'a' is in it twice")(
     lambda folder: (folder / INDEX).write_text(f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}')
 )
 case("an index of many gigabytes", INDEX, str(HUGE))(lambda folder: os.truncate(folder / INDEX, HUGE))
@@ -300,7 +300,7 @@ case("config.json with NaN", "config.json", "NaN")(
 case("config.json with a number beyond fp64", "config.json", "1e999")(
     lambda folder: (folder / "config.json").write_text('{"rms_norm_eps": 1e999}')
 )
-case("config.json with a key twice", "config.json", "'n_group' stands in it twice")(
+case("config.json with a key twice", "config.json", "'n_group' is in it twice")(
     lambda folder: (folder / "config.json").write_text('{"n_group": 1, "n_group": 2}')
 )
 case("config.json nested deeply", "config.json", "nested too deeply")(

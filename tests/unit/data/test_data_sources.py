@@ -11,7 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import DataConfig
+from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.sources import Blend, parse_split, read_sources
 
 

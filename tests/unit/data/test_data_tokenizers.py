@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import DataConfig
+from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.corpus import source_files
 from megatron_moe.data.tokenizers import (
     ByteTokenizer,
