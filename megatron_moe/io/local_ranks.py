@@ -270,6 +270,7 @@ def join_group(store: str, rank: int, world_size: int, seconds: float) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=seconds),
     )
+    dist.barrier()  # a rank that leaves the group at once would cut off ranks that still connect
 
 
 def serve(target: str) -> None:

@@ -38,6 +38,7 @@ def place(run: Run) -> str:
     from megatron_moe.parallel import groups
 
     groups.initialize(run)
+    dist.barrier()  # a rank that leaves now would cut off one that still connects the last of the groups
     return str(groups.rank_facts())
 
 

@@ -168,12 +168,12 @@ def cut_file(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgetful_index(patch: pytest.MonkeyPatch) -> None:
-    original = to_native.native_step.write_index
+    original = to_native.write_index
 
     def write_index(step: Path, tensors: Any, *rest: Any) -> Any:
         return original(step, {k: v for k, v in tensors.items() if not k.endswith("final_layernorm.weight")}, *rest)
 
-    patch.setattr(to_native.native_step, "write_index", write_index)
+    patch.setattr(to_native, "write_index", write_index)
 
 
 def one_way(transform: type, function: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
