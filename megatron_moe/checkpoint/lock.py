@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 import uuid
@@ -116,15 +115,20 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
         ConfigError: another job writes there. OSError: the folder cannot be written.
     """
     path, me, notes = root / NAME, _me(), []
-    while not _link(path, me):
-        holder = _read(path)
-        why = _why_dead(path, holder, me)
-        if why is None and path.exists():
-            raise ConfigError(_occupied(root, holder))
-        if why is None or not _take_over(path, holder, me):
-            continue  # released, or another job was faster: look who holds it now
-        notes.append(f"took over {path} of {holder or 'an unknown job'}: {why}")
-        break
+    while True:
+        with _written(path, me) as aside:
+            if _link(aside, path):
+                break
+            holder = _read(path)
+            why = _why_dead(path, holder, me, aside)
+            if why is None and path.exists():
+                raise ConfigError(_occupied(root, holder))
+            if why is not None and _take_over(aside, path, holder, me):
+                notes.append(f"took over {path} of {holder or 'an unknown job'}: {why}")
+                break
+        # The lock was released, or another job was faster: look who holds it now.
+    for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
+        left.unlink(missing_ok=True)
     return WriterLock(root, me), notes
 
 
@@ -136,8 +140,8 @@ def _occupied(root: Path, holder: Holder | None) -> str:
     )
 
 
-def _why_dead(path: Path, holder: Holder | None, me: Holder) -> str | None:
-    """Return how it is known that the holder of a lock is dead; None if it may be alive."""
+def _why_dead(path: Path, holder: Holder | None, me: Holder, now: Path) -> str | None:
+    """Return how it is known that the holder of a lock is dead; None if it may be alive. `now` was written just now."""
     if holder is not None:
         if holder.host == me.host and holder.boot != me.boot:
             return "the host was started again since"
@@ -146,17 +150,16 @@ def _why_dead(path: Path, holder: Holder | None, me: Holder) -> str | None:
             return None if alive else "that process is dead"
         if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
             return "the same job was requeued since"
-    silent = _silent_minutes(path)
+    silent = _silent_minutes(path, now)
     if silent is not None and silent >= STALE_MINUTES:
         return f"no sign of life for {silent:.0f} minutes"
     return None
 
 
-def _silent_minutes(path: Path) -> float | None:
+def _silent_minutes(path: Path, now: Path) -> float | None:
     """Return the minutes since the last heartbeat, by the clock of the file system; None where that is unknown."""
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as now:
-            return (os.stat(now.name).st_mtime - os.stat(path).st_mtime) / 60
+        return (now.stat().st_mtime - path.stat().st_mtime) / 60
     except OSError:
         return None
 
@@ -172,36 +175,34 @@ def _written(path: Path, me: Holder) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def _link(path: Path, me: Holder) -> bool:
+def _link(aside: Path, path: Path) -> bool:
     """Put our lock there unless there is one; a link is atomic on network file systems too."""
-    with _written(path, me) as aside:
-        try:
-            os.link(aside, path)
-        except FileExistsError:
-            return False
-        sync(path.parent)
-        return True
+    try:
+        os.link(aside, path)
+    except (FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
+        return False
+    sync(path.parent)
+    return True
 
 
-def _take_over(path: Path, holder: Holder | None, me: Holder) -> bool:
+def _take_over(aside: Path, path: Path, holder: Holder | None, me: Holder) -> bool:
     """Replace a dead holder's lock by ours; return False where another run was faster.
 
     Runs that try this at once wait for each other on the dead lock's file, with a lock of the system's. Where the file
     system has none, the last one gets it, and the others see that after a moment.
     """
-    with _written(path, me) as aside:
-        try:
-            with open(path, "r+") as dead:
-                alone = _lock(dead.fileno())
-                if _read(path) != holder:
-                    return False
-                os.rename(aside, path)
-        except FileNotFoundError:
-            return False
-        sync(path.parent)
-        if not alone:
-            time.sleep(RIVALS_SECONDS)
-        return _read(path) == me
+    try:
+        with open(path, "r+") as dead:
+            alone = _lock(dead.fileno())
+            if _read(path) != holder:
+                return False
+            os.rename(aside, path)
+    except FileNotFoundError:
+        return False
+    sync(path.parent)
+    if not alone:
+        time.sleep(RIVALS_SECONDS)
+    return _read(path) == me
 
 
 def _lock(descriptor: int) -> bool:

@@ -14,9 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_moe.config.derived import DerivedSettings
-from megatron_moe.config.run_flags import (
-    RunSections,
-)
+from megatron_moe.config.run_flags import RunSections
 
 
 @dataclass(frozen=True)

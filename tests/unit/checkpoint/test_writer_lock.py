@@ -156,6 +156,24 @@ def test_a_job_that_was_taken_over_or_whose_folder_is_gone_finds_out(tmp_path, m
     lock.release()
 
 
+def test_what_killed_jobs_left_beside_the_lock_is_removed_and_a_living_rival_tries_again(tmp_path, monkeypatch):
+    for name, content in (("before it wrote", ""), ("before its link", json.dumps(asdict(writer_lock._me())))):
+        (tmp_path / f"{writer_lock.NAME}.{name}").write_text(content)
+    link, times = os.link, []
+
+    def link_of_a_rival(aside: Path, path: Path) -> None:
+        times.append(aside)
+        if len(times) == 1:
+            aside.unlink()
+        link(aside, path)
+
+    monkeypatch.setattr(os, "link", link_of_a_rival)
+    with acquire(tmp_path)[0] as lock:
+        lock.check()
+        assert left(tmp_path) == [writer_lock.NAME]
+        assert len(times) == 2
+
+
 def test_releasing_leaves_the_lock_of_who_took_over(tmp_path, me):
     lock, _ = acquire(tmp_path)
     put(tmp_path, replace(me, host="far", token="other"))

@@ -71,7 +71,7 @@ def steps(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron_moe.moe.dispatch import AllToAllDispatcher
     from megatron_moe.moe.experts import GroupedExperts
     from megatron_moe.moe.state import routers
-    from tests.unit.training.test_step_transaction import Trainer
+    from tests.helpers.stepped_trainer import Trainer
 
     asked = {"scores": 0, "experts": 0, "dispatches": 0}
 
