@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-ONE: dict[str, Any] = {}
+ONE: dict[str, Any] = {"num_layers": 2, "moe_layer_freq": "[0,1]"}
 FOUR = {
+    **ONE,
     "tensor_model_parallel_size": 2,
     "sequence_parallel": True,
     "expert_model_parallel_size": 2,

@@ -122,7 +122,8 @@ def _state(pid: int) -> str | None:
 def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(rank_parent, tmp_path):
     data = prepare(tmp_path)
     base = [
-        "--preset", "tiny", "--bf16", "--use-distributed-optimizer", "--expert-model-parallel-size", "2",
+        "--preset", "tiny", "--num-layers", "3", "--moe-layer-freq", "[0,1,1]", "--bf16",
+        "--use-distributed-optimizer", "--expert-model-parallel-size", "2",
         "--hidden-dropout", "0.1", "--train-iters", str(ITERATIONS), "--lr-decay-style", "cosine",
         "--lr-warmup-iters", "5", "--eval-interval", "10", "--eval-iters", "1", *data,
     ]  # fmt: skip

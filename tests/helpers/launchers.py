@@ -114,8 +114,9 @@ class Forked:
         return 1
 
     def kill(self, rank: int | None) -> None:
-        for pid in self._ranks if rank is None else [self._ranks[rank]]:
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so that the id is still its own
+        doomed = self._ranks if rank is None else [self._ranks[rank]]
+        for pid in set(doomed) & set(self._left(0.0)):  # their statuses were not asked for, so the ids are still theirs
+            os.kill(pid, signal.SIGKILL)
         self._end()
 
     def _fork(self, argv: list[str], world_size: int, folder: Path, log: Path, port: int, **more: str) -> None:

@@ -76,7 +76,8 @@ def copied(folder: Path, plant: Plant | None) -> Path:
     """A copy of package and tests, the error in it; byte code comes along, so that a start takes no longer."""
     for name in ("megatron_moe", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pretrain_moe.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
     if plant is not None:
         file = folder / "megatron_moe" / plant.file
         file.write_text(plant.in_place(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -50,8 +50,11 @@ def hunks(kind: str) -> list[Hunk]:
 
 
 def changed_copy(folder: Path, changes: list[Hunk]) -> Path:
-    """Copy the repository and apply changes, each at the one place where its lines are."""
-    unwanted = shutil.ignore_patterns("__pycache__", ".*")
+    """Copy the repository and apply changes, each at the one place where its lines are.
+
+    Byte code comes along, so that a start takes no longer.
+    """
+    unwanted = shutil.ignore_patterns(".*")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for path in [*ROOT.glob("*.*"), ROOT / "Dockerfile", ROOT / "Makefile"]:

@@ -41,25 +41,25 @@ def test_ranks_answer_one_request_after_the_other_and_are_gone_at_the_end():
     assert all(map(gone, first)) and not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("raise", "rank 1 raised\nTraceback"),
-        ("die", "rank 1 ended with status 3; its last output:\nlast words"),
-        ("die beside a child", "rank 1 ended with status 3"),
-        ("hang", "2 of 2 ranks did not end within 20 s"),
-    ],
-)
-def test_a_rank_that_fails_is_named_and_the_next_request_gets_new_ones(what, told):
+FAILURES = {
+    "raise": "rank 1 raised\nTraceback",
+    "die": "rank 1 ended with status 3; its last output:\nlast words",
+    "die beside a child": "rank 1 ended with status 3",
+    "hang": "2 of 2 ranks did not end within 20 s",
+}
+
+
+def test_a_rank_that_fails_is_named_and_the_next_request_gets_new_ones():
     with LocalRanks(act, 2, seconds=20.0) as ranks:
         ranks.call({"act": "sum"})
-        before = pids(ranks)
-        with pytest.raises(RankFailure) as failure:
-            ranks.call({"act": what})
-        assert told in str(failure.value) and failure.value.refusal is None
-        assert "rank_functions.py" in str(failure.value) or what.startswith("die")
-        assert all(map(gone, before))
-        assert ranks.call({"act": "sum"}) == [[0, 2, 1], [1, 2, 1]]
+        for what, told in FAILURES.items():
+            before = pids(ranks)
+            with pytest.raises(RankFailure) as failure:
+                ranks.call({"act": what})
+            assert told in str(failure.value) and failure.value.refusal is None, what
+            assert "rank_functions.py" in str(failure.value) or what.startswith("die")
+            assert all(map(gone, before))
+            assert ranks.call({"act": "sum"}) == [[0, 2, 1], [1, 2, 1]]
 
 
 def test_a_refusal_is_known_as_one():
