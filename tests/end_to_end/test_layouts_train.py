@@ -18,7 +18,6 @@ TINY = {
     "make_vocab_size_divisible_by": 192,
     "train_iters": 4,
     "eval_iters": 1,
-    "micro_batch_size": 1,
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import reshard_cases as cases
 
+SHORT = {"train_iters": 3, "global_batch_size": 4}
 # (TP, PP, EP) of each stop; two stops beside each other are a pair, twelve in all. The last is the first.
 CHAINS = {
     "fp32": [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1)],
@@ -19,7 +20,7 @@ CHAINS = {
 @pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
 @pytest.mark.parametrize("mode", CHAINS)
 def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
-    flags: dict[str, Any] = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
+    flags: dict[str, Any] = {**cases.MODES[mode], **SHORT, "data_path": (cases.corpus(tmp_path),)}
     first, *others = CHAINS[mode]
     ranks, sizes = cases.LAYOUTS[first]
     source = tmp_path / "0"
@@ -53,7 +54,7 @@ CROSSINGS = {
 def test_each_kind_of_optimizer_reads_the_other_ones_state(gloo, tmp_path, name):
     dtype, distributed, model, stages = CROSSINGS[name]
     scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if "fp16" in dtype else {}
-    flags = {**dtype, **scale, **model, "data_path": (cases.corpus(tmp_path),), "train_iters": 3}
+    flags = {**dtype, **scale, **model, **SHORT, "data_path": (cases.corpus(tmp_path),)}
     source, target = tmp_path / "source", tmp_path / "target"
     before = {**flags, **cases.layout(pp=2), "use_distributed_optimizer": distributed, "save_interval": 2}
     gloo.run(2, cases.trained, flags={**before, "save": str(source)})

@@ -16,6 +16,7 @@ TINY = {
     "mock_data": True,
     "tokenizer_type": "ByteTokenizer",
     "make_vocab_size_divisible_by": 64,
+    "global_batch_size": 4,
     "train_iters": 3,
     "eval_iters": 0,
 }
