@@ -11,8 +11,8 @@ from typing import Any
 # Before torch is loaded: tests run beside each other and beside gloo ranks, and spinning threads starve them all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# torch asks for the name of each address that it connects to, 127.0.0.1 too. Where a name server loses the question, the
-# resolver's default is to wait for 5 seconds and ask again, and ranks that start then come too late for the others.
+# torch asks for the name of each address that it connects to, 127.0.0.1 too. Where a name server loses the question, a
+# resolver by default waits for 5 seconds and asks again, and ranks that start then come too late for the others.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
