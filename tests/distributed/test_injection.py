@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-ONE: dict[str, Any] = {"num_layers": 2, "moe_layer_freq": "[0,1]"}
+ONE: dict[str, Any] = {"num_layers": 3, "moe_layer_freq": "[0,1,1]"}
 FOUR = {
     **ONE,
     "tensor_model_parallel_size": 2,

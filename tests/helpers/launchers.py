@@ -115,7 +115,8 @@ class Forked:
 
     def kill(self, rank: int | None) -> None:
         doomed = self._ranks if rank is None else [self._ranks[rank]]
-        for pid in set(doomed) & set(self._left(0.0)):  # their statuses were not asked for, so the ids are still theirs
+        # One that has ended was waited for, and its id may be another process's; nobody waits for the others meanwhile.
+        for pid in set(doomed) & set(self._left(0.0)):
             os.kill(pid, signal.SIGKILL)
         self._end()
 
