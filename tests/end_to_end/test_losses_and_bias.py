@@ -91,8 +91,8 @@ def test_after_50_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo, t
             if not step["skipped"]:
                 bias += torch.sign(counts.sum() - counts * 8).to(torch.float32) * 1e-3
     # Over softmax scores a layer's bias may go back and forth within 5e-3 (seen with half products by way of fp32).
-    moved = 1e-3 if flags.get("moe_router_score_function") == "softmax" else 5e-3
-    assert all(bias.abs().max() > moved - 1e-6 for bias in expected.values())
+    moved = 0.5e-3 if flags.get("moe_router_score_function") == "softmax" else 5e-3
+    assert all(bias.abs().max() > moved for bias in expected.values())
     # loaded on one rank, without the expert parallelism that trained it
     alone = {**flags, "expert_model_parallel_size": 1, "load": str(tmp_path / "c")}
     for biases in (gloo.run(2, loaded_biases, flags={**flags, "load": str(tmp_path / "c")})[1],
