@@ -177,7 +177,7 @@ _COUNTS = TensorClass("token counts", "fp32", "int64", "fp32", "int64", note="wh
 _DROPPED = replace(
     _COUNTS,
     name="dropped choices",
-    note="as the token counts, beside them",
+    note="as the token counts, next to them",
     when=lambda run: run.moe.moe_expert_capacity_factor is not None,
 )
 _BIAS = TensorClass(
