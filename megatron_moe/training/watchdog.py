@@ -90,6 +90,7 @@ class Watchdog:
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._watch, "watchdog"), (self._listen, "watchdog's store"))
         ]
+        self._failure: tuple[BaseException, float] | None = None
         self._neighbour: Process | None = None
         self._host: Process | None = None
         self._failures = 0
@@ -123,13 +124,15 @@ class Watchdog:
         """
         if self._alone or self._stop.is_set():
             return
+        # First of all: what follows takes time, and a thread that is asked for this rank's status in it would otherwise
+        # find the main thread at work on its report.
+        self._failure = (error, time.time())
         _ignore_sigterm()
-        now, doing = time.time(), hang_report.of_error(error)
-        if doing.waits_in is None:  # a collective that fails is the fault of another rank
+        status = self._status()
+        if status.waits_in is None:  # a collective that fails is the fault of another rank
             _print("".join(traceback.format_exception(error)))
             _report_to_launcher(error)
-        text = _short(f"{type(error).__name__}: {str(error).strip()}")
-        self._end(self._status_with(FAILED, doing, text, now))
+        self._end(status)
 
     def report_before_end(self) -> None:
         """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
@@ -169,17 +172,19 @@ class Watchdog:
         return self._store.check([self._key("end")])
 
     def _status(self) -> RankStatus:
-        doing = hang_report.current_activity((threading.get_ident(), *self._own_threads()))
-        return self._status_with(DOING, doing)
+        """Return what this rank was doing when its error was raised; without an error, what it is doing now."""
+        if self._failure is None:
+            state, text, failed_at = DOING, "", 0.0
+            doing = hang_report.current_activity((threading.get_ident(), *self._own_threads()))
+        else:
+            error, failed_at = self._failure
+            state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
+            doing = hang_report.of_error(error)
+        known = (doing.at, doing.waits_in, doing.tensor, doing.number)
+        return RankStatus(self._rank, state, self._mark, *known, text, failed_at)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
-
-    def _status_with(
-        self, state: str, doing: hang_report.ThreadActivity, text: str = "", failed_at: float = 0.0
-    ) -> RankStatus:
-        known = (doing.at, doing.waits_in, doing.tensor, doing.number)
-        return RankStatus(self._rank, state, self._mark, *known, text, failed_at)
 
     def _neighbour_is_gone(self) -> bool:
         """Return whether the next rank on this machine has ended without having reported that it is done."""

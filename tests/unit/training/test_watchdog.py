@@ -61,6 +61,7 @@ def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Ended]:
             "timeout": TIMEOUT,
             "world": WORLD,
             "watched": True,
+            "slow": 0.0,
             "patience": PATIENCE,
             "folder": str(folder / name),
             "port": store.port,
@@ -80,6 +81,7 @@ def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Ended]:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """One job for each fault, and two that show what the tests would see without the watchdog or without a fault."""
     jobs = {fault: {"fault": fault, "faulty": FAULTY} for fault in (*BLAMED, *UNEVEN)}
+    jobs["slow"] = {"fault": "STOP", "faulty": FAULTY, "slow": 2.0}
     jobs["shared"] = {"fault": "shared", "faulty": 0}
     jobs["unwatched"] = {"fault": "STOP", "faulty": FAULTY, "watched": False, "patience": 3 * TIMEOUT}
     return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
@@ -113,6 +115,13 @@ def test_the_stacks_of_a_rank_that_hangs_are_shown_too(ended):
     # No thread of this one runs; its stack is written from C.
     assert "watched_job.py" in ended["interpreter"].said.partition("Current thread")[2]
     assert ended["interpreter"].statuses[1] == -signal.SIGKILL
+
+
+def test_a_rank_asked_while_it_reads_its_own_error_tells_of_the_error_and_not_of_the_reading(ended):
+    """The collective of the others fails after its timeout, which is when the watchdog's own thread wakes too."""
+    job = ended["slow"]
+    assert BLAMED["STOP"] in job.verdict, job.said
+    assert "ranks 0, 2: waiting in all_reduce of float32[8]" in job.verdict and "iteration 3" in job.verdict
 
 
 def test_an_exception_is_told_with_its_traceback(ended):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.errors import RunFault
+from megatron_moe.training import hang_report
 from megatron_moe.training.watchdog import Watchdog
 
 FAULTY_STEP = 3
@@ -59,8 +60,20 @@ def step(fault: str | None) -> None:
     dist.barrier()
 
 
+def read_errors_slowly(seconds: float) -> None:
+    """Let this rank take its time over the report on its error, as on a machine that is busy."""
+    of_error = hang_report.of_error
+
+    def slow(error: BaseException) -> hang_report.ThreadActivity:
+        time.sleep(seconds)
+        return of_error(error)
+
+    hang_report.of_error = slow
+
+
 def rank_of_job(rank: int, job: dict[str, Any]) -> None:
     """What a rank does; its errors are its exit status, as in a program."""
+    read_errors_slowly(job["slow"])
     fault, faulty, world, timeout = job["fault"], job["faulty"], job["world"], job["timeout"]
     store: Any = dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False)
     group = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False))
