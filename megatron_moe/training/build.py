@@ -76,6 +76,9 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
     splits = _build_splits(planned, ranks)
     progress, source = built.loaded.progress, planned.start_from.source
     reporter = Reporter(run, is_writer=ranks.facts.rank == 0, start_iteration=progress.iteration, also=also)
+    resources.enter_context(reporter)
+    if ranks.watchdog is not None:
+        resources.push(ranks.watchdog.notice)  # last, to be called first
     resumed = source.state if source is not None and not run.checkpoint.finetune else {}
     trainer = Trainer(
         run=run,

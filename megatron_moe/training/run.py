@@ -56,10 +56,9 @@ def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None
                 trainer = build_trainer(planned, resources, also)
                 if trainer.watchdog is not None:
                     stop.before_end = trainer.watchdog.report_before_end
-                with trainer.reporter:
-                    _train(trainer, stop, audit if run.precision.audit_precision else None)
-                    summary = _summary(trainer, planned.tokenizer, stop)
-                    trainer.reporter.close(summary)
+                _train(trainer, stop, audit if run.precision.audit_precision else None)
+                summary = _summary(trainer, planned.tokenizer, stop)
+                trainer.reporter.close(summary)
             clean = True
             return summary
         finally:

@@ -105,10 +105,11 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the watch. An error of a kind that all ranks raise is an end of the run; any other is this rank's own."""
-        if error is not None and not isinstance(error, _SHARED):
-            self.failed(error)
+        if error is not None:
+            self.notice(kind, error, trace)
+            self._report_failure()
         with self._ending:  # which another thread may be about, and then ends the process
             self._stop.set()
             self._send_beat("done")
@@ -117,16 +118,23 @@ class Watchdog:
         """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout."""
         self._mark, self._limited, self._since = mark, limited, time.monotonic()
 
-    def failed(self, error: BaseException) -> None:
-        """Report `error`, which this rank's main thread raised and the others do not know of; end the process.
+    def notice(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Take note of the error that the run ends with; the process goes on.
 
-        In a run of one rank it returns, and the error is raised further.
+        It is called before files are closed and locks released, which takes time: a thread that is asked for this
+        rank's status meanwhile answers with the error, not with what is being closed.
         """
-        if self._alone or self._stop.is_set():
+        if error is not None and not isinstance(error, _SHARED) and self._failure is None:
+            self._failure = (error, time.time())
+
+    def _report_failure(self) -> None:
+        """Report the error that this rank's main thread raised and the others do not know of; end the process.
+
+        Without such an error, and in a run of one rank, it returns, and what was raised is raised further.
+        """
+        if self._failure is None or self._alone or self._stop.is_set():
             return
-        # First of all: what follows takes time, and a thread that is asked for this rank's status in it would otherwise
-        # find the main thread at work on its report.
-        self._failure = (error, time.time())
+        error, _ = self._failure
         _ignore_sigterm()
         status = self._status()
         if status.waits_in is None:  # a collective that fails is the fault of another rank

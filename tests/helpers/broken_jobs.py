@@ -1,7 +1,8 @@
 """Real runs in which one rank dies or hangs at a given place: what the watchdog makes of them.
 
 Ranks run `pretrain_moe.main` with the fault that fault.json in the job's folder describes: {"rank", "iteration",
-"phase", "kind"}; without that file they run undisturbed.
+"phase", "kind"} and, where the other ranks close their files slowly, "slow_close" in seconds; without it they run
+undisturbed.
 """
 
 from __future__ import annotations
@@ -260,6 +261,19 @@ def _install(fault: dict[str, Any]) -> None:
         evaluate.forward_step = first(evaluate.forward_step)
 
 
+def _close_slowly(seconds: float) -> None:
+    """Let the files that a run reports to take their time to close, as over a network."""
+    from megatron_moe.report.reporter import Reporter
+
+    close = Reporter.close
+
+    def slow(self: Reporter, summary: dict[str, Any] | None = None) -> None:
+        time.sleep(seconds)
+        close(self, summary)
+
+    Reporter.close = slow  # type: ignore[method-assign]
+
+
 def _odd_sum(kind: str, real: Callable[..., list[float]], *values: float) -> list[float]:
     import torch
 
@@ -280,4 +294,6 @@ def main(argv: list[str]) -> int:
         fault = json.loads(Path("fault.json").read_text())
         if fault["rank"] == int(os.environ["RANK"]):
             _install(fault)
+        else:
+            _close_slowly(fault.get("slow_close", 0.0))
     return pretrain_moe.main(argv)
