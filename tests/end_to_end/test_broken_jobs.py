@@ -33,7 +33,7 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
     oracle = kills.undisturbed_job(launcher, tmp_path / "oracle", argv, world_size)
     for kind, phase, rank in CASES:
         folder = tmp_path / f"{kind} in {phase}"
-        # The other rank's collective fails when its partner dies, and it is asked for its status while it closes its files.
+        # The other rank's collective fails when its partner dies; it is asked for its status while it closes files.
         slow = 5.0 if kind == "KILL" else 0.0
         fault = {"kind": kind, "phase": phase, "rank": rank, "iteration": 4, "slow_close": slow}
         broken = broken_jobs.break_job(launcher, folder, [*argv, *hasty], world_size, fault)
