@@ -173,17 +173,20 @@ def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> lis
 def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     """Restore this rank's random states, or make new ones and return a note; all ranks decide alike.
 
-    A stream belongs to the rank and the layout that drew from it: there is no right way to give it to another layout.
+    A stream belongs to the rank, the layout and the kind of device that drew from it: there is no right way to give it
+    to another one.
     """
     if run.checkpoint.no_load_rng:
         return []
     facts = rank_facts()
     same_layout = source.state["layout"] == layout(facts)
     path = random_state.path_of(source.step, facts.rank)
-    state, outcome = None, _ABSENT
+    state, outcome, same_device = None, _ABSENT, True
     if same_layout and path.is_file():
         try:
-            state, outcome = random_state.read(path), _READ
+            state = random_state.read(path)
+            same_device = random_state.is_of_cuda(state) == platform.has_cuda()
+            outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED
     worst = torch.tensor(outcome, device=platform.device())
@@ -197,7 +200,12 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
         return []
     iteration = source.state["iteration"]
     seed_everything(run, iteration)
-    why = "was saved without them" if same_layout else f"was saved on another layout {source.state['layout']}"
+    if not same_layout:
+        why = f"was saved on another layout {source.state['layout']}"
+    elif not same_device:
+        why = f"was saved by a run on {'a CPU' if platform.has_cuda() else 'CUDA'}, whose generators are others"
+    else:
+        why = "was saved without them"
     drawing = [name for name in ("hidden_dropout", "attention_dropout") if getattr(run.model, name)]
     drawing += ["moe_input_jitter_eps"] if run.moe.moe_input_jitter_eps else []
     effect = (

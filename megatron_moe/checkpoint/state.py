@@ -119,6 +119,11 @@ def read(path: Path) -> dict[str, Any]:
     return pickles.read_file(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
+def is_of_cuda(state: dict[str, Any]) -> bool:
+    """Return whether the states are those of a process with a CUDA device."""
+    return "cuda" in state
+
+
 def restore(state: dict[str, Any]) -> None:
     """Restore the states of the same rank of the same layout."""
     random.setstate((3, tuple(state["python"]), state["python_gauss"]))

@@ -1,0 +1,46 @@
+"""Runs on the pretended CUDA machine of `tests/helpers/cuda_on_cpu.py`, by the commands that users type."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import ROOT, rank_environment
+
+CUDA = ["-m", "tests.helpers.cuda_on_cpu", str(ROOT / "pretrain_moe.py")]
+CPU = [str(ROOT / "pretrain_moe.py")]
+FLAGS = (
+    "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --bf16 --eval-iters 0 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --hidden-dropout 0.1 --save steps --load steps"
+)
+
+
+def trained(program: list[str], folder: Path, iterations: int) -> tuple[str, list[dict[str, Any]]]:
+    """Run the program up to this iteration; return what it printed, and the metrics of all steps so far."""
+    command = [sys.executable, "-W", "ignore", *program, *FLAGS.split(), "--train-iters", str(iterations)]
+    ran = subprocess.run(
+        [*command, "--metrics-file", "metrics.jsonl"],
+        cwd=folder,
+        env={**rank_environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return ran.stdout, [step for step in map(json.loads, lines) if "loss" in step]
+
+
+@pytest.mark.claim("A run started on a CPU goes on with CUDA, and the other way round.")
+def test_a_run_goes_on_with_another_kind_of_device(tmp_path):
+    trained(CPU, tmp_path, 1)
+    with_cuda, _ = trained(CUDA, tmp_path, 2)
+    on_cpu, steps = trained(CPU, tmp_path, 3)
+    for output in (with_cuda, on_cpu):
+        assert "random states of every rank are made anew" in output and "hidden_dropout" in output
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
