@@ -70,6 +70,7 @@ def install() -> None:
     torch.Tensor.type = _type_of(torch.Tensor.type)
     torch.compile = _uncompiled  # for a device that is not there
     torch.get_device_module = lambda _device=None: torch.cuda
+    torch.autograd._engine_run_backward = _under_mode(torch.autograd._engine_run_backward)
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, _by_gloo(getattr(dist, name)))
 
@@ -154,6 +155,16 @@ def _here(device: Any) -> Any:
     if isinstance(device, int) and not isinstance(device, bool):
         return _CPU
     return _CPU if torch.device(device).type == "cuda" else device
+
+
+def _under_mode(stock: Any) -> Any:
+    """Return `stock` with `Mode` on: torch calls `backward` with the mode that it passes through switched off."""
+
+    def under_mode(*args: Any, **options: Any) -> Any:
+        with Mode():
+            return stock(*args, **options)
+
+    return under_mode
 
 
 def _is_cuda(value: Any) -> bool:
