@@ -12,6 +12,13 @@ class ConfigError(ValueError):
     """
 
 
+class MachineError(ConfigError):
+    """A mistake about one machine, which the ranks on other machines need not find.
+
+    The first rank of the machine prints it, too.
+    """
+
+
 class RunFault(RuntimeError):
     """A fault of the run that no flag is to blame for, found by all ranks together.
 

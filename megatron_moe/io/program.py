@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
-from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.errors import ConfigError, MachineError, RunFault
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
@@ -26,20 +27,21 @@ def run_program(
         name: of the program, before each line.
         interrupted: what is printed after Ctrl-C.
         errors: mistakes of the user's; OSError is one for programs that fail over files alone.
-        rank: the caller's rank; rank 0 prints, for all ranks find the same error.
+        rank: the caller's rank; rank 0 prints, for all ranks find the same error. One about a machine is printed by
+            the first rank there, too.
 
     Returns:
         USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
     """
 
-    def report(text: str) -> None:
-        if rank == 0:
+    def report(text: str, of_machine: bool = False) -> None:
+        if rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{name}: {text}", file=sys.stderr, flush=True)
 
     try:
         return main(argv)
     except errors as error:
-        report(f"error: {error_text(error)}")
+        report(f"error: {error_text(error)}", isinstance(error, MachineError))
         return USER_ERROR
     except RunFault as fault:
         report(f"stopped: {fault}")

@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_moe import platform
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
@@ -57,11 +56,7 @@ def parts(transformer_impl: str) -> Parts:
     """
     if transformer_impl == "local":
         return LOCAL
-    if not platform.have_transformer_engine():
-        raise ConfigError(
-            f"--transformer-impl {transformer_impl}: Transformer Engine is not installed or there is no CUDA device; "
-            "install it with `pip install transformer-engine[pytorch]` or use --transformer-impl local"
-        )
+    platform.require_transformer_engine(f"--transformer-impl {transformer_impl}", "--transformer-impl local")
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,

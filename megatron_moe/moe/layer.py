@@ -12,6 +12,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_moe import platform
 from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
@@ -26,6 +27,7 @@ from megatron_moe.precision.gates import require_dtype
 
 
 def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
+    platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
     from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
 
     return TEGroupedExperts(config, options, groups)

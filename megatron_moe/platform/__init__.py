@@ -1,6 +1,6 @@
 """The machine that a run is on: the device, the communication backend and which optional libraries are installed.
 
-`cpu_adaptor.py` adapts megatron-core to a machine without CUDA. Importing the package loads no torch: the functions
+`cpu_adaptor.py` adapts megatron-core to it. Importing the package loads no torch: the functions
 about the hardware are in `hardware.py`, which is imported when the first of them is used.
 """
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
         backend,
         device,
         has_cuda,
-        have_apex,
         have_transformer_engine,
         imagining,
         kernel,
         local_rank,
         max_memory_bytes,
         on_cpu,
+        require_transformer_engine,
         side_stream,
         synchronize,
+        unusable_libraries,
+        why_no_transformer_engine,
     )
 
 __all__ = [
@@ -37,7 +39,6 @@ __all__ = [
     "device",
     "engine_version",
     "has_cuda",
-    "have_apex",
     "have_transformer_engine",
     "imagining",
     "install",
@@ -45,8 +46,11 @@ __all__ = [
     "local_rank",
     "max_memory_bytes",
     "on_cpu",
+    "require_transformer_engine",
     "side_stream",
     "synchronize",
+    "unusable_libraries",
+    "why_no_transformer_engine",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Adapts megatron-core to a machine without CUDA while it is imported.
+"""Adapts megatron-core to this machine while it is imported, above all to one without CUDA.
 
 The engine names the device in its source: `device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`,
 `torch.cuda.current_device()`. On a machine without CUDA, that source runs unchanged because:
@@ -10,8 +10,9 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
 3. A few engine modules are adjusted right after they are loaded (`_WITHOUT_CUDA`), and `@torch.compile` compiles
    nothing while they are loaded.
 
-With CUDA none of this happens. Independent of the device, where the engine finds neither Transformer Engine nor apex
-it gets the Adam of `adam.py` (`_ALWAYS`), because it cannot resume torch's.
+With CUDA none of this happens. Independent of the device (`_ALWAYS`), where the engine finds neither Transformer Engine
+nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, and its recomputation compiles nothing. A
+Transformer Engine or apex that cannot be used is hidden from it (`optional_libraries.py`).
 
 File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
 otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
@@ -30,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
+
+from megatron_moe.platform import optional_libraries
 
 _ENGINE = "megatron.core"
 
@@ -74,6 +77,7 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
         if self._without_cuda is None:
             self._without_cuda = not _has_cuda()
             silence_notices(self._without_cuda)
+            optional_libraries.hide_unusable(cuda=not self._without_cuda)
             if self._without_cuda:
                 _replace_torch_cuda_functions()
         for finder in sys.meta_path:
@@ -188,16 +192,26 @@ def _adjust_random(module: ModuleType) -> None:
     """Adjust tensor_parallel/random.py: states go to the CPU generator; stock `_set` queues a call that is not run."""
     import torch
 
-    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.untyped_storage().resize_(source.untyped_storage().nbytes())
-        target.untyped_storage().copy_(source.untyped_storage())
-
     vars(module).update(
         _get_cuda_rng_state=lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state(),
         _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
-        # 0.19.2 compiles a C++ extension for this, at the first recomputation and behind a lock that outlives a kill.
-        _get_share_storage=lambda: copy_storage,
     )
+
+
+def _adjust_recomputation(module: ModuleType) -> None:
+    """Adjust tensor_parallel/random.py: recomputed outputs get their storage back without a compiler.
+
+    0.19.2 compiles a C++ extension for it at the first recomputation. Every node would need ninja and g++, and torch's
+    lock file around the build outlives a job that is killed: later jobs would wait for it without end. Copying, as
+    0.16.1 does, needs the memory of one output twice for a moment.
+    """
+
+    def copy_storage(target: Any, source: Any) -> None:
+        target.untyped_storage().resize_(source.untyped_storage().nbytes())
+        target.untyped_storage().copy_(source.untyped_storage())
+
+    if hasattr(module, "_get_share_storage"):
+        vars(module).update(_get_share_storage=lambda: copy_storage)
     # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
     module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
@@ -263,6 +277,7 @@ def _adjust_distrib_optimizer(module: ModuleType) -> None:
 _ALWAYS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer": _adjust_optimizer,
     "megatron.core.optimizer.distrib_optimizer": _adjust_distrib_optimizer,
+    "megatron.core.tensor_parallel.random": _adjust_recomputation,
 }
 
 _WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {

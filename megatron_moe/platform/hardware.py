@@ -6,8 +6,6 @@ Answers are computed at every call; cached are those that cannot change within a
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import os
 import resource
 import sys
@@ -20,6 +18,7 @@ import psutil
 import torch
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.platform import devices, optional_libraries
 
 # The kinds of machine; the first is the one of large runs.
 DEVICE_KINDS = ("cuda", "cpu")
@@ -81,9 +80,14 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is imagined."""
+    """Return the device of this process: cuda:LOCAL_RANK, cpu without CUDA, meta where the machine is imagined.
+
+    Raises:
+        MachineError: this machine's CUDA devices cannot be used, or do not suffice for its ranks; see `devices.check`.
+    """
     if _imagined.get() is not None:
         return torch.device("meta")
+    devices.check()
     return torch.device("cuda", local_rank()) if has_cuda() else torch.device("cpu")
 
 
@@ -93,7 +97,10 @@ def backend(override: str | None = None) -> str:
     Raises:
         ConfigError: `override` is nccl without a CUDA device, or gloo with one (tensors are on the device, and gloo has
             no all-to-all there).
+        MachineError: see `device`.
     """
+    if _imagined.get() is None:
+        devices.check()
     if override is None:
         return "nccl" if has_cuda() else "gloo"
     if override not in ("nccl", "gloo"):
@@ -155,25 +162,39 @@ def available_memory_bytes() -> int:
     return max(available, 0)
 
 
-@functools.cache
+def why_no_transformer_engine() -> str | None:
+    """Return why Transformer Engine cannot be used here, with what its import raised; None where it can be."""
+    return optional_libraries.why_not_loaded("transformer_engine") if has_cuda() else "there is no CUDA device"
+
+
 def have_transformer_engine() -> bool:
-    """Return whether Transformer Engine can be imported and there is a CUDA device for it."""
-    return has_cuda() and _importable("transformer_engine.pytorch")
+    """Return whether Transformer Engine can be loaded and there is a CUDA device for it."""
+    return why_no_transformer_engine() is None
 
 
-@functools.cache
-def have_apex() -> bool:
-    """Return whether apex's optimizers can be imported and there is a CUDA device for them."""
-    return has_cuda() and _importable("apex.optimizers")
+def require_transformer_engine(flag: str, instead: str) -> None:
+    """Refuse a flag that needs Transformer Engine where it cannot be used.
 
+    Args:
+        flag: with its value, as it is typed.
+        instead: the flag that works without.
 
-def _importable(name: str) -> bool:
-    """Return whether module `name` can be imported.
-
-    A build for another CUDA version fails with OSError, a missing module with ImportError.
+    Raises:
+        ConfigError: it cannot be used here.
     """
-    try:
-        importlib.import_module(name)
-    except (ImportError, OSError):
-        return False
-    return True
+    why = why_no_transformer_engine()
+    if why is not None:
+        raise ConfigError(
+            f"{flag}: Transformer Engine cannot be used here, {why}; install one that was built for this torch and "
+            f"CUDA (the extra [gpu]), or use {instead}"
+        )
+
+
+def unusable_libraries() -> list[str]:
+    """Return a line for each of Transformer Engine and apex that is installed, has a device, and cannot be loaded."""
+    lines = []
+    for library, name in optional_libraries.NAMES.items():
+        why = optional_libraries.why_not_loaded(library) if has_cuda() else None
+        if why is not None and why != optional_libraries.NOT_INSTALLED:
+            lines.append(f"{name} is not used: {why}")
+    return lines

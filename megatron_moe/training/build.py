@@ -215,6 +215,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
     cuda = platform.has_cuda()
     known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
+        *platform.unusable_libraries(),
         *ranks.lock_notes,
         *planned.data_notes,
         *planned.start_from.notes,

@@ -13,6 +13,7 @@ from megatron_moe.platform import hardware
 @pytest.fixture(params=[True, False], ids=["cuda", "no cuda"])
 def cuda(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 * request.param)
     return request.param
 
 
