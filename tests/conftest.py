@@ -1,4 +1,4 @@
-"""What all tests share: a quiet thread pool and the ranks of the distributed tests."""
+"""What all tests share: a quiet thread pool, no GPU unless asked for, and the ranks of the distributed tests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out files of tests that cannot reach what differs between the two environments",
     )
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run the tests marked gpu, and no others, on this machine's GPUs, which are otherwise hidden",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from this process and all that it starts, before torch is asked for them.
+
+    The tests compare with what a CPU computes, and several workers would share the first device.
+    """
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--engine-only"):
-        return
+    _select_by_device(config, items)
+    if config.getoption("--engine-only"):
+        _select_by_engine(config, items)
+
+
+def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests marked `gpu` with --gpu, and all others without it."""
+    wanted = config.getoption("--gpu")
+    left_out = [item for item in items if (item.get_closest_marker("gpu") is not None) != wanted]
+    items[:] = [item for item in items if (item.get_closest_marker("gpu") is not None) == wanted]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _select_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
     from tests.helpers.engine_reach import of_this_repository
 
     reach = of_this_repository()

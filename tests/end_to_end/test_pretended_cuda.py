@@ -20,13 +20,15 @@ FLAGS = (
 )
 
 
-def trained(program: list[str], folder: Path, iterations: int) -> tuple[str, list[dict[str, Any]]]:
+def trained(
+    program: list[str], folder: Path, iterations: int, flags: str = FLAGS, **environment: str
+) -> tuple[str, list[dict[str, Any]]]:
     """Run the program up to this iteration; return what it printed, and the metrics of all steps so far."""
-    command = [sys.executable, "-W", "ignore", *program, *FLAGS.split(), "--train-iters", str(iterations)]
+    command = [sys.executable, "-W", "ignore", *program, *flags.split(), "--train-iters", str(iterations)]
     ran = subprocess.run(
         [*command, "--metrics-file", "metrics.jsonl"],
         cwd=folder,
-        env={**rank_environment(), "PYTHONPATH": str(ROOT)},
+        env={**rank_environment(), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -44,3 +46,29 @@ def test_a_run_goes_on_with_another_kind_of_device(tmp_path):
     for output in (with_cuda, on_cpu):
         assert "random states of every rank are made anew" in output and "hidden_dropout" in output
     assert [step["iteration"] for step in steps] == [1, 2, 3]
+
+
+@pytest.mark.claim(
+    "A Transformer Engine or apex that cannot be loaded is named at the start, and a run without it works."
+)
+@pytest.mark.claim("With CUDA, recomputation compiles no C++ extension, and changes no number.")
+def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(tmp_path):
+    flags = FLAGS.partition(" --save")[0]
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    plain.mkdir()
+    _, expected = trained(CUDA, plain, 2, flags)
+
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise AssertionError('built for another torch')")
+    output, steps = trained(
+        CUDA,
+        tmp_path,
+        2,
+        f"{flags} --recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj",
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        TORCH_EXTENSIONS_DIR=str(compiled),
+    )
+    assert "Transformer Engine is not used" in output and "AssertionError: built for another torch" in output
+    assert not compiled.exists(), "neither an extension nor a lock"
+    assert [step["loss"] for step in steps] == [step["loss"] for step in expected]
+    assert [step["grad_norm"] for step in steps] == [step["grad_norm"] for step in expected]
