@@ -32,7 +32,7 @@ def transformer_config(run: Run) -> TransformerConfig:
         **_moe(run),
         **_layout(run),
         **_precision(run),
-        **_kernels(),
+        **_kernels(run),
         "calculate_per_token_loss": run.optimizer.calculate_per_token_loss,
         **_recomputation(run),
         # Weights are drawn by model/initialize.py, whatever the layout.
@@ -158,10 +158,12 @@ def _precision(run: Run) -> dict[str, Any]:
     }
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels(run: Run) -> dict[str, Any]:
     """Return the choice of fused kernels: those by torch.compile on CUDA, and none that needs an extension.
 
-    There are no CUDA graphs; the engine's default for their contents makes it warn about that default.
+    GELU is not fused: the engine's fused one is the tanh approximation, another function than the CPU's, and it refuses
+    layers without biases. There are no CUDA graphs; the engine's default for their contents makes it warn about that
+    default.
     """
     cuda = platform.has_cuda()
     fields = TransformerConfig.__dataclass_fields__
@@ -169,7 +171,7 @@ def _kernels() -> dict[str, Any]:
     return {
         graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda and run.model.swiglu,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

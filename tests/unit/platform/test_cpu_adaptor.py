@@ -89,7 +89,7 @@ def test_without_cuda_a_run_is_loaded_without_torchs_compiler():
     assert ran.stdout == "torch\n", ran.stderr
 
 
-def test_with_cuda_reported_nothing_is_changed_but_adam():
+def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation():
     ran = python(
         """
         import torch
@@ -106,6 +106,8 @@ def test_with_cuda_reported_nothing_is_changed_but_adam():
         assert "cuda" in clip_grads.get_grad_norm_fp32.__code__.co_consts
         assert random._set_cuda_rng_state.__module__ == random.__name__
         assert jit.jit_fuser is torch.compile
+        giving_back = getattr(random, "_get_share_storage", None)
+        assert giving_back is None or giving_back.__module__ == "megatron_moe.platform.cpu_adaptor"
         assert optimizer.Adam.__module__ == "megatron_moe.platform.adam" and not optimizer.USING_PYTORCH_OPTIMIZER
         print("inert")
         """
