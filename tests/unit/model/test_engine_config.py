@@ -87,6 +87,7 @@ CONFIG = {
     "fp16": (True, {}, {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}),
     "attention_softmax_in_fp32": (False, {}, {"attention_softmax_in_fp32": False}),
     "fp32_residual_connection": (True, {"bf16": True}, {"fp32_residual_connection": True}),
+    "deterministic_mode": (True, {}, {"deterministic_mode": True}),
     "calculate_per_token_loss": (True, {}, {"calculate_per_token_loss": True}),
     "recompute_granularity": ("selective", {}, {"recompute_granularity": "selective"}),
     "recompute_method": (
