@@ -1,0 +1,91 @@
+"""The command line of tools/preflight.py: run the checks, print the table, write the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from megatron_moe.apps.preflight.findings import FAIL, Thresholds, as_dict, table, worst
+from megatron_moe.config import cli, rules
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.program import DONE, FAILED, note, run_program, say
+from megatron_moe.report.summary import versions
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    p = cli.Parser(
+        prog="preflight.py",
+        usage="[torchrun ...] preflight.py [--json FILE] [options] [pretrain_moe.py's flags]",
+        description="Can this node, or under torchrun all nodes of a job, train? Checks software, GPUs, limits, disk, "
+        "and what ranks have to have in common, within about a minute, and says what works instead.",
+        epilog="Exit status: 0 no check failed; 1 one did; 2 a mistake in the flags (torchrun makes 1 of it). Other "
+        "flags, such as --preset NAME, --save DIR or --config FILE, are those of pretrain_moe.py: with them the "
+        "kernels of the model's sizes and the folder of its checkpoints are checked too.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--json", metavar="FILE", help="write the findings as JSON")
+    p.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="run only these checks")
+    p.add_argument("--inside", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU inside a node")
+    p.add_argument("--across", type=_positive, metavar="GB/S", help="expected bus bandwidth per GPU between nodes")
+    p.add_argument(
+        "--least-share",
+        type=_positive,
+        default=Thresholds.least_share,
+        metavar="X",
+        help=f"share of the expected bandwidth below which a check fails (default: {Thresholds.least_share:g})",
+    )
+    p.add_argument(
+        "--least-write",
+        type=_positive,
+        default=Thresholds.least_write,
+        metavar="MB/S",
+        help=f"speed of writing to --save's folder below which to warn (default: {Thresholds.least_write:g})",
+    )
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Check, report, and return the exit status. Under torchrun every rank calls this, and rank 0 prints."""
+    return run_program("preflight.py", _main, argv, rank=_rank())
+
+
+def _main(argv: list[str]) -> int:
+    began = time.monotonic()
+    flags, rest = parser().parse_known_args(argv)
+    require_writable("--json", flags.json)
+    run = cli.parse(rest, filled_in)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if rest:
+        rules.check_model(run, world_size)
+    thresholds = Thresholds(flags.inside, flags.across, flags.least_share, flags.least_write)
+    from megatron_moe.apps.preflight.checks import run_checks  # loading torch takes seconds
+
+    findings = run_checks(run, thresholds, only=flags.only, started=_progress)
+    if _rank() == 0:
+        for line in table(findings, world_size):
+            say(line)
+        if flags.json is not None:
+            replace_json(Path(flags.json), as_dict(findings, world_size, versions(), time.monotonic() - began))
+            say(f"wrote {flags.json}")
+    return FAILED if worst(findings) == FAIL else DONE
+
+
+def _progress(name: str) -> None:
+    """Print the check that begins to stderr, so that one which hangs is known."""
+    if _rank() == 0:
+        note(f"preflight.py: {name}")
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: has to be above 0")
+    return value

@@ -1,0 +1,152 @@
+"""What a check finds, over one rank and over all, as a readable table and as JSON. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_moe.config.schema import Run
+
+PASS, WARN, FAIL, IMPOSSIBLE = "pass", "warn", "fail", "not possible here"
+STATUSES = (PASS, WARN, FAIL, IMPOSSIBLE)
+SCHEMA_VERSION = 1
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: one of STATUSES.
+        found: what is there, in one line.
+        advice: what works instead; empty for a pass.
+        figures: what was measured: name with unit -> number.
+        check: the check's name. The runner fills this in, and `ranks` and `hosts`.
+        ranks: the ranks that found this.
+        hosts: the names of their nodes, each once.
+    """
+
+    status: str
+    found: str
+    advice: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    check: str = ""
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a user may expect of the machine; None where the table of devices or nothing decides.
+
+    Attributes:
+        inside, across: bus bandwidth of a collective between the GPUs of a node, and between nodes, GB/s per GPU.
+        least_share: a collective that reaches less than this share of what is expected fails.
+        least_write: MB/s with which a node has to write to --save's folder.
+    """
+
+    inside: float | None = None
+    across: float | None = None
+    least_share: float = 0.5
+    least_write: float = 100.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check runs: the rank, its node, and the run that it is checked for.
+
+    Attributes:
+        run: the run; the schema's defaults where no flags were given.
+        has_model: whether the flags describe a model, so that checks of its kernels make sense.
+        connected: whether all ranks met, so that collectives over gloo's default group work.
+    """
+
+    run: Run
+    has_model: bool
+    thresholds: Thresholds
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    connected: bool
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes, where each has as many ranks."""
+        return max(1, self.world_size // max(1, self.local_world_size))
+
+
+def merged(found: list[list[Finding]]) -> list[Finding]:
+    """Return the findings of all ranks, equal ones as one with all of its ranks and hosts, in the order of the checks.
+
+    Args:
+        found: the findings of each rank, all ranks having run the checks in the same order.
+    """
+    together: dict[tuple[str, str, str, str], Finding] = {}
+    order = list(dict.fromkeys(finding.check for findings in found for finding in findings))
+    for findings in found:
+        for finding in findings:
+            key = finding.check, finding.status, finding.found, finding.advice
+            earlier = together.get(key)
+            if earlier is not None:
+                finding = dataclasses.replace(
+                    earlier,
+                    ranks=earlier.ranks + finding.ranks,
+                    hosts=tuple(dict.fromkeys(earlier.hosts + finding.hosts)),
+                )
+            together[key] = finding
+    return sorted(together.values(), key=lambda finding: order.index(finding.check))
+
+
+def worst(findings: list[Finding]) -> str:
+    """Return "fail", "warn" or "pass": the worst status of a report; what is not possible here is no fault."""
+    statuses = {finding.status for finding in findings}
+    return next((status for status in (FAIL, WARN) if status in statuses), PASS)
+
+
+def as_dict(findings: list[Finding], world_size: int, versions: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Return the report of `--json`; docs/gpu.md describes its keys."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "status": worst(findings),
+        "world_size": world_size,
+        "hosts": sorted({host for finding in findings for host in finding.hosts}),
+        "versions": versions,
+        "seconds": round(seconds, 1),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def table(findings: list[Finding], world_size: int) -> list[str]:
+    """Return the report as lines: status, check, what was found, who found it where not all did, and the advice."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    indent = " " * (len(IMPOSSIBLE) + width + 4)
+    lines = []
+    for finding in findings:
+        where = "" if _by_all(finding, findings, world_size) else f" [{_who(finding)}]"
+        first, *rest = _wrapped(finding.found + where)
+        lines.append(f"{finding.status:<{len(IMPOSSIBLE)}}  {finding.check:<{width}}  {first}")
+        lines += [f"{indent}{line}" for line in rest]
+        if finding.advice:
+            lines += [f"{indent}{line}" for line in _wrapped(f"-> {finding.advice}")]
+    counts = ", ".join(f"{sum(f.status == status for f in findings)} {status}" for status in STATUSES)
+    return [*lines, "", f"{worst(findings).upper()}: {counts}"]
+
+
+def _by_all(finding: Finding, findings: list[Finding], world_size: int) -> bool:
+    """Return whether nobody found something else, so that the ranks need no mention."""
+    return world_size == 1 or sum(other.check == finding.check for other in findings) == 1
+
+
+def _who(finding: Finding) -> str:
+    ranks = ", ".join(map(str, finding.ranks[:8])) + (", ..." if len(finding.ranks) > 8 else "")
+    hosts = ", ".join(finding.hosts[:4]) + (", ..." if len(finding.hosts) > 4 else "")
+    return f"rank{'s' if len(finding.ranks) > 1 else ''} {ranks} on {hosts}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False) or [""]
