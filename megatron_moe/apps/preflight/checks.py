@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.apps.preflight import kernels, network, node, software
-from megatron_moe.apps.preflight.findings import FAIL, IMPOSSIBLE, Finding, Place, Thresholds, merged
+from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, Finding, Place, Thresholds, merged
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 
@@ -62,7 +62,7 @@ CHECKS = (
 
 def run_checks(
     run: Run,
-    thresholds: Thresholds = Thresholds(),
+    thresholds: Thresholds = DEFAULTS,
     *,
     only: Collection[str] = (),
     started: Callable[[str], object] = lambda name: None,

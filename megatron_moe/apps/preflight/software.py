@@ -111,7 +111,7 @@ def _install_te(required: str) -> str:
 
 
 def compiler(place: Place) -> Finding:
-    """Check that there are a C compiler and Python.h: triton and torch.compile need both, on every node, at run time."""
+    """Check that there are a C compiler and Python.h, which triton and torch.compile need on every node at run time."""
     status = FAIL if platform.has_cuda() else WARN
     words = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("cc") or ""]
     include = sysconfig.get_paths()["include"]
