@@ -64,10 +64,10 @@ def _imported(given):
     return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
 
 
-def recorded(script, folder, status=0, instead=None):
+def recorded(script, folder, status=0, **settings):
     """Run a script in a copy of the repository's outline with stand-ins that write down their arguments.
 
-    The stand-ins end with `status`, and so has the script to end. `instead` is started in place of the training.
+    The stand-ins end with `status`, and so has the script to end. `settings` are in its environment.
     """
     stand_ins, record = folder / "bin", folder / "record"
     stand_ins.mkdir()
@@ -94,8 +94,7 @@ def recorded(script, folder, status=0, instead=None):
     }
     if (cores := sbatch_options(script).get("cpus-per-task")) is not None:
         environment["SLURM_CPUS_PER_TASK"] = cores  # as sbatch does
-    if instead is not None:
-        environment["PROGRAM"] = instead
+    environment |= settings
     copy = checkout / script.relative_to(REPO) if script.is_relative_to(REPO) else script
     done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
@@ -185,10 +184,19 @@ def test_a_script_that_asks_for_no_cores_gives_srun_none(tmp_path):
 
 def test_a_slurm_script_starts_the_preflight_of_its_job_instead(tmp_path):
     script = REPO / "examples/slurm/deepseek_v3.sbatch"
-    srun = next(words for words in recorded(script, tmp_path, instead="tools/preflight.py") if words[0] == "srun")
+    srun = next(words for words in recorded(script, tmp_path, PROGRAM="tools/preflight.py") if words[0] == "srun")
     at = srun.index("tools/preflight.py")
     own, rest = preflight_cli.parser().parse_known_args(srun[at + 1 :])
     assert own.only == [] and "--preset" in rest and "pretrain_moe.py" not in srun
+
+
+def test_a_slurm_script_starts_its_ranks_in_a_container(tmp_path):
+    settings = {"CONTAINER": "image.sqsh", "CONTAINER_MOUNTS": "/data,/checkpoints"}
+    lines = recorded(REPO / "examples/slurm/deepseek_v3.sbatch", tmp_path, **settings)
+    words = next(words for words in lines if words[0] == "srun")
+    own = words[: words.index("torchrun")]
+    assert own[own.index("--container-image") + 1] == "image.sqsh"
+    assert own[own.index("--container-mounts") + 1] == f"{tmp_path / 'checkout'},/data,/checkpoints"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
