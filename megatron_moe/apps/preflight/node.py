@@ -141,7 +141,7 @@ def cpu_cores(place: Place) -> Finding:
     """Check that the ranks of a node may use a core each, and as many as their threads."""
     cores, ranks = len(os.sched_getaffinity(0)), place.local_world_size
     threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
-    found = f"{cores} core{'s' if cores > 1 else ''} for {ranks} rank{'s' if ranks > 1 else ''} of a node, OMP_NUM_THREADS {threads}"
+    found = f"cores {cores}, ranks of this node {ranks}, OMP_NUM_THREADS {threads}"
     if cores < ranks:
         return Finding(
             FAIL,
