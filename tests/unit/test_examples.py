@@ -162,6 +162,7 @@ def test_a_slurm_script_asks_for_what_its_launch_needs(script, tmp_path):
     assert int(srun[srun.index("--shutdown-timeout") + 1]) < warning
 
 
+@pytest.mark.claim("The Slurm scripts give srun the cores of the job, which it does not inherit.")
 def test_every_srun_of_the_examples_is_given_its_cores():
     lines = [
         line.strip()

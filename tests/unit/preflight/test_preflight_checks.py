@@ -20,6 +20,8 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.platform import advisories, optional_libraries, probes
 from megatron_moe.platform.hardware import imagining
 
+pytestmark = pytest.mark.claim("Each check of tools/preflight.py fails where it should, on a faked machine.")
+
 
 def place(**changes: object) -> Place:
     here = Place(Run(), False, DEFAULTS, 0, 1, 0, 1, "node1", connected=False)
