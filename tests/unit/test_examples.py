@@ -113,7 +113,14 @@ def page_commands(page):
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         line = line.strip().removeprefix("$ ")
         if any(
-            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py", "tools/doctor.py")
+            program in line
+            for program in (
+                "pretrain_moe.py",
+                "preprocess_data.py",
+                "tools/plan.py",
+                "tools/doctor.py",
+                " tools/preflight.py",
+            )
         ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
@@ -216,6 +223,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
             rules.check_layout(cli.parse(rest), flags.world_size)
+            continue
+        if "tools/preflight.py" in words:
+            own, rest = preflight_cli.parser().parse_known_args(words[words.index("tools/preflight.py") + 1 :])
+            assert own.least_share <= 1
+            rules.check_model(cli.parse(rest), 1)
             continue
         if "tools/doctor.py" in words:
             arguments = words[words.index("tools/doctor.py") + 1 :]

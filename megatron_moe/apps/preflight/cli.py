@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     began = time.monotonic()
     flags, rest = parser().parse_known_args(argv)
-    require_writable("--json", flags.json)
+    if _rank() == 0:  # which writes it; its folder need not be on the other nodes
+        require_writable("--json", flags.json)
     run = cli.parse(rest, filled_in)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rest:

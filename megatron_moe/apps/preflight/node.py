@@ -188,8 +188,11 @@ def disk_space(place: Place) -> Finding:
     room = free_bytes(folder)
     if room is None:
         return Finding(WARN, f"the file system of {folder} does not say how much room it has", "look at it by hand")
-    needed = 2 * checkpoint_bytes(place.run) if place.has_model else 0
-    found = f"{size_text(room)} free in {folder}, two checkpoints take about {size_text(needed)}"
+    found = f"{size_text(room)} free in {folder}"
+    if not place.has_model:
+        return Finding(PASS if room else FAIL, found, "" if room else "free some of it")
+    needed = 2 * checkpoint_bytes(place.run)
+    found += f", two checkpoints take about {size_text(needed)}"
     if room < needed:
         return Finding(FAIL, found, "free some of it, or name another folder in --save")
     return Finding(PASS, found)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import socket
 import stat
+import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -326,6 +329,28 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
         checks.run_checks(Run(), only=["nothing"])
 
 
+def test_ranks_that_do_not_meet_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "_MEETING", timedelta(seconds=1))
+    found = checks.run_checks(Run(), only=["torch", "clock_skew"])
+    assert [(one.check, one.status) for one in found] == [
+        ("ranks_meet", FAIL),
+        ("torch", PASS),
+        ("clock_skew", IMPOSSIBLE),
+    ]
+    assert "MASTER_ADDR" in found[0].advice and not torch.distributed.is_initialized()
+
+
+def test_flags_without_a_model_leave_its_kernels_out(tmp_path: Path) -> None:
+    assert not checks._place(build({"save": str(tmp_path)}), DEFAULTS, connected=False).has_model
+    assert checks._place(build({"hidden_size": 64}), DEFAULTS, connected=False).has_model
+
+
 def test_every_check_says_what_it_looks_at() -> None:
     assert len({check.name for check in checks.CHECKS}) == len(checks.CHECKS)
     page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
@@ -346,8 +371,6 @@ def test_equal_findings_of_ranks_are_one_and_the_others_name_theirs() -> None:
 
 
 def test_help_and_mistakes_load_no_torch() -> None:
-    import subprocess
-
     root = Path(__file__).parents[3]
     code = (
         "import sys\nfrom megatron_moe.apps.preflight.cli import main\n"
