@@ -20,6 +20,9 @@ FLAGS = (
 )
 
 
+VERIFY = ["-m", "tests.helpers.cuda_on_cpu", str(ROOT / "tools" / "verify_resume.py")]
+
+
 def trained(program: list[str], folder: Path, iterations: int) -> tuple[str, list[dict[str, Any]]]:
     """Run the program up to this iteration; return what it printed, and the metrics of all steps so far."""
     command = [sys.executable, "-W", "ignore", *program, *FLAGS.split(), "--train-iters", str(iterations)]
@@ -44,3 +47,29 @@ def test_a_run_goes_on_with_another_kind_of_device(tmp_path):
     for output in (with_cuda, on_cpu):
         assert "random states of every rank are made anew" in output and "hidden_dropout" in output
     assert [step["iteration"] for step in steps] == [1, 2, 3]
+
+
+def verified(folder: Path, *flags: str) -> str:
+    """Replay the recorded steps as the one rank of a launched world; return the last line."""
+    launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", *VERIFY, "steps", *flags],
+        cwd=folder,
+        env={**rank_environment(), "PYTHONPATH": str(ROOT), **launched},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
+def test_a_deterministic_run_records_its_settings_and_is_replayed_to_the_bit(tmp_path):
+    output, _ = trained([*CUDA, "--deterministic-mode", "--save-interval", "1"], tmp_path, 2)
+    assert "deterministic mode: " in output and "NCCL_ALGO=Ring" in output
+    arithmetic = json.loads((tmp_path / "steps" / "iter_0000002" / "state.json").read_text())["arithmetic"]
+    assert (arithmetic["CUBLAS_WORKSPACE_CONFIG"], arithmetic["NCCL_ALGO"]) == (":4096:8", "Ring")
+    assert verified(tmp_path).endswith("compared to the bit: all agree")
+    told = verified(tmp_path, "--no-deterministic-mode")
+    assert "within tolerances" in told and "CUDA without --deterministic-mode" in told

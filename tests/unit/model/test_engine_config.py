@@ -299,3 +299,11 @@ def test_defaults_differ_from_the_tested_values():
             section = next(section for section in SECTIONS if name in fields(section))
             assert getattr(getattr(run, section), name) != value or name in SINGLE, name
     assert engine_config.params_dtype(run) is torch.float32
+
+
+def test_nothing_is_compiled_on_cuda_with_the_deterministic_mode():
+    fused = ("bias_activation_fusion", "bias_dropout_fusion")
+    with platform.imagining("cuda", {}):
+        for mode in (False, True):
+            config = engine_config.transformer_config(replace(Run(), deterministic_mode=mode))
+            assert [getattr(config, name) for name in fused] == [not mode] * 2
