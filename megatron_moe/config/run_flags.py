@@ -44,6 +44,9 @@ class TrainingConfig:
     eval_interval: int = flag(0, "iterations between evaluations; 0: only at the end")
     eval_iters: int = flag(10, "global batches per evaluation; 0 switches evaluation off")
     seed: int = flag(1234, "seed of the weights, dropout and data order")
+    deterministic_mode: bool = flag(
+        False, "add in one order on CUDA too: the same bits from the same ranks, devices, versions and flags; slower"
+    )
     exit_interval: int | None = flag(None, "save and stop after an iteration that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", unit="min")
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM or SIGUSR1")

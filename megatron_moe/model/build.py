@@ -36,9 +36,13 @@ from megatron_moe.precision.gates import install_gates
 class _Lookup(torch.autograd.Function):
     """The lookup weight[ids], whose backward adds each row's gradients in fp32 or wider and rounds them once.
 
-    torch's CPU kernel adds the gradients of all tokens of one id in the gradient's dtype. In bf16 a row stops growing
-    once it is 256 times as large as an addend: 4,096 tokens of one id with gradients of 0.01 give 4 instead of 41,
-    without an error. Frequent tokens would be trained with too small gradients.
+    torch's kernels round in between. On a CPU every token's addition is rounded to the gradient's dtype: in bf16 a row
+    stops growing once it is 256 times as large as an addend, and 4,096 tokens of one id with gradients of 0.01 give 4
+    instead of 41, without an error. On CUDA so does `weight[ids]`, the engine's lookup in its deterministic mode, and
+    `embedding` rounds after every 32 tokens where there are at most 3,072. Frequent tokens would be trained with too
+    small gradients.
+
+    On CUDA `index_add_` adds in any order unless torch's deterministic algorithms are on.
     """
 
     @staticmethod
@@ -49,11 +53,15 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (ids,) = ctx.saved_tensors
+        ids = ctx.saved_tensors[0].flatten()
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(ctx.shape, dtype=wide, device=grad.device)
-        total.index_add_(0, ids.flatten(), grad.reshape(-1, ctx.shape[1]).to(wide))
-        return None, total.to(ctx.dtype)
+        # Sums for the tokens and not for the table, which is much larger: all tokens of an id add to one row.
+        row = torch.searchsorted(ids.sort().values, ids)
+        total = torch.zeros((ids.numel(), ctx.shape[1]), dtype=wide, device=grad.device)
+        total.index_add_(0, row, grad.reshape(-1, ctx.shape[1]).to(wide))
+        table = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        # Tokens of one id write the same bits, in whichever order.
+        return None, table.index_copy_(0, ids, total.to(ctx.dtype).index_select(0, row))
 
 
 class ExactEmbedding(CopiesShareGroups, VocabParallelEmbedding):
@@ -235,7 +243,7 @@ def _chunk(
         OutputLayer.take_over(chunk.output_layer, vocabulary.size)
     if isinstance(chunk, FusedLoss):
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
-    if hasattr(chunk, "embedding") and not platform.has_cuda():  # CUDA's kernel adds in fp32 by itself
+    if hasattr(chunk, "embedding"):
         ExactEmbedding.take_over(chunk.embedding.word_embeddings)
     if draw:
         chunk.to(platform.device())

@@ -162,21 +162,25 @@ def _kernels(run: Run) -> dict[str, Any]:
     """Return the choice of fused kernels: those by torch.compile on CUDA, and none that needs an extension.
 
     GELU is not fused: the engine's fused one is the tanh approximation, another function than the CPU's, and it refuses
-    layers without biases. There are no CUDA graphs; the engine's default for their contents makes it warn about that
-    default.
+    layers without biases. What is compiled depends on the shapes that were met before, which a resumed run meets in
+    another order (it has not evaluated yet): with `--deterministic-mode` nothing is.
+
+    There are no CUDA graphs; the engine's default for their contents makes it warn about that default.
     """
     cuda = platform.has_cuda()
+    compiled = cuda and not run.training.deterministic_mode
     fields = TransformerConfig.__dataclass_fields__
     graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
     return {
         graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
-        "bias_activation_fusion": cuda and run.model.swiglu,
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": compiled and run.model.swiglu,
+        "bias_dropout_fusion": compiled,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
+        "deterministic_mode": run.training.deterministic_mode,
     }
 
 

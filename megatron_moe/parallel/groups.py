@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe.platform import numerics
 
 _SIDE_TIMEOUT = timedelta(seconds=10)
 
@@ -73,13 +74,17 @@ def initialize(run: Run) -> ProcessGroupCollection:
     Under torchrun the world is torchrun's; otherwise it is this process alone, and no port is opened. A default process
     group that exists already is used as it is. `run` has passed `config.rules.check` for this world size.
 
+    The process then computes with the switches of `platform.numerics`, until `destroy`.
+
     Returns:
         The engine's collection with all of its groups: tp, pp, cp, dp, dp_cp, tp_cp, tp_dp_cp, mp, ep, expt_tp,
         expt_dp, tp_ep, tp_ep_pp, embd and pos_embd (None on a stage without embeddings), and the optimizer's.
 
     Raises:
-        ConfigError: the requested backend cannot work here, or the ranks were given different flags.
+        ConfigError: the requested backend cannot work here, the ranks were given different flags, or the environment
+            contradicts `--deterministic-mode`.
     """
+    numerics.apply(run.training.deterministic_mode)  # before NCCL and cuBLAS start, which read their variables then
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
         _join(platform.backend(run.parallel.distributed_backend), timeout)
@@ -168,12 +173,13 @@ def side_store() -> dist.Store | None:
 
 
 def destroy(abort: bool = False) -> None:
-    """Leave all groups; do nothing where there are none.
+    """Leave all groups, if there are any, and put back the switches that `initialize` set.
 
     Args:
         abort: whether to abort collectives that are still waiting for other ranks. Needed after an error, when the
             others may be gone: NCCL would wait for them, gloo does not.
     """
+    numerics.restore()
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()

@@ -24,6 +24,35 @@ def half_products() -> str:
     return value
 
 
+# What has to be in the environment for the same bits again, each with the values that give them; the first is set
+# where there is none. NCCL_ALGO's are Megatron-LM's: NVLS adds in the switch, in an order of its own. A ring serves
+# every collective, the others leave some of them without an algorithm.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+def deterministic_environment() -> dict[str, str]:
+    """Return the variables of cuBLAS, NCCL and Transformer Engine that `--deterministic-mode` needs, with their values.
+
+    A value that the environment has already is kept.
+
+    Raises:
+        ConfigError: the environment has a value with which bits differ from run to run.
+    """
+    found = {}
+    for name, values in _DETERMINISTIC.items():
+        found[name] = os.environ.get(name) or values[0]
+        if found[name] not in values:
+            raise ConfigError(
+                f"--deterministic-mode, {name}={found[name]}: bits may differ from run to run with it; unset {name}, "
+                f"which is then {values[0]}" + (f", or set it to {' or '.join(values[1:])}" if values[1:] else "")
+            )
+    return found
+
+
 def check() -> None:
     """End the program with one message and status 2 where a variable has a value that is not known.
 

@@ -7,7 +7,8 @@ An fp32 island is a module that stores and computes fp32 inside a model of anoth
 bits under every cast, its floating inputs are widened on entry, and its outputs leave in the dtype of the model around
 it. The caller says which modules become islands, and what they emit.
 
-The checks cover declared fp32 state, and the tensors of a run at each boundary where a dtype could change.
+The checks cover declared fp32 state, and the tensors of a run at each boundary where a dtype could change, together
+with the process-wide switches that decide how they are multiplied and added (`platform.numerics`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_moe.platform import numerics
 from megatron_moe.precision.fp32_state import Fp32State, moved_with_its_bits
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -230,17 +232,17 @@ class TensorDtype(NamedTuple):
 
 
 class PrecisionGuard:
-    """A check of tensors against the contract that remembers where each tensor was still right.
+    """A check of tensors and switches against the contract that remembers where each was still right.
 
     So the error names the part of the run in which a violation came about: between the last boundary at which the
-    tensor was right (or first seen) and the one at which it was wrong.
+    tensor or switch was right (or first seen) and the one at which it was wrong.
     """
 
     def __init__(self) -> None:
         self._right_at: dict[tuple[str, str], str] = {}
 
     def check(self, boundary: str, tensors: Iterable[TensorDtype]) -> int:
-        """Compare the dtype of each tensor with the contract.
+        """Compare the dtype of each tensor with the contract, and the switches with what the run has set.
 
         Args:
             boundary: the point of the run, for messages ("wrapping", "iteration 200").
@@ -249,23 +251,29 @@ class PrecisionGuard:
             The number of tensors checked.
 
         Raises:
-            PrecisionError: naming each tensor that broke the contract (the first ten), what it is, its dtype and the
-                right one, and the boundaries between which it changed.
+            PrecisionError: naming each tensor and switch that broke the contract (the first ten), what it is, its dtype
+                or value and the right one, and the boundaries between which it changed.
         """
         broken, checked = [], 0
+        for name, value, wanted in numerics.states():
+            if not self._is_right(name, "switch", value == wanted, boundary):
+                broken.append(self._broken(name, "switch", value, wanted, boundary))
         for tensor in tensors:
             checked += 1
-            if tensor.dtype == tensor.wanted:
-                self._right_at[tensor.name, tensor.what] = boundary
-            else:
-                broken.append(self._broken(tensor, boundary))
+            if not self._is_right(tensor.name, tensor.what, tensor.dtype == tensor.wanted, boundary):
+                broken.append(self._broken(*tensor, boundary))
         if broken:
             rest = [f"and {len(broken) - _MOST_NAMED} more"] if len(broken) > _MOST_NAMED else []
             named = "; ".join([*broken[:_MOST_NAMED], *rest])
             raise PrecisionError(f"precision contract broken at {boundary}: {named}")
         return checked
 
-    def _broken(self, tensor: TensorDtype, boundary: str) -> str:
-        right_at = self._right_at.get((tensor.name, tensor.what))
+    def _is_right(self, name: str, what: str, right: bool, boundary: str) -> bool:
+        if right:
+            self._right_at[name, what] = boundary
+        return right
+
+    def _broken(self, name: str, what: str, value: Any, wanted: Any, boundary: str) -> str:
+        right_at = self._right_at.get((name, what))
         since = f"changed between {right_at} and {boundary}" if right_at else f"so from the start, {boundary}"
-        return f"{tensor.name} ({tensor.what}) is {tensor.dtype}, must be {tensor.wanted}: {since}"
+        return f"{name} ({what}) is {value}, must be {wanted}: {since}"

@@ -25,8 +25,9 @@ _COLUMNS = ("name", "stored", "computed", "accumulated", "reduced", "saved", "no
 _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note="of the weights as they are")
 
 _BACKWARD_AND_FILES = (
+    TensorClass("matrix products", NONE, "of their operands", "fp32", note="split sums too; no TF32"),
     TensorClass("activation gradients", MODEL, MODEL, "fp32", MODEL, note="residual stream {residual}"),
-    TensorClass("weight gradients", GRADIENTS, MODEL, GRADIENTS, note="main_grad"),
+    TensorClass("weight gradients", GRADIENTS, MODEL, GRADIENTS, note="main_grad{per_micro_batch}"),
     TensorClass("gradient reduction", NONE, reduced=GRADIENTS, note="over DP, and TP under sequence parallel"),
     TensorClass("gradient norm", "fp32", "fp32", "fp32", "fp32"),
     TensorClass("master weights", "fp32", "fp32", saved="fp32", note="{masters}"),
@@ -43,6 +44,9 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     """Return every class of tensor of this run, in the order of the forward and then of the backward pass."""
     words = dtype_words(run)
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
+    # The product of a micro-batch has the weight's dtype before DistributedDataParallel adds it to main_grad.
+    half = words["model"] != "fp32"
+    words["per_micro_batch"] = f", a sum of what each micro-batch rounds to {words['model']}" if half else ""
     kept = run.precision.keep_fp32 or ()
     present = set(module_names.parts(run).values())
     rows: dict[str, TensorClass] = {}

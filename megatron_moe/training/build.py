@@ -28,7 +28,7 @@ from megatron_moe.hf.importing import Import, fill
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
-from megatron_moe.platform import advisories
+from megatron_moe.platform import advisories, switches
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.sink import Sink
@@ -253,8 +253,11 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _precision_notes(run: Run) -> list[str]:
-    """Say where this run departs from the model's dtype, a line each."""
+    """Say how this run adds where it is not the default, and where it departs from the model's dtype, a line each."""
     notes = []
+    if run.training.deterministic_mode:
+        settings = ", ".join(f"{name}={value}" for name, value in switches.deterministic_environment().items())
+        notes.append(f"deterministic mode: the same ranks, devices and versions give the same bits again ({settings})")
     if run.derived.params_dtype_name != "float32" and not run.derived.grads_in_fp32:
         short = "bf16" if run.precision.bf16 else "fp16"
         notes.append(

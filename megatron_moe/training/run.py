@@ -18,6 +18,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
+from megatron_moe.platform import switches
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import exact
 from megatron_moe.report.sink import Sink
@@ -93,6 +94,8 @@ def _check(run: Run, audit: StepAudit | None) -> None:
             "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
+    if run.training.deterministic_mode:
+        switches.deterministic_environment()
 
 
 def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> None:

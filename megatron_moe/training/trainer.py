@@ -19,6 +19,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator, batch_iterators
 from megatron_moe.data.fingerprint import Fingerprint, changed_since
 from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
@@ -177,6 +178,8 @@ class Trainer:
             "device": platform.device().type,
             "records": list(self.records),
         }
+        if arithmetic := numerics.facts(self.run.training.deterministic_mode):
+            facts["arithmetic"] = arithmetic
         if self.precision_warnings:
             facts["precision_warnings"] = self.precision_warnings
         if self.evaluation_pending:

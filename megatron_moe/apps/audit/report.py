@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_moe.platform import numerics
+
 _FINDING = ("count", "operation", "dtypes", "result", "module", "where", "phase", "detail")
 
 # Heading, key of the list, columns, and what a reader needs to know of it.
@@ -35,7 +37,12 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         ),
         "output wider than input and parameters; `where` is the first promotion or cast that caused it",
     ),
-    ("Violations of fp32 state", "fp32_state_violations", _FINDING, "tensors declared as fp32, seen in less"),
+    (
+        "Violations of fp32 state",
+        "fp32_state_violations",
+        _FINDING,
+        "tensors declared as fp32, seen in less; switches of another value",
+    ),
     (
         "Low-precision reductions",
         "low_precision_reductions",
@@ -122,6 +129,8 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(
             ("of these", f"{local['count']:,} on this rank only because this processor has no half-precision products")
         )
+    loose = [f"{name} {report['switches'][name]}" for name in numerics.differing(report["switches"])]
+    figures.append(("beneath the dtypes", ", ".join(loose) or "half-precision products add in fp32, no TF32"))
     others = ("unintended_promotions", "mixed_matmuls", "fp32_state_violations", "low_precision_reductions")
     figures += [(name.replace("_", " "), f"{report['counts'][name]:,}") for name in others]
     figures.append(("declared promotions", f"{report['counts']['declared_promotions']:,}"))

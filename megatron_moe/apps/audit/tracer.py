@@ -38,6 +38,7 @@ from megatron_moe.apps.audit.operations import (
     written_tensors,
 )
 from megatron_moe.apps.audit.widening import Cause, Widening
+from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import declared_fp32_state
 
 
@@ -70,7 +71,9 @@ class Tracer(TorchDispatchMode):
         self._started = 0.0
 
     def __enter__(self) -> Tracer:
-        """Register the hooks and record declared fp32 state that is not fp32 before the step."""
+        """Register the hooks and record fp32 state and switches that are not right before the step."""
+        self.audit.about["switches"] = numerics.present()
+        self._check_switches("before the step")
         for root in self._roots:
             for name, tensor in declared_fp32_state(root):
                 self._states[tensor.untyped_storage().data_ptr()] = _unwrapped(name)
@@ -87,7 +90,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the hooks; record state that is not fp32 after the step, and the error that ended it."""
+        """Remove the hooks; record state and switches that are not right after the step, and the error of the step."""
         super().__exit__(kind, error, trace)
         self.audit.wall_seconds += time.perf_counter() - self._started
         while self._undo:
@@ -95,6 +98,7 @@ class Tracer(TorchDispatchMode):
         for root in self._roots:
             for name, tensor in declared_fp32_state(root):
                 self._check_state(name, tensor, "after the step")
+        self._check_switches("after the step")
         if error is not None:
             location = self._locations.error_location(trace)
             self.audit.error = {
@@ -255,7 +259,16 @@ class Tracer(TorchDispatchMode):
         entry.outputs |= {dtype_name(tensor.dtype) for tensor in returned}
         self._widening.check(module, name, received, returned, begin)
 
-    # fp32 state.
+    # fp32 state, and the switches beneath the dtypes.
+
+    def _check_switches(self, when: str) -> None:
+        """Record each process-wide switch that has another value than the run set; none in a program of its own."""
+        for name, value, wanted in numerics.states():
+            if value != wanted:
+                location = OperationLocation("", when, "forward")
+                self.audit.fp32_state_violations.add(
+                    location, "switch", str(value), str(wanted), order=self.audit.operations, detail=name
+                )
 
     def _check_state(self, name: str, tensor: Tensor, when: str) -> None:
         if tensor.dtype != torch.float32:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_moe.apps.verify_resume.replay import (
     ReplayedStep,
     ResumeReplay,
+    arithmetic_differences,
     compare,
     plan_replay,
     relative_difference,
@@ -36,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         usage="[torchrun ...] verify_resume.py CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
         description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
         "step, trains the recorded steps after it once more, and compares loss, gradient norm, expert_bias, learning "
-        "rate, loss scale and data: to the bit on the layout of the record, else within tolerances. Nothing is written "
-        "to CKPT.",
+        "rate, loss scale and data: to the bit on the layout of the record (of CUDA: with --deterministic-mode), else "
+        "within tolerances. Nothing is written to CKPT.",
         epilog="Exit status: 0 all steps agree; 1 one differs, or the replay failed; 2 a mistake in flags or files "
         "(torchrun makes 1 of it). Flags of pretrain_moe.py, such as --tensor-model-parallel-size 2, change the "
         "recorded run. Without torchrun the ranks are started here, on the CPU.",
@@ -155,15 +156,20 @@ def recorded_here(flags: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _differences(replay: ResumeReplay) -> list[str]:
-    """Return the reasons why bits may differ: layout, device, versions."""
+    """Return the reasons why bits may differ: layout, device, versions, an order of additions that is not fixed."""
     from megatron_moe import platform
+    from megatron_moe.platform import numerics
 
-    device = "cpu" if "WORLD_SIZE" not in os.environ else platform.device().type
+    launched = "WORLD_SIZE" in os.environ  # otherwise the ranks were started here, on the CPU
+    device = platform.device().type if launched else "cpu"
     found = [*replay.differences]
     if device != replay.device:
         found.append(f"device: {replay.device} -> {device}")
     writer = min((n for n in folder.steps(replay.root) if n > replay.begin), default=replay.begin)
     state = folder.read_json(folder.step_folder(replay.root, writer) / folder.STATE)
+    deterministic = replay.run.training.deterministic_mode
+    if launched and (now := numerics.facts(deterministic)):
+        found += arithmetic_differences(state, now, deterministic)
     return [*found, *version_differences(state, versions())]
 
 

@@ -24,7 +24,8 @@ MOST_STEPS = 10
 EXACT = ("consumed_samples", "global_batch_size", "skipped", "learning_rate_hex", "loss_scale_hex", "data_hash")
 """Values that are equal on every layout."""
 TOLERANCES = {"fp32": {"loss_hex": 1e-5, "grad_norm_hex": 1e-4}, "half": {"loss_hex": 1e-3, "grad_norm_hex": 5e-2}}
-"""Relative tolerances for another layout, device or version, with which sums are added in another order."""
+"""Relative tolerances where sums are added in another order: another layout, device or version, or CUDA without
+`--deterministic-mode`."""
 _KEEP = ("load", "ckpt_step", "verify_checkpoint")
 _NO_CHANGE = {"train_iters", "eval_iters", "eval_interval", "exit_interval", "num_workers", "data_verify_gb"}
 
@@ -210,11 +211,8 @@ def _replay(
         exit_signal_handler=False,
     )
     world = recorded_on if ranks is None else ranks
-    differences = [
-        f"--{name.replace('_', '-')}: {plain[name]} -> {flatten(run)[name]}"
-        for name in sorted(changes)
-        if flatten(run)[name] != plain.get(name)
-    ]
+    changed = [name for name in sorted(changes) if flatten(run)[name] != plain.get(name)]
+    differences = [f"--{name.replace('_', '-')}: {plain.get(name)} -> {flatten(run)[name]}" for name in changed]
     if world != recorded_on:
         differences.append(f"ranks: {recorded_on} -> {world}")
     drawing = [
@@ -222,7 +220,7 @@ def _replay(
         for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         if plain.get(name)
     ]
-    if differences and drawing:
+    if drawing and (changed not in ([], ["deterministic_mode"]) or world != recorded_on):
         raise ConfigError(
             f"{root}: was trained with {', '.join(drawing)}, which draws other numbers with {'; '.join(differences)}: "
             "no tolerance covers that; replay it as it was recorded"
@@ -239,6 +237,20 @@ def version_differences(state: dict[str, Any], now: dict[str, str]) -> list[str]
     return [
         f"{name} {then[name]} -> {now[name]}" for name in sorted(then.keys() & now.keys()) if then[name] != now[name]
     ]
+
+
+def arithmetic_differences(state: dict[str, Any], now: dict[str, str], deterministic: bool) -> list[str]:
+    """Return why the sums of two runs on CUDA may differ: their order is not fixed, or the card is another one.
+
+    Args:
+        state: a step's, with what `platform.numerics.facts` returned when it was written.
+        now: what it returns here.
+        deterministic: whether the replay has `--deterministic-mode`.
+    """
+    if not deterministic:
+        return ["CUDA without --deterministic-mode"]
+    then = state.get("arithmetic", {})
+    return [f"{name}: {then.get(name, 'unknown')} -> {now[name]}" for name in now if then.get(name) != now[name]]
 
 
 def compare(replay: ResumeReplay, replayed: Iterable[dict[str, Any]], differences: Iterable[str]) -> list[ReplayedStep]:

@@ -19,6 +19,19 @@ TINY = {
 }
 
 
+SWITCHES = {
+    "torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True"
+    ),
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True"
+    ),
+    "torch.use_deterministic_algorithms": "torch.use_deterministic_algorithms(False)",
+}
+"""Switch -> what somebody's code may say in the middle of a run."""
+
+
 def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
     """The message that a run ends with in which something is cast after step `at`."""
 
@@ -39,6 +52,10 @@ def stopped(what: str, at: int, flags: dict[str, Any]) -> str:
         if len(steps) == at and what == "gradient":
             weight = next(p for name, p in model[0].named_parameters() if name.endswith("final_layernorm.weight"))
             weight.main_grad = weight.main_grad.bfloat16()
+        if len(steps) == at and what in SWITCHES:
+            import torch
+
+            exec(SWITCHES[what], {"torch": torch})
         if len(steps) == at and what == "bias":
             router = next(m for m in model[0].modules() if type(m).__name__ == "TopKRouter")
             router._buffers["expert_bias"] = router.expert_bias.half()
@@ -69,6 +86,14 @@ def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
     wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE
     assert told == f"after 4 steps: precision contract broken at training (iteration 4): {wanted}"
+
+
+@pytest.mark.claim("A switch that lets products round stops the run by name.")
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_that_was_set_in_the_middle_stops_the_run_by_name(gloo, switch):
+    (told,) = gloo.run(1, stopped, what=switch, at=3, flags={"bf16": True, "deterministic_mode": True})
+    assert told.startswith(f"after 4 steps: precision contract broken at training (iteration 4): {switch} (switch) is ")
+    assert told.endswith(SINCE)
 
 
 def test_a_bias_that_was_cast_is_not_computed_with(gloo):

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_moe.apps.verify_resume.cli import report_lines
-from megatron_moe.apps.verify_resume.replay import compare, plan_replay, version_differences
+from megatron_moe.apps.verify_resume.replay import (
+    arithmetic_differences,
+    compare,
+    plan_replay,
+    version_differences,
+)
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten, replace
@@ -114,6 +119,10 @@ def test_a_changed_layout_is_told_and_a_run_that_draws_cannot_change_it(tmp_path
     assert plan_replay(tmp_path).begin == 5
     with pytest.raises(ConfigError, match="--hidden-dropout 0.1, which draws other numbers with ranks: 4 -> 2"):
         plan_replay(tmp_path, ranks=2)
+    # which draws the same numbers
+    assert plan_replay(tmp_path, changes={"deterministic_mode": True}).differences == (
+        "--deterministic-mode: False -> True",
+    )
 
 
 @pytest.fixture
@@ -157,6 +166,20 @@ def test_not_a_number_is_equal_to_itself(tmp_path):
         finding.wrong for difference in ([], ["ranks"]) for finding in compare(replay, [skipped], difference)
     )
     assert compare(replay, [record(4)], ["ranks"])[0].wrong
+
+
+@pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
+def test_on_cuda_bits_are_compared_with_the_deterministic_mode_alone():
+    settings = {"device": "H100", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    recorded = {"arithmetic": settings}
+    assert arithmetic_differences(recorded, settings, deterministic=True) == []
+    assert arithmetic_differences(recorded, settings, deterministic=False) == ["CUDA without --deterministic-mode"]
+    other = {**settings, "device": "H200", "NCCL_ALGO": "Tree"}
+    assert arithmetic_differences(recorded, other, deterministic=True) == [
+        "device: H100 -> H200",
+        "NCCL_ALGO: Ring -> Tree",
+    ]
+    assert arithmetic_differences({}, settings, deterministic=True)[0] == "device: unknown -> H100"
 
 
 def test_other_versions_excuse_other_bits():

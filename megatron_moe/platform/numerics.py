@@ -1,0 +1,199 @@
+"""How this process adds and multiplies: the switches of torch, cuBLAS and NCCL that decide it beneath the dtypes.
+
+Some are the process's, not a tensor's, and their defaults break what a tensor's dtype says: cuBLAS may add the parts
+of a half-precision product in half precision, and a program may have allowed TF32 for fp32 products. A run, an
+evaluation, generation, the doctor and the audit set them when they join their process groups (`parallel.groups`), and
+put them back when they leave. A program that uses the layers by themselves keeps its own settings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.deterministic
+
+from megatron_moe.platform import hardware, switches
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A process-wide setting that decides how numbers are added.
+
+    Attributes:
+        name: what a program sets to change it.
+        wanted: its value in a run.
+        read: returns the present value.
+        write: sets a value that `read` has returned, or `wanted`.
+    """
+
+    name: str
+    wanted: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class Departure(NamedTuple):
+    """A switch that has another value than the run set."""
+
+    name: str
+    value: Any
+    wanted: Any
+
+
+def _attribute(module: Any, path: str, wanted: Any) -> Switch:
+    """Return the switch that is an attribute of one of torch's modules."""
+    *_, name = path.split(".")
+    return Switch(path, wanted, lambda: getattr(module, name), lambda value: setattr(module, name, value))
+
+
+def _reduction(dtype: str) -> Switch:
+    """Return the switch that lets cuBLAS add the parts of a split product in half precision.
+
+    A split as such stays allowed: its parts are then added in fp32. torch keeps both in one setting.
+    """
+    module, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
+
+    def write(value: bool) -> None:
+        setattr(module, name, (value, getattr(module, f"{name}_split_k", True)))
+
+    return Switch(f"torch.backends.cuda.matmul.{name}", False, lambda: getattr(module, name), write)
+
+
+_backends: Any = torch.backends  # whose attributes are set up where type checkers do not see them
+
+# torch has an older and a newer interface to TF32, and getters of the older one that raise where the two disagree: the
+# older one is set first, then what it leaves open.
+
+
+def _read_products() -> tuple[str, str]:
+    return _backends.cuda.matmul.fp32_precision, _backends.mkldnn.matmul.fp32_precision
+
+
+def _write_products(value: tuple[str, str]) -> None:
+    older = "medium" if "bf16" in value else "high" if "tf32" in value else "highest"
+    torch.set_float32_matmul_precision(older)
+    if _read_products() != value:
+        _backends.cuda.matmul.fp32_precision, _backends.mkldnn.matmul.fp32_precision = value
+
+
+def _read_cudnn() -> tuple[str, str]:
+    return _backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision
+
+
+def _write_cudnn(value: tuple[str, str]) -> None:
+    _backends.cudnn.allow_tf32 = "tf32" in value
+    if _read_cudnn() != value:
+        _backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision = value
+
+
+_FULL = ("ieee", "ieee")
+
+ARITHMETIC = (
+    _reduction("bf16"),
+    _reduction("fp16"),
+    _attribute(torch.backends.cuda.matmul, "torch.backends.cuda.matmul.allow_fp16_accumulation", False),
+    Switch("torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)", _FULL, _read_products, _write_products),
+    Switch("torch.backends.cudnn.{conv,rnn}.fp32_precision (TF32)", _FULL, _read_cudnn, _write_cudnn),
+    Switch(
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+        False,
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+)
+"""The switches of every run: half-precision products add in fp32, fp32 products multiply fp32 numbers."""
+
+
+def _read_algorithms() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+DETERMINISTIC = (
+    Switch(
+        "torch.use_deterministic_algorithms",
+        (True, False),
+        _read_algorithms,
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    _attribute(torch.backends.cudnn, "torch.backends.cudnn.deterministic", True),
+    _attribute(torch.backends.cudnn, "torch.backends.cudnn.benchmark", False),
+    # It makes no operation deterministic: it writes NaN into memory that is allocated, to show who reads it unwritten.
+    _attribute(torch.utils.deterministic, "torch.utils.deterministic.fill_uninitialized_memory", False),
+)
+"""The switches of `--deterministic-mode`, in addition."""
+
+
+class _Applied:
+    """What a run has set, and what was there before."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[Switch, Any]] = []
+        self.environment: dict[str, str | None] = {}
+
+
+_applied = _Applied()
+
+
+def apply(deterministic: bool) -> None:
+    """Set the switches for a run, before CUDA, cuBLAS or NCCL start; a second call replaces the first.
+
+    Args:
+        deterministic: whether to set those of `--deterministic-mode` too, with its environment variables.
+
+    Raises:
+        ConfigError: see `switches.deterministic_environment`.
+    """
+    restore()
+    environment = switches.deterministic_environment() if deterministic else {}
+    _applied.environment = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    for switch in (*ARITHMETIC, *(DETERMINISTIC if deterministic else ())):
+        _applied.before.append((switch, switch.read()))
+        switch.write(switch.wanted)
+
+
+def restore() -> None:
+    """Put back what `apply` found; do nothing where it was not called."""
+    while _applied.before:
+        switch, value = _applied.before.pop()
+        switch.write(value)
+    for name, earlier in _applied.environment.items():
+        if earlier is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = earlier
+    _applied.environment = {}
+
+
+def states() -> Iterator[Departure]:
+    """Yield each switch that `apply` has set, with its present value; none where a program keeps its own settings."""
+    for switch, _ in _applied.before:
+        yield Departure(switch.name, switch.read(), switch.wanted)
+
+
+def present() -> dict[str, Any]:
+    """Return the present value of every switch by its name, whoever set it."""
+    return {switch.name: switch.read() for switch in (*ARITHMETIC, *DETERMINISTIC)}
+
+
+def differing(switches: dict[str, Any]) -> list[str]:
+    """Return the names of the switches of every run that have another value in `switches`, as `present` returns it."""
+    return [switch.name for switch in ARITHMETIC if switches[switch.name] != switch.wanted]
+
+
+def facts(deterministic: bool) -> dict[str, str]:
+    """Return what the bits of a run depend on in addition to its flags, ranks and versions; nothing without CUDA.
+
+    Args:
+        deterministic: whether the run has `--deterministic-mode`.
+    """
+    if not hardware.has_cuda():
+        return {}
+    return {
+        "device": torch.cuda.get_device_name(hardware.device()),
+        **(switches.deterministic_environment() if deterministic else {}),
+    }

@@ -1,0 +1,134 @@
+"""The switches beneath the dtypes: a run sets them, keeps what the environment may decide, and puts all back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.platform import numerics, switches
+
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(autouse=True)
+def as_torch_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable is set, and the process leaves as it came."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    numerics.restore()
+    before = [(switch, switch.read()) for switch in (*numerics.ARITHMETIC, *numerics.DETERMINISTIC)]
+    yield
+    numerics.restore()
+    for switch, value in before:
+        switch.write(value)
+
+
+def variables() -> list[str | None]:
+    return [os.environ.get(name) for name in VARIABLES]
+
+
+def of_torch() -> dict[str, object]:
+    """What torch itself answers, by the names that its documentation has."""
+    return {
+        "bf16 sums": MATMUL.allow_bf16_reduced_precision_reduction,
+        "fp16 sums": MATMUL.allow_fp16_reduced_precision_reduction,
+        "fp16 accumulation": MATMUL.allow_fp16_accumulation,
+        "TF32": (MATMUL.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()),
+        "attention": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    }
+
+
+ASKED = {
+    "bf16 sums": False,
+    "fp16 sums": False,
+    "fp16 accumulation": False,
+    "TF32": (False, False, "highest"),
+    "attention": False,
+}
+
+
+def everything_loose() -> None:
+    MATMUL.allow_fp16_accumulation = True
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    torch.set_float32_matmul_precision("medium")
+
+
+def tf32_by_the_older_name() -> None:
+    MATMUL.allow_tf32 = True
+
+
+def tf32_by_the_newer_name() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+
+
+@pytest.mark.claim("Half-precision products add in fp32 and fp32 products multiply fp32 numbers, whatever was allowed.")
+@pytest.mark.parametrize("prepare", [lambda: None, everything_loose, tf32_by_the_older_name, tf32_by_the_newer_name])
+def test_a_run_adds_in_fp32_and_puts_back_what_was_there(prepare: Callable[[], None]) -> None:
+    prepare()
+    before = numerics.present()
+    numerics.apply(False)
+    assert of_torch() == ASKED
+    assert MATMUL.allow_bf16_reduced_precision_reduction_split_k is True  # of which the parts are added in fp32
+    assert all(value == wanted for _, value, wanted in numerics.states())
+    assert numerics.differing(numerics.present()) == []
+    numerics.restore()
+    assert numerics.present() == before
+    assert list(numerics.states()) == []
+
+
+def test_torch_alone_would_let_cublas_add_in_half_precision() -> None:
+    assert [name.rpartition(".")[2] for name in numerics.differing(numerics.present())[:2]] == [
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    ]
+
+
+def test_the_mode_sets_its_switches_and_variables_and_leaves_without_a_trace() -> None:
+    before = numerics.present()
+    numerics.apply(True)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert variables() == [":4096:8", "Ring", "0"]
+    numerics.apply(False)  # another run of this process, without the mode
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert variables() == [None, None, None]
+    numerics.restore()
+    assert numerics.present() == before
+
+
+def test_a_program_that_was_deterministic_stays_so() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for deterministic in (False, True):
+        numerics.apply(deterministic)
+        assert torch.are_deterministic_algorithms_enabled()
+        numerics.restore()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_a_value_that_gives_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "^NVLS")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    numerics.apply(True)
+    assert variables() == [":16:8", "^NVLS", "0"]
+    numerics.restore()
+    assert variables() == [":16:8", "^NVLS", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NCCL_ALGO", "NVLS"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")],
+)
+def test_a_value_that_does_not_is_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    before = numerics.present()
+    for refuse in (switches.deterministic_environment, lambda: numerics.apply(True)):
+        with pytest.raises(ConfigError, match=f"--deterministic-mode, {name}={value}: .*unset {name}"):
+            refuse()
+    assert numerics.present() == before
+    numerics.apply(False)  # without the mode it is the user's own affair

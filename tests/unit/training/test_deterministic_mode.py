@@ -1,0 +1,171 @@
+"""`--deterministic-mode` changes no bit on a CPU, and a step uses no operation whose order was not thought of."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from tests.helpers.sources import ROOT, name_of, sources, tree
+
+TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "train_iters": 3, "eval_iters": 0}
+LOSSES = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (1e-2, 1e-2),
+    "moe_z_loss_coeff": 1e-3,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True, "hidden_dropout": 0.1, "health_interval": 1},
+    "fp16, capacity, fused loss": {
+        "fp16": True,
+        "moe_expert_capacity_factor": 1.0,
+        "cross_entropy_loss_fusion": True,
+        "use_distributed_optimizer": True,
+    },
+    "fp32, auxiliary losses, recomputed": {
+        **LOSSES,
+        "mtp_num_layers": 1,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def records(flags: dict[str, Any], poisoned: bool = False) -> list[dict[str, Any]]:
+    """The exact records of a run; `poisoned`: memory that is allocated holds NaN until it is written."""
+    from megatron_moe.platform import numerics
+    from megatron_moe.training.run import recorded
+
+    switches = numerics.DETERMINISTIC
+    try:
+        if poisoned:
+            numerics.DETERMINISTIC = tuple(one for one in switches if "fill_uninitialized" not in one.name)
+            assert torch.utils.deterministic.fill_uninitialized_memory
+        return recorded(build({**TINY, **flags}))
+    finally:
+        numerics.DETERMINISTIC = switches
+
+
+@pytest.mark.claim("On a CPU a run with --deterministic-mode has the bits of one without.")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_mode_changes_no_bit_on_a_cpu_and_nothing_reads_memory_unwritten(gloo, name):
+    layout = {"expert_model_parallel_size": 2, "micro_batch_size": 1} if name == "bf16" else {}
+    ranks = 2 if layout else 1
+    flags = {**VARIANTS[name], **layout}
+    plain, *_ = gloo.run(ranks, records, flags=flags)
+    mode = {**flags, "deterministic_mode": True}
+    assert gloo.run(ranks, records, flags=mode, poisoned=True)[0] == plain
+    assert len(plain) == 3 and plain[-1]["loss_hex"] and plain[-1]["expert_bias_hash"]
+    if not layout:
+        assert gloo.run(ranks, records, flags=mode)[0] == plain
+
+
+def switches_of_a_process(mode: bool) -> list[Any]:
+    from megatron_moe.parallel import groups
+    from megatron_moe.platform import numerics
+
+    groups.initialize(build({**TINY, "deterministic_mode": mode}))
+    inside = [value == wanted for _, value, wanted in numerics.states()], torch.are_deterministic_algorithms_enabled()
+    groups.destroy()
+    return [*inside, list(numerics.states()), torch.are_deterministic_algorithms_enabled()]
+
+
+@pytest.mark.claim("Half-precision products add in fp32 and fp32 products multiply fp32 numbers, whatever was allowed.")
+def test_a_process_has_the_switches_while_it_is_in_its_groups(gloo):
+    assert gloo.run(1, switches_of_a_process, mode=True) == [[[True] * 10, True, [], False]]
+    assert gloo.run(1, switches_of_a_process, mode=False) == [[[True] * 6, False, [], False]]
+
+
+def test_all_that_compute_with_a_model_join_the_groups():
+    builders = {
+        name_of(path): "\n".join(map(ast.unparse, tree(path).body))
+        for path in sources("megatron_moe")
+        if "build_model"
+        in {getattr(node.func, "id", "") for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
+    }
+    joined = {name for name, text in builders.items() if "groups.initialize(run)" in text}
+    assert joined == {"training/build.py", "hf/opened.py", "apps/doctor/measure.py", "apps/audit/step.py"}
+    assert set(builders) - joined == {"apps/plan/tracing.py"}  # which computes nothing
+
+
+def test_a_variable_against_the_mode_is_refused_before_a_run_starts(tmp_path, monkeypatch):
+    from megatron_moe.training.run import pretrain
+
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    with pytest.raises(ConfigError, match="NCCL_ALGO=NVLS"):
+        pretrain(build({**TINY, "deterministic_mode": True, "dry_run": True}))
+
+
+# What adds, or writes, through an index: each is in the table of docs/gpu.md, or not in a step.
+INDEXED = re.compile(
+    "index_add|index_copy|index_fill|index_put|index_reduce|scatter|bincount|histc|cumsum|cumprod|put_|embedding_dense"
+    "|embedding_bag|kthvalue|median|nll_loss|masked_scatter|repeat_interleave|unique|gather|sort|topk|searchsorted"
+)
+DECIDED = {
+    "index_add_ float32",  # the embedding's gradient
+    "index_copy_ float32",
+    "index_copy_ bfloat16",
+    "index_copy_ float16",
+    "gather float32",  # weights of the chosen experts, and its backward
+    "gather float64",
+    "scatter_add float32",
+    "scatter_add_ int64",
+    "scatter_ bool",
+    "index_put_ bool",
+    "index_put_ int64",
+    "index_put_ float32",
+    "bincount int64",
+    "sort float32",
+    "sort int64",
+    "topk float32",
+    "topk float64",
+    "searchsorted int64",
+}
+ON_A_CPU_ALONE = ("_embedding_bag",)  # moe/dispatch.py's sum of a token's copies
+
+
+class _Indexed(TorchDispatchMode):
+    """Keeps which indexed operations ran, with the dtype of their first tensor; `index_put` that adds apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = function._schema.name.split("::")
+        if namespace == "aten" and INDEXED.search(name) and not name.startswith(ON_A_CPU_ALONE):
+            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            adds = " that adds" if "index_put" in name and len(args) > 3 and args[3] else ""
+            self.seen.add(f"{name} {str(first.dtype).removeprefix('torch.')}{adds}")
+        return function(*args, **(kwargs or {}))
+
+
+def indexed(flags: dict[str, Any]) -> set[str]:
+    from megatron_moe.training.run import pretrain
+
+    with _Indexed() as mode:
+        pretrain(build({**TINY, "train_iters": 1, **flags}))
+    return mode.seen
+
+
+def test_a_step_uses_no_operation_whose_order_was_not_decided(gloo):
+    seen: set[str] = set()
+    for flags in VARIANTS.values():
+        seen |= gloo.run(1, indexed, flags=flags)[0]
+    assert seen - DECIDED == set()
+    assert DECIDED - seen <= {"gather float64", "index_copy_ float16"}, "no step uses these any more"
+
+
+def test_the_table_of_the_docs_names_them() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for operation in DECIDED:
+        assert f"`{operation.split()[0].rstrip('_')}`" in page, operation
