@@ -111,7 +111,7 @@ def _whole_buffer(
 
 
 class _Shard:
-    """This rank's shard of one bucket: the parameters, or parts of them, whose state it holds, by their places."""
+    """A rank's shard of one bucket: the parameters, or parts of them, whose state it holds, by their places."""
 
     def __init__(self, part: Any, param_map: Any, numel: int) -> None:
         self._part, self.numel = part, numel
