@@ -110,7 +110,7 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
 
 def _meet(run: Run, resources: ExitStack) -> RunRanks:
     """Initialize the process groups, start the watchdog and lock the folder of `--save` against other runs."""
-    pg_collection = groups.initialize(run)
+    pg_collection = groups.initialize(run, fault_folder(run))
     facts = groups.rank_facts()
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
@@ -199,6 +199,8 @@ def _watchdog(run: Run, facts: RankFacts) -> Watchdog:
         facts.world_size,
         60 * run.parallel.distributed_timeout_minutes,
         prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        on_device=platform.has_cuda(),
+        recorded=groups.recorded(),
     )
 
 
