@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,8 +102,12 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
         evaluation_pending=bool(resumed.get("evaluation_owed")),
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
     )
+    folder = fault_folder(run)
     if ranks.watchdog is not None:
-        ranks.watchdog.folder = fault_folder(run)  # not earlier: a folder for checkpoints is claimed first
+        ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
+    if folder is not None and groups.recorded() is not None:
+        with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
+            folder.mkdir(parents=True, exist_ok=True)
     _report_start(trainer, planned, ranks, built)
     return trainer
 

@@ -5,7 +5,7 @@ stack, and `conclusion` puts the `RankStatus` of all ranks together, which the w
 is enough for all of it: it has to work while everything else hangs.
 
 Under gloo a rank waits in a collective. Under NCCL it goes on while the device waits, up to the next line that reads
-from the device: there all ranks look alike, and what each has begun (`flight_recorder.py`) tells them apart.
+from the device: there all ranks look alike, and differ in what they have begun (`flight_recorder.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which call the innermost frame of a thread is in, where that call is C's and has no frame of its own.
 
 `x.item()` waits for the device in C: the thread's stack ends with the frame of the line that calls it. A line may have
-several calls; the instruction at which the frame stands says which of them is running.
+several calls; the frame's instruction says which of them is running.
 """
 
 from __future__ import annotations

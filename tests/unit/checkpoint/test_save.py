@@ -398,6 +398,7 @@ def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(
         assert (found["absent"] > 0) == (rank > 0)
 
 
+@pytest.mark.claim("What a save takes on the device is bounded, whatever the size of the model.")
 def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucket(gloo, tmp_path):
     """Pieces of 201 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
     limit = 2 * 4 * 201

@@ -108,6 +108,7 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
     return asked[True], sum(asked.values())
 
 
+@pytest.mark.claim("A save takes the host memory that is planned, to 1 %.")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, optimizer, background):
