@@ -62,6 +62,16 @@ class _Event:
         return 0.0
 
 
+class _Runtime:
+    """CUDA's runtime as far as it is called by name; 0 is success."""
+
+    def cudaHostRegister(self, _address: int, _size: int, _flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, _address: int) -> int:
+        return 0
+
+
 def install() -> None:
     """Make torch in this process say that there are CUDA devices; see `Mode`, which is needed as well."""
     _replace_functions(torch.cuda)
@@ -87,6 +97,7 @@ def _replace_functions(cuda: Any) -> None:
         "current_device": lambda: 0,
         "set_device": lambda _device: None,
         "synchronize": lambda _device=None: None,
+        "cudart": _Runtime,
         "empty_cache": lambda: None,
         "get_device_capability": lambda _device=None: CAPABILITY,
         "get_device_name": lambda _device=None: properties.name,
