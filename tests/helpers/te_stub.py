@@ -192,6 +192,10 @@ def _causal_softmax(inputs: Tensor, scale: float) -> Tensor:
     return torch.softmax((_wide(inputs) * scale).masked_fill(~allowed, -torch.inf), -1).to(inputs.dtype)
 
 
+def _masked_softmax(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.softmax((_wide(inputs) * scale).masked_fill(mask.bool(), -10000.0), -1).to(inputs.dtype)
+
+
 def _softmax(inputs: Tensor, scale: float) -> Tensor:
     return torch.softmax(_wide(inputs) * scale, -1).to(inputs.dtype)
 
@@ -203,6 +207,7 @@ def _softmax_backward(grad: Tensor, result: Tensor, scale: float) -> Tensor:
 
 scaled_upper_triang_masked_softmax_forward = scaled_aligned_causal_masked_softmax_forward = _causal_softmax
 scaled_upper_triang_masked_softmax_backward = scaled_aligned_causal_masked_softmax_backward = _softmax_backward
+scaled_masked_softmax_forward, scaled_masked_softmax_backward = _masked_softmax, _softmax_backward
 scaled_softmax_forward, scaled_softmax_backward = _softmax, _softmax_backward
 
 
