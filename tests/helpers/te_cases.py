@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ EXPERTS, OUT, IN = 4, 24, 16
 
 
 def trained(argv: list[str]) -> int:
-    """Run pretrain_moe.py; write how often Transformer Engine's parts were called into `calls.json`, if rank 0."""
+    """Run pretrain_moe.py; write how often Transformer Engine's parts were called into `calls.RANK.json`."""
     import pretrain_moe
     from transformer_engine.pytorch import DotProductAttention, GroupedLinear, Linear, RMSNorm
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -24,9 +25,7 @@ def trained(argv: list[str]) -> int:
                         (DotProductAttention, "forward")):  # fmt: skip
         setattr(owner, name, _counted(getattr(owner, name), calls, owner.__name__))
     status = pretrain_moe.main(argv)
-    Path(f"calls.{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.json").write_text(
-        json.dumps(calls)
-    )
+    Path(f"calls.{os.environ['RANK']}.json").write_text(json.dumps(calls))
     return status
 
 
