@@ -57,7 +57,7 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
-which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that needs the offsets
+which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that reads the offsets
 on the host is registered with `offsets_on_host`, so that they are copied once per layer."""
 
 
@@ -141,17 +141,19 @@ class TransformerEngineProduct:
         """Return the module of the weights' shape; a module may keep what FP8 has to know from call to call."""
         shape = tuple(weights.shape)
         if shape not in self._modules:
-            self._modules[shape] = _without_parameters(*shape, like=weights)
+            self._modules[shape] = _without_parameters(weights)
         return self._modules[shape]
 
 
-def _without_parameters(experts: int, out_features: int, in_features: int, like: Tensor) -> Any:
+def _without_parameters(weights: Tensor) -> Any:
+    """Return a GroupedLinear for weights [e, out, in] whose own, on the meta device, are taken out of it."""
     from transformer_engine.pytorch import GroupedLinear as Module
 
-    module = Module(experts, in_features, out_features, bias=False, params_dtype=like.dtype, device="meta")
+    experts, out_features, in_features = weights.shape
+    module = Module(experts, in_features, out_features, bias=False, params_dtype=weights.dtype, device="meta")
     module.borrowed = [name for name, _ in module.named_parameters()]
     for name in module.borrowed:
         delattr(module, name)
     for expert in range(experts):  # what it passes to its function in place of a bias
-        setattr(module, f"bias{expert}", like.new_empty(0))
+        setattr(module, f"bias{expert}", weights.new_empty(0))
     return module

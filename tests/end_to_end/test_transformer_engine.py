@@ -81,7 +81,9 @@ def test_the_grouped_product_is_the_loop_over_experts(te_parent, tmp_path):
     assert te_parent.statuses([pid], 60) == [0], log.read_text()
 
 
-@pytest.mark.claim("Transformer Engine's modules and experts train as the local ones do, also over TP, SP and EP.")
+@pytest.mark.claim(
+    "Over a stub of its extension, Transformer Engine's modules and experts train as ours do, also over TP, SP and EP."
+)
 def test_its_modules_train_as_the_local_ones(local, whole):
     folder, steps = whole
     assert sorted(steps) == [1, 2, 3]
@@ -98,7 +100,9 @@ def test_its_modules_train_as_the_local_ones(local, whole):
         torch.testing.assert_close(ours[key], reference[key], rtol=0, atol=1e-4 * scale)
 
 
-@pytest.mark.claim("A run with Transformer Engine goes on from a checkpoint to the same bits.")
+@pytest.mark.claim(
+    "Over a stub of its extension, a run with Transformer Engine goes on from a checkpoint to the same bits."
+)
 def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
     flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {tmp_path}"
     steps_of(with_te, 2, tmp_path, ENGINE, LAYOUT, flags)

@@ -2,10 +2,11 @@
 
     python -m tests.helpers.cuda_on_cpu pretrain_moe.py FLAGS...
 
-runs a program so, also under torchrun, and `--transformer-engine` before the program adds Transformer Engine's own Python
-over a stub of its extension (`tests/helpers/te_stub.py`): the branches for CUDA of this project and of megatron-core run, with gloo in
+runs a program so, also under torchrun: the branches for CUDA of this project and of megatron-core run, with gloo in
 place of NCCL. It shows signatures, attributes, control flow, checkpoint contents and how often the host waits for the
 device. It does not show CUDA's kernels, what torch.compile makes of a function, NCCL, streams, memory or speed.
+`--transformer-engine` before the program adds Transformer Engine's own Python over a stub of its extension
+(`tests/helpers/te_stub.py`).
 
 `install` changes torch for the whole process: it belongs into a process of its own, before `megatron_moe` is imported.
 """

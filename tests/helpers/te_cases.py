@@ -16,9 +16,10 @@ EXPERTS, OUT, IN = 4, 24, 16
 
 def trained(argv: list[str]) -> int:
     """Run pretrain_moe.py; write how often Transformer Engine's parts were called into `calls.RANK.json`."""
-    import pretrain_moe
     from transformer_engine.pytorch import DotProductAttention, GroupedLinear, Linear, RMSNorm
     from transformer_engine.pytorch.optimizers import FusedAdam
+
+    import pretrain_moe
 
     calls: Counter[str] = Counter()
     for owner, name in ((GroupedLinear, "forward"), (Linear, "forward"), (RMSNorm, "forward"), (FusedAdam, "step"),

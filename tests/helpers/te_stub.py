@@ -72,7 +72,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
-    """Return op(b) op(a) in fp32: the extension's matrices are in columns, so that its operands are the other way round.
+    """Return op(b) op(a) in fp32: the extension's matrices are in columns, so its operands are the other way round.
 
     With a weight `a` [out, in]: "TN" is rows weight^T, "NN" the rows' gradient, and "NT", of rows `a`, the weight's.
     """
@@ -214,7 +214,9 @@ scaled_softmax_forward, scaled_softmax_backward = _softmax, _softmax_backward
 # ---- operations over lists of tensors
 
 
-def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
+def multi_tensor_scale(
+    chunk_size: int, is_infinite: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float
+) -> None:
     """Write the first list's tensors, scaled, into the second's, and 1 into `is_infinite` where one is not finite."""
     for source, target in zip(*tensor_lists):
         target.copy_(_wide(source) * scale)
