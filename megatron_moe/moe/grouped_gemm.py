@@ -57,8 +57,8 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
-which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that reads the offsets
-on the host is registered with `offsets_on_host`, so that they are copied once per layer."""
+which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that reads offsets on
+the host is registered with `offsets_on_host`, so that they are copied once per layer."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
