@@ -75,6 +75,15 @@ def assert_equal_steps(ours: dict[int, dict[str, Any]], reference: dict[int, dic
             assert step[name] == pytest.approx(reference[iteration][name], rel=rel), (iteration, name)
 
 
+def test_its_step_is_audited(te_parent, tmp_path):
+    log = tmp_path / "log"
+    argv = [*FLAGS.split(), *ENGINE.split(), "--bf16"]
+    (pid,) = te_parent.fork([Child("megatron_moe.apps.audit.cli:main", argv, str(log))])
+    assert te_parent.statuses([pid], 60) == [0], log.read_text()
+    for words in ("unintended promotions  0", "mixed matmuls          0", "fp32 state violations  0", "GroupedExperts"):
+        assert words in log.read_text()
+
+
 def test_the_grouped_product_is_the_loop_over_experts(te_parent, tmp_path):
     log = tmp_path / "log"
     (pid,) = te_parent.fork([Child("tests.helpers.te_cases:products", None, str(log))])

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 EXPERTS, OUT, IN = 4, 24, 16
@@ -40,6 +41,8 @@ def _counted(stock: Any, calls: Counter[str], name: str) -> Any:
 
 def products(_: Any) -> None:
     """Compare the kernel with the loop over experts: results, gradients, in all dtypes, with experts without rows."""
+    import transformer_engine_torch
+
     from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
 
     kernel = TransformerEngineProduct()
@@ -48,6 +51,8 @@ def products(_: Any) -> None:
     ):
         _compare(kernel, dtype, counts)
     assert len(kernel._modules) == 1 and not list(next(iter(kernel._modules.values())).parameters())
+    with pytest.raises(NotImplementedError, match="moe_permute_fwd"):
+        transformer_engine_torch.moe_permute_fwd(torch.zeros(1))
 
 
 def _compare(kernel: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
