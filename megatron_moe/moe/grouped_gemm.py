@@ -124,7 +124,7 @@ class TransformerEngineProduct:
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products; the arguments are those of `GroupedLinear`, with the offsets on the host."""
-        if rows.shape[0] == 0:  # not left to the extension: the result has to have gradients, of zero
+        if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
             return grouped_linear_loop(rows, weights, offsets)
         ends = offsets.tolist()
         splits = [end - start for start, end in zip([0, *ends[:-1]], ends)]

@@ -113,6 +113,8 @@ def te_general_grouped_gemm(
     _require_plain(None, any(one.numel() for one in pre_gelu_out), None)
     if any(one.numel() for one in bias):
         raise NotImplementedError("te_general_grouped_gemm with a bias")
+    if not any(m_splits):
+        raise NotImplementedError("te_general_grouped_gemm without any row: what the extension does then is not known")
     outputs = D[0].split(m_splits) if single_output else D
     for a, b, out in zip(A, B, outputs):
         _write(out, _product(a, transa, b, transb), accumulate)  # of no rows: zeros, as the extension writes them
