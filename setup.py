@@ -37,6 +37,7 @@ setup(
         "megatron-core==0.16.1; python_version < '3.12'",
         "megatron-core==0.19.2; python_version >= '3.12'",
         "numpy>=1.26",
+        "packaging>=23",
         "pyyaml>=6",
         "sentencepiece>=0.2",
         "tokenizers>=0.20",
@@ -50,7 +51,10 @@ setup(
     extras_require={
         # Its source distribution has to be built against the torch that is installed: first torch, then
         # pip install --no-build-isolation (docs/gpu.md, Installing). NVIDIA's image of the Dockerfile has it already.
-        "gpu": ["transformer-engine[pytorch]>=2.4"],
+        "gpu": [
+            "transformer-engine[pytorch]>=2.9,<2.12; python_version < '3.12'",  # what megatron-core 0.16.1 asks for
+            "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",
+        ],
         "hf": ["transformers>=4.56"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],
     },

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.helpers.sources import ROOT
 
@@ -216,12 +217,11 @@ def make_index(folder: Path) -> None:
         archive.add(source, source.name)
 
 
-def documented_command() -> list[str]:
-    """Return the options of the command in docs/gpu.md that installs Transformer Engine."""
-    (line,) = re.findall(
-        r"^pip install (.*'transformer-engine\[pytorch\]==.*')$", (ROOT / "docs/gpu.md").read_text(), re.M
-    )
-    return shlex.split(line)
+def documented_commands() -> list[list[str]]:
+    """Return the options of the commands in docs/gpu.md that install Transformer Engine, for each Python."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    lines = re.findall(r"^pip install (.*'transformer-engine\[pytorch\]==[^']*').*$", page, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
 
 
 @pytest.mark.parametrize(("isolated", "works"), [(True, False), (False, True)], ids=["isolated", "documented"])
@@ -232,7 +232,7 @@ def test_transformer_engine_works_if_it_was_built_against_the_torch_that_is_ther
     installed, target = tmp_path / "installed", tmp_path / "target"
     (installed / "torch").mkdir(parents=True)
     (installed / "torch" / "__init__.py").write_text("__version__ = '2.12.0'\n")
-    words = [word for word in documented_command() if not (isolated and word == "--no-build-isolation")]
+    words = [word for word in documented_commands()[0] if not (isolated and word == "--no-build-isolation")]
     assert ("--no-build-isolation" in words) is not isolated
     environment = {**os.environ, "PYTHONPATH": str(installed), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INPUT": "1"}
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(tmp_path / "index")]
@@ -247,7 +247,9 @@ def test_transformer_engine_works_if_it_was_built_against_the_torch_that_is_ther
     assert works or "undefined symbol" in used.stderr
 
 
-def test_the_extra_and_the_documented_command_agree() -> None:
-    (least,) = re.findall(r"transformer-engine\[pytorch\]>=([\d.]+)", (ROOT / "setup.py").read_text())
-    (exact,) = re.findall(r"==([\d.]+)", documented_command()[-1])
-    assert [int(part) for part in exact.split(".")] >= [int(part) for part in least.split(".")]
+def test_the_documented_commands_the_extra_and_the_tests_are_about_the_same_versions() -> None:
+    ranges = re.findall(r"transformer-engine\[pytorch\]([^;]+); python_version", (ROOT / "setup.py").read_text())
+    tested = [(ROOT / f"constraints/transformer-engine-{name}.txt").read_text() for name in ("py311", "py312")]
+    versions = [re.findall(r"^transformer-engine==(.+)$", text, re.MULTILINE)[0] for text in tested]
+    assert [words[-1].partition("==")[2] for words in documented_commands()] == versions[::-1]
+    assert [version in SpecifierSet(one) for version, one in zip(versions, ranges, strict=True)] == [True, True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from megatron_moe import platform
 from megatron_moe.apps.preflight.findings import FAIL, IMPOSSIBLE, PASS, WARN, Finding, Place
@@ -100,9 +101,8 @@ def _library(library: str, distribution: str, needed: bool) -> Finding:
             if library == "transformer_engine"
             else f"remove it (pip uninstall {distribution}), or build it against this torch",
         )
-    least = re.search(r">=([\d.]+)", required)
-    if least is not None and _numbers(version) < _numbers(least[1]):
-        return Finding(WARN, f"{name} {version} is older than {required}", _install_te(required))
+    if not Requirement(required).specifier.contains(version, prereleases=True):
+        return Finding(WARN, f"{name} {version}: this engine takes {required}", _install_te(required))
     return Finding(PASS, f"{name} {version}")
 
 
@@ -153,14 +153,13 @@ def _version(distribution: str) -> str | None:
 
 
 def _requirement(distribution: str) -> str:
-    """Return what this package's own metadata requires of a distribution, for example "torch>=2.11"; else its name."""
+    """Return what this package's own metadata requires of a distribution here, "torch>=2.11" or so; else its name."""
     try:
-        required = importlib.metadata.requires("megatron_moe") or []
+        lines = importlib.metadata.requires("megatron_moe") or []
     except importlib.metadata.PackageNotFoundError:
-        required = []
-    words = (line.partition(";")[0].strip() for line in required)
-    return next((one for one in words if re.split(r"[\[<>=!~ ]", one)[0] == distribution), distribution)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        lines = []
+    for required in map(Requirement, lines):
+        here = required.marker is None or required.marker.evaluate({"extra": "gpu"})
+        if here and required.name == distribution:
+            return str(required).partition(";")[0].strip()
+    return distribution

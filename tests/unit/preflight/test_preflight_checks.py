@@ -109,8 +109,14 @@ def test_a_library_that_cannot_be_loaded_is_named_with_what_it_said(monkeypatch:
     monkeypatch.setattr(optional_libraries, "why_not_loaded", lambda name: None)
     assert look(place()).status == PASS
     monkeypatch.setattr(software, "_version", lambda name: "1.13.0")
-    monkeypatch.setattr(software, "_requirement", lambda name: "transformer-engine[pytorch]>=2.4")
-    assert look(place()).status == WARN
+    required = [
+        "torch>=2.11",
+        'transformer-engine[pytorch]>=2.9,<2.12; python_version < "3" and extra == "gpu"',
+        'transformer-engine[pytorch]>=2.14; python_version >= "3" and extra == "gpu"',
+    ]
+    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: required)
+    old = look(place())
+    assert old.status == WARN and "1.13.0" in old.found and ">=2.14" in old.found and ">=2.14" in old.advice
 
 
 def test_a_node_without_a_compiler_or_its_headers_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
