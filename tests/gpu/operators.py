@@ -77,8 +77,8 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [one.detach().clone().requires_grad_(one.is_floating_point()) for one in tensors]
 
 
-def _draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum((k + 1) * n for k, n in enumerate(shape)))
+def _draw(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum((k + 1) * n for k, n in enumerate(shape)) + seed)
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
@@ -202,7 +202,8 @@ def attention(stage: Stage, dtype: torch.dtype, size: int) -> None:
             return own._attend_cuda(q, k, v, scale, 0.0)
 
         shapes = [(2, heads, length, key), (2, groups, length, key), (2, groups, length, value)]
-        inputs = [_draw(*shape, dtype=dtype) for shape in shapes]
+        # Equal queries and keys would attend to themselves alone, and their gradients would be differences of nothing.
+        inputs = [_draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
         # Probabilities are rounded to the dtype before the second product, and again on the way back.
         compare(stage, f"attention {name}", ours, inputs, truth, bound=4 * ROUNDINGS[dtype])
 
