@@ -7,9 +7,11 @@ parameter, counts, `expert_bias` and weights; `compare` says what differs.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from tests.gpu.processes import RanksFailed, run_ranks
+from tests.gpu.ranks import measure_layouts
 from tests.gpu.stage import FAIL, PASS, Stage
 
 GRADIENT_BOUND = 1e-5
@@ -79,7 +81,7 @@ def on_device(stage: Stage) -> None:
         stage.impossible("tiny model in bf16 against the CPU in fp32", "the search for its samples is left out of dry runs")
         return
     with stage.attempt("tiny model in bf16 against the CPU in fp32"):
-        half = _request("bf16", 2, initial_dtype="bfloat16", candidates=1024)
+        half = _request("bf16", 1, initial_dtype="bfloat16", candidates=1024)
         single = dataclasses.replace(half, run=replace(half.run, bf16=False))
         oracle, request = _oracle(stage, single, rounding_error(half.run) / 2)
         got = assemble([measure(dataclasses.replace(request, run=half.run))])
@@ -150,17 +152,18 @@ def _decided(logits: Any) -> Any:
     return decision, counts.scatter_add_(0, ids, torch.ones_like(ids))
 
 
-# Name in the report -> the doctor's name, the model, and whether it is in a dry run.
+# Name in the report -> the doctor's name of the layout, and the model.
 LAYOUTS = {
-    "EP2": ("dp2-ep2", "demo", True),
-    "TP2+SP": ("tp2", "demo", True),
-    "PP2": ("pp2", "demo", True),
-    "CP2": ("cp2", "demo", True),
-    "DP2 with the distributed optimizer": ("dp2", "demo", True),
-    "TP2 PP2 EP2": ("tp2-pp2-ep2-etp1", "mtp", False),
-    "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo", False),
-    "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo", True),
+    "EP2": ("dp2-ep2", "demo"),
+    "TP2+SP": ("tp2", "demo"),
+    "PP2": ("pp2", "demo"),
+    "CP2": ("cp2", "demo"),
+    "DP2 with the distributed optimizer": ("dp2", "demo"),
+    "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo"),
+    "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo"),
+    "TP2 PP2 EP2 with multi-token prediction": ("tp2-pp2-ep2-etp1", "mtp"),
 }
+LEFT_OUT_DRY = ("CP2 DP2 EP2", "TP2 PP2 EP2 with multi-token prediction")
 
 
 def several_ranks(stage: Stage) -> None:
@@ -171,40 +174,63 @@ def several_ranks(stage: Stage) -> None:
     from megatron_moe.apps.doctor.default_layouts import EVERY_KIND, combinations_of, model
 
     cards = 1 if stage.dry else torch.cuda.device_count()
-    known = {one.name: one for own in (model("demo")[0],) for one in combinations_of(own, EVERY_KIND, 4)}
-    oracles: dict[str, Any] = {}
-    for title, (name, of, in_dry) in LAYOUTS.items():
-        if stage.dry and not in_dry:
-            stage.impossible(title, "left out of dry runs for time")
-            continue
-        ranks, flags = known[name].ranks, dict(known[name].flags)
-        if "distributed optimizer" in title:
-            flags["use_distributed_optimizer"] = True
-        if stage.left < 20 and not stage.dry:
-            stage.impossible(title, "no time is left")
-            continue
+    known = {one.name: one for one in combinations_of(model("demo")[0], EVERY_KIND, 4)}
+    titles = [title for title in LAYOUTS if not (stage.dry and title in LEFT_OUT_DRY)]
+    for title in LAYOUTS.keys() - titles:
+        stage.impossible(title, "left out of dry runs for time")
+    models = list(dict.fromkeys(LAYOUTS[title][1] for title in titles))
+    jobs = [_job(stage, f"one-{of}", of, 1, {}, "staged") for of in models]
+    for title in titles:
+        name, of = LAYOUTS[title]
+        flags = dict(known[name].flags)
+        flags["use_distributed_optimizer"] = "distributed optimizer" in title
+        backend = "nccl" if cards >= known[name].ranks else "staged"
+        jobs.append(_job(stage, name, of, known[name].ranks, flags, backend))
+    stage.doing(f"{len(titles)} layouts on up to 4 ranks")
+    folder, failure = stage.folder / "ranks", ""
+    try:
+        run_ranks(measure_layouts, (str(folder), jobs), 4, folder, stage.left - 3, stage.dry, one_device=True)
+    except RanksFailed as error:
+        failure = str(error)
+    oracles = {}
+    for of in models:
+        with stage.attempt(f"one rank, {of}"):
+            oracles[of] = _assembled(folder, jobs, f"one-{of}", failure)
+    for title in titles:
+        name, of = LAYOUTS[title]
+        job = next(one for one in jobs if one["name"] == name)
         with stage.attempt(title):
-            if of not in oracles:
-                oracles[of] = _measured(stage, f"one {of}", of, 1, {}, "staged")
-            backend = "nccl" if cards >= ranks else "staged"
-            got = _measured(stage, name, of, ranks, flags, backend)
-            _record(stage, f"{title} ({ranks} ranks, {backend})", got, oracles[of], FP32)
+            got = _assembled(folder, jobs, name, failure)
+            _record(stage, f"{title} ({job['ranks']} ranks, {job['backend']})", got, oracles[of], FP32)
 
 
-def _measured(stage: Stage, name: str, of: str, ranks: int, flags: dict[str, Any], backend: str) -> Any:
+def _job(stage: Stage, name: str, of: str, ranks: int, flags: dict[str, Any], backend: str) -> dict[str, Any]:
+    from megatron_moe.config.schema import flatten, replace
+
+    request = _request(of, 1 if stage.dry else 2)
+    options = {key: value for key, value in vars(request).items() if key != "run"}
+    run = flatten(replace(request.run, **flags))
+    return {"name": name, "ranks": ranks, "backend": backend, "flags": run, "options": options}
+
+
+def _assembled(folder: Path, jobs: list[dict[str, Any]], name: str, failure: str) -> Any:
+    """Return the model that a job's ranks made.
+
+    Raises:
+        RuntimeError: some rank of it failed, or did not come to an end.
+    """
     import torch
 
     from megatron_moe.apps.doctor.assemble import assemble
-    from megatron_moe.config.schema import flatten, replace
-    from tests.gpu.ranks import measure_layout
 
-    request = _request(of, 1 if stage.dry else 2)
-    run = replace(request.run, **flags)
-    options = {key: value for key, value in vars(request).items() if key != "run"}
-    folder = stage.folder / name.replace(" ", "-")
-    arguments = (str(folder), flatten(run), options, backend)
-    try:
-        run_ranks(measure_layout, arguments, ranks, folder, stage.left, stage.dry, one_device=backend == "staged")
-    except RanksFailed as error:
-        raise RuntimeError(str(error)) from error
-    return assemble([torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)])
+    ranks = next(job["ranks"] for job in jobs if job["name"] == name)
+    records = []
+    for rank in range(ranks):
+        path = folder / f"{name}-{rank}.pt"
+        if not path.exists():
+            raise RuntimeError(f"rank {rank} did not come to its end: {failure}")
+        records.append(torch.load(path, weights_only=True))
+    errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(records) if "error" in one]
+    if errors:
+        raise RuntimeError("; ".join(errors))
+    return assemble(records)

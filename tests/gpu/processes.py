@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -62,6 +64,7 @@ class Child:
 
 def _call(function: Callable[..., Any], arguments: tuple, log: str, environment: dict[str, str], dry: bool) -> None:
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sessions of its own do not end with the one above
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)

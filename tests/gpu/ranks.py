@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -30,15 +32,30 @@ def join(rank: int, ranks: int, store: str, backend: str, seconds: float = 60.0)
     return device
 
 
-def measure_layout(rank: int, ranks: int, store: str, folder: str, flags: dict, options: dict, backend: str) -> None:
-    """Train a layout as `tools/doctor.py` does, and leave the record in `folder`/RANK.pt."""
+def measure_layouts(rank: int, ranks: int, store: str, folder: str, jobs: list[dict[str, Any]]) -> None:
+    """Train layouts one after another as `tools/doctor.py` does; leave records in `folder`/NAME-RANK.pt.
+
+    Args:
+        jobs: name, ranks, backend, flags of the run, options of the request; ranks beyond a job's wait for the next.
+    """
     import torch
 
     from megatron_moe.apps.doctor.measure import Request, measure
     from megatron_moe.config.schema import build
 
-    join(rank, ranks, store, backend)
-    torch.save(measure(Request(build(flags), **options)), f"{folder}/{rank}.pt")
+    for number, job in enumerate(jobs):
+        if rank >= job["ranks"]:
+            continue
+        local = rank if job["backend"] == "nccl" else 0
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_RANK=str(local))
+        try:
+            join(rank, job["ranks"], f"{store}{number}", job["backend"])
+            record = measure(Request(build(job["flags"]), **job["options"]))
+        except Exception:
+            record = {"error": traceback.format_exc()[-1500:]}
+        path = f"{folder}/{job['name']}-{rank}.pt"
+        torch.save(record, path + ".new")
+        os.replace(path + ".new", path)
 
 
 def collectives(rank: int, ranks: int, store: str, folder: str, backend: str) -> None:

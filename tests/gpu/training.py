@@ -22,8 +22,10 @@ SPREAD = 1e-3
 """Largest relative spread of a loss over five equal fp32 runs that add in any order."""
 
 
-def train(argv: list[str], fault: str, at: int) -> None:
-    """Run pretrain_moe.py; in step `at` its gradient gets a NaN ("nan"), or the process a SIGTERM ("term")."""
+def train(runs: list[list[str]], fault: str, at: int) -> None:
+    """Run pretrain_moe.py with each of these flags; in step `at` its gradient gets a NaN ("nan"), or the process a
+    SIGTERM ("term").
+    """
     import torch
 
     import megatron_moe  # noqa: F401
@@ -42,8 +44,13 @@ def train(argv: list[str], fault: str, at: int) -> None:
         return result
 
     step_file.finalize_model_grads = finalize_with_fault
-    sys.argv = ["pretrain_moe.py", *argv]
-    runpy.run_path(str(ROOT / "pretrain_moe.py"), run_name="__main__")
+    for argv in runs:
+        sys.argv = ["pretrain_moe.py", *argv]
+        try:
+            runpy.run_path(str(ROOT / "pretrain_moe.py"), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
 
 
 class Training:
@@ -58,18 +65,26 @@ class Training:
         Raises:
             RuntimeError: the run failed, or did not end in time.
         """
+        (metrics,) = self.run_all(steps, flags, [folder], fault, at)
+        return metrics
+
+    def run_all(
+        self, steps: int, flags: list[str], folders: list[str], fault: str = "", at: int = 0
+    ) -> list[list[dict[str, Any]]]:
+        """Train once for each folder, one run after another in one process; see `run`."""
         self.number += 1
-        where = self.stage.folder / folder
-        where.mkdir(parents=True, exist_ok=True)
-        metrics = where / "metrics.jsonl"
-        argv = [*FLAGS.split(), *flags, "--train-iters", str(steps), "--metrics-file", str(metrics)]
-        child = Child(train, (argv, fault, at), where / f"run{self.number}.log", self.stage.dry, {})
+        places = [self.stage.folder / folder / "metrics.jsonl" for folder in folders]
+        for place in places:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        argv = [*FLAGS.split(), *flags, "--train-iters", str(steps), "--metrics-file"]
+        given = ([[*argv, str(place)] for place in places], fault, at)
+        child = Child(train, given, places[0].parent / f"run{self.number}.log", self.stage.dry, {})
         status = child.wait(min(120.0, self.stage.left))
         child.end()
         if status != 0:
             raise RuntimeError(f"status {status}: {child.last_output()}")
-        lines = map(json.loads, metrics.read_text().splitlines())
-        return [line for line in lines if "loss" in line]
+        lines = [map(json.loads, place.read_text().splitlines()) for place in places]
+        return [[line for line in one if "loss" in line] for one in lines]
 
 
 def training(stage: Stage) -> None:
@@ -135,12 +150,7 @@ def _resumed(runs: Training, steps: int) -> None:
 def _spread(runs: Training, steps: int) -> None:
     """Without the deterministic mode, what adding in another order does to five equal runs."""
     stage, number = runs.stage, 2 if runs.stage.dry else 5
-    last = []
-    for one in range(number):
-        if stage.left < 15 and len(last) > 1:
-            break
-        stage.doing(f"run {one + 1} of {number} equal ones")
-        last.append(runs.run(steps, [], f"equal{one}")[-1]["loss"])
+    last = [one[-1]["loss"] for one in runs.run_all(steps, [], [f"equal{one}" for one in range(number)])]
     stage.within(f"spread of {len(last)} equal runs in fp32", (max(last) - min(last)) / max(last), SPREAD,
                  distinct=len(set(last)))  # fmt: skip
 
