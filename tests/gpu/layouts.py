@@ -78,7 +78,9 @@ def on_device(stage: Stage) -> None:
         _record(stage, "tiny model in fp32 against the CPU", got, oracle, FP32)
     if stage.dry:
         # Samples without a close choice are searched among a thousand, which takes a CPU half a minute.
-        stage.impossible("tiny model in bf16 against the CPU in fp32", "the search for its samples is left out of dry runs")
+        stage.impossible(
+            "tiny model in bf16 against the CPU in fp32", "the search for its samples is left out of dry runs"
+        )
         return
     with stage.attempt("tiny model in bf16 against the CPU in fp32"):
         half = _request("bf16", 1, initial_dtype="bfloat16", candidates=1024)

@@ -258,4 +258,6 @@ def embedding(stage: Stage, dtype: torch.dtype, size: int) -> None:
     # One id is every second token: where each addition is rounded to bf16, its gradient is far off.
     ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(5))
     ids[::2] = 7
-    compare(stage, "embedding", lambda w, i: _Lookup.apply(i, w), [_draw(rows, width, dtype=dtype), ids], lambda w, i: w[i])
+    compare(
+        stage, "embedding", lambda w, i: _Lookup.apply(i, w), [_draw(rows, width, dtype=dtype), ids], lambda w, i: w[i]
+    )

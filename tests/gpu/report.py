@@ -95,7 +95,9 @@ def _stage(stage: dict[str, Any]) -> str:
         f"<td><pre>{_text(shown(check))}</pre></td></tr>"
         for check in stage["checks"]
     )
-    unseen = f"<p class=unseen>What this dry run does not show: {_text(stage['unseen'])}.</p>" if stage["unseen"] else ""
+    unseen = (
+        f"<p class=unseen>What this dry run does not show: {_text(stage['unseen'])}.</p>" if stage["unseen"] else ""
+    )
     opened = " open" if stage["status"] == "fail" else ""
     return (
         f"<details{opened}><summary>{stage['number']} {_text(stage['name'])}: {_state(stage['status'])}, "

@@ -6,6 +6,7 @@ A check that is recorded is on disk at once, so that a stage which is cut or cra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -132,4 +133,4 @@ def milliseconds(stage: Stage, run: Callable[[int], object], repeats: int, warmu
         run(warmup + number)
         events[number + 1].record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:])]
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Plan(NamedTuple):
-    """A stage: `function` is module:name in this package, `seconds` its limit, `unseen` what a dry run does not show."""
+    """A stage: `function` is module:name here, `seconds` its limit, `unseen` what a dry run does not show."""
 
     number: int
     name: str

@@ -1,4 +1,4 @@
-"""Stage 5: pretrain_moe.py on one device: precisions, a NaN, saves, SIGTERM and resume; and whether it repeats its bits."""
+"""Stage 5: pretrain_moe.py on one device: precisions, a NaN, saves, SIGTERM, resume, and whether bits repeat."""
 
 from __future__ import annotations
 
@@ -153,5 +153,3 @@ def _spread(runs: Training, steps: int) -> None:
     last = [one[-1]["loss"] for one in runs.run_all(steps, [], [f"equal{one}" for one in range(number)])]
     stage.within(f"spread of {len(last)} equal runs in fp32", (max(last) - min(last)) / max(last), SPREAD,
                  distinct=len(set(last)))  # fmt: skip
-
-

@@ -27,6 +27,10 @@ NEEDED = {
     "pyyaml": "yaml",
     "psutil": "psutil",
     "packaging": "packaging",
+    "rich": "rich",
+    "markdown-it-py": "markdown_it",
+    "mdurl": "mdurl",
+    "pygments": "pygments",
 }
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _HAS_CUDA = "import torch, sys; sys.exit(not torch.cuda.is_available())"
