@@ -115,7 +115,7 @@ def _layer(stage: Stage, dtype: Any, bound: float) -> None:
 
 
 def _equal_logits(stage: Stage) -> None:
-    """The same logits, many of them equal, choose the same experts on both devices, and move the bias by the same bits."""
+    """Check that the same logits, many of them equal, choose the same experts and move the bias by the same bits."""
     import torch
 
     from megatron_moe.moe.load_balance import updated_expert_bias

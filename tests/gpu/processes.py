@@ -69,7 +69,7 @@ def _call(function: Callable[..., Any], arguments: tuple, log: str, environment:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin = open(os.devnull)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 (as long as the process)
     status = 1
     try:
         function(*arguments)

@@ -81,7 +81,8 @@ def page(report: dict[str, Any]) -> str:
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>make gpu</title><style>"
         "body{font:15px/1.45 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#202124}"
-        "table{border-collapse:collapse;width:100%}td{border-top:1px solid #ddd;padding:.25rem .6rem;vertical-align:top}"
+        "table{border-collapse:collapse;width:100%}"
+        "td{border-top:1px solid #ddd;padding:.25rem .6rem;vertical-align:top}"
         "td:first-child{white-space:nowrap}summary{cursor:pointer;font-weight:600;padding:.3rem 0}"
         "pre{white-space:pre-wrap;margin:0;font:13px/1.4 ui-monospace,monospace}.unseen{color:#6b6b6b}</style>"
         f"<h1>make gpu, {_text(what)}</h1><p>{_text(report['began'])}. {_text(summary(report))}</p>"
