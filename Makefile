@@ -9,7 +9,9 @@ DEFAULT_VERSION := $(shell python3 -c 'import sys; print("%d.%d" % sys.version_i
 VENV ?= $(if $(filter $(PYTHON_VERSION),$(DEFAULT_VERSION)),.venv,.venv-$(PYTHON_VERSION))
 
 # 3.10 and 3.11 stand on one engine release, 3.12 and later on another.
-CONSTRAINTS := constraints/constraints-$(if $(filter 3.10 3.11,$(PYTHON_VERSION)),py311,py312).txt
+ENGINE := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),py311,py312)
+CONSTRAINTS := constraints/constraints-$(ENGINE).txt
+TRANSFORMER_ENGINE := constraints/transformer-engine-$(ENGINE).txt
 STAMP := $(VENV)/.set-up-$(PYTHON_VERSION)
 RUN := $(VENV)/bin/python
 
@@ -77,8 +79,9 @@ clean: ## remove environments, caches and build output; runs/ is kept
 
 # A stamp, and not the folder, says that the set-up is complete: an interrupted one is done again. The environment is
 # started anew only where it belongs to another Python. Byte code is made by a first import, of what every rank imports:
-# pip would spend more than a minute on thousands of modules that are never used.
-$(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
+# pip would spend more than a minute on thousands of modules that are never used. Transformer Engine's Python, a wheel of
+# 1 MB, goes into a folder that no program but tests/helpers/te_stub.py looks into: without its libraries it is no use.
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE)
 	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "make: $(PYTHON) is Python $(PYTHON_VERSION); 3.10 or later is needed, give one with PYTHON=" >&2; exit 2; }
@@ -88,5 +91,7 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@test "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$(PYTHON_VERSION)" \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(RUN) -m pip install --progress-bar on --no-compile --no-deps --only-binary :all: --upgrade --quiet \
+	  --target $(VENV)/transformer_engine_python --requirement $(TRANSFORMER_ENGINE)
 	@$(RUN) -W ignore -c 'import megatron_moe.training.run'
 	@touch $@

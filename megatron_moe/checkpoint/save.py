@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, optimizer, publish, writer
+from megatron_moe.checkpoint import folder, gather, optimizer, publish, writer
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
+from megatron_moe.checkpoint.gather import Buffers, Gathered
 from megatron_moe.checkpoint.lock import WriterLock, acquire
-from megatron_moe.checkpoint.optimizer import Buffers, Gathered
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
@@ -256,7 +256,7 @@ def begin(
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
         options = metadata(trained.pg_collection)
-        with optimizer.into(
+        with gather.into(
             trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
         ) as gathered:
             state["optimizer"] = optimizer.sharded_state(trained.optimizer, state, options, loading=False)

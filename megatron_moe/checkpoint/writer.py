@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
-from megatron_moe.checkpoint.optimizer import Buffers, Copy, Gathered
+from megatron_moe.checkpoint.gather import Buffers, Copy, Gathered
 from megatron_moe.checkpoint.pickles import COMMON, PER_PART, by_itself
 from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, HashingFile
@@ -255,7 +255,7 @@ def _fitting(value: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
     """Return host memory for a copy of a tensor: the buffer, if it has the tensor's shape and dtype."""
     if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
         return buffer
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return platform.host_memory(value.shape, value.dtype, pinned=value.is_cuda)
 
 
 def _serialized(value: dict[str, Any]) -> bytes:

@@ -192,5 +192,7 @@ def _dense(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: A
 
 
 def _moe(config: Any, settings: LayerSettings, chosen: Parts, pg_collection: Any) -> MLPSpec:
+    if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
+        platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
     linears = MoESubmodules(linear_fc1=chosen.column_linear, linear_fc2=chosen.row_linear)
     return MLPSpec(MoELayer, linears, {"pg_collection": pg_collection, "options": settings.moe})

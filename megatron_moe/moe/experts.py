@@ -149,6 +149,7 @@ class GroupedExperts(LocalExperts):
         options: the layer's options.
         groups: the layer's process groups.
         kernel: the product of groups of rows with one matrix per group.
+        offsets_on_host: whether the kernel reads the offsets on the host.
 
     Raises:
         ValueError: the grouped product cannot take these widths in the dtype of the weights, when they are built or
@@ -156,10 +157,16 @@ class GroupedExperts(LocalExperts):
     """
 
     def __init__(
-        self, config: Any, options: MoEOptions, groups: MoEGroups, kernel: GroupedLinear = grouped_linear_torch
+        self,
+        config: Any,
+        options: MoEOptions,
+        groups: MoEGroups,
+        kernel: GroupedLinear = grouped_linear_torch,
+        offsets_on_host: bool = False,
     ) -> None:
         super().__init__(config, options, groups)
         self.grouped_linear = kernel
+        self.offsets_on_host = offsets_on_host
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
         self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
@@ -171,6 +178,8 @@ class GroupedExperts(LocalExperts):
     def forward(self, expert_input: ExpertInput) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
+        if self.offsets_on_host:
+            offsets = offsets.cpu()
         gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
 
         def down(hidden: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
-which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero."""
+which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that reads offsets on
+the host is registered with `offsets_on_host`, so that they are copied once per layer."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -109,3 +110,50 @@ def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tens
     if rows.dtype == torch.float64:
         raise ValueError("--moe-expert-backend grouped_mm: torch's grouped product has no fp64; loop has")
     return _GroupedMM.apply(rows, weights, offsets)
+
+
+class TransformerEngineProduct:
+    """Transformer Engine's grouped product (its module GroupedLinear) as a kernel over stacked weights.
+
+    The modules have no parameters: each call lends them the experts' matrices, as views of the stack. What is stored,
+    initialised and resharded is the same as with the other kernels.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """Return the products; the arguments are those of `GroupedLinear`, with the offsets on the host."""
+        if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
+            return grouped_linear_loop(rows, weights, offsets)
+        ends = offsets.tolist()
+        splits = [end - start for start, end in zip([0, *ends[:-1]], ends)]
+        module = self._module_for(weights)
+        for name, weight in zip(module.borrowed, weights.unbind(0)):
+            setattr(module, name, weight)
+        try:
+            return module(rows, splits)
+        finally:
+            for name in module.borrowed:
+                delattr(module, name)
+
+    def _module_for(self, weights: Tensor) -> Any:
+        """Return the module of the weights' shape; a module may keep what FP8 has to know from call to call."""
+        shape = tuple(weights.shape)
+        if shape not in self._modules:
+            self._modules[shape] = _without_parameters(weights)
+        return self._modules[shape]
+
+
+def _without_parameters(weights: Tensor) -> Any:
+    """Return a GroupedLinear for weights [e, out, in] whose own, on the meta device, are taken out of it."""
+    from transformer_engine.pytorch import GroupedLinear as Module
+
+    experts, out_features, in_features = weights.shape
+    module = Module(experts, in_features, out_features, bias=False, params_dtype=weights.dtype, device="meta")
+    module.borrowed = [name for name, _ in module.named_parameters()]
+    for name in module.borrowed:
+        delattr(module, name)
+    for expert in range(experts):  # what it passes to its function in place of a bias
+        setattr(module, f"bias{expert}", weights.new_empty(0))
+    return module

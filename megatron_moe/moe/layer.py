@@ -16,7 +16,7 @@ from megatron_moe import platform
 from megatron_moe.config.registry import EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
-from megatron_moe.moe.grouped_gemm import grouped_linear_loop
+from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, grouped_linear_loop
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
@@ -28,13 +28,11 @@ from megatron_moe.precision.gates import require_dtype
 
 def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
-    from megatron_moe.moe.te_experts import TEGroupedExperts  # imports Transformer Engine
-
-    return TEGroupedExperts(config, options, groups)
+    return GroupedExperts(config, options, groups, TransformerEngineProduct(), offsets_on_host=True)
 
 
 EXPERT_BACKENDS.register("grouped_mm", GroupedExperts)
-EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop))
+EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
 
 

@@ -10,9 +10,10 @@ import functools
 import hashlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
+from megatron_moe.parallel import nccl
 from megatron_moe.platform import numerics
 
 _SIDE_TIMEOUT = timedelta(seconds=10)
@@ -68,13 +70,16 @@ def launched_world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def initialize(run: Run) -> ProcessGroupCollection:
+def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollection:
     """Join the other ranks and build the groups of the layout in `run.parallel`.
 
     Under torchrun the world is torchrun's; otherwise it is this process alone, and no port is opened. A default process
     group that exists already is used as it is. `run` has passed `config.rules.check` for this world size.
 
     The process then computes with the switches of `platform.numerics`, until `destroy`.
+
+    Args:
+        fault_folder: where NCCL writes its flight recorder, should its own timeout come.
 
     Returns:
         The engine's collection with all of its groups: tp, pp, cp, dp, dp_cp, tp_cp, tp_dp_cp, mp, ep, expt_tp,
@@ -85,11 +90,23 @@ def initialize(run: Run) -> ProcessGroupCollection:
             contradicts `--deterministic-mode`.
     """
     numerics.apply(run.training.deterministic_mode)  # before NCCL and cuBLAS start, which read their variables then
-    timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
-        _join(platform.backend(run.parallel.distributed_backend), timeout)
+        backend = platform.backend(run.parallel.distributed_backend)
+        timeout = collective_timeout(run, backend)
+        if backend == "nccl":
+            nccl.prepare(timeout, fault_folder)
+        _join(backend, timeout)
     _agree_on(run)
     return _build(run)
+
+
+def collective_timeout(run: Run, backend: str) -> timedelta:
+    """Return the time after which a collective fails: the run's; under NCCL and our watchdog, which names it, a longer.
+
+    gloo raises an error then, which the watchdog reads; NCCL aborts the process.
+    """
+    timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
+    return timeout + nccl.BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
 def imagine(run: Run, rank: int, world_size: int) -> ProcessGroupCollection:
@@ -125,7 +142,7 @@ def _own_group(rank: int, world_size: int, parallel_size: Sequence[int], mask: S
 
 
 def _build(run: Run) -> ProcessGroupCollection:
-    layout = run.parallel
+    layout, timeout = run.parallel, collective_timeout(run, dist.get_backend())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -133,7 +150,7 @@ def _build(run: Run) -> ProcessGroupCollection:
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=run.derived.expert_tensor_parallel_size,
-        distributed_timeout_minutes=layout.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
         # Twice the groups otherwise, for a checkpoint format that is not used.
         create_gloo_process_groups=False,
     )
@@ -170,6 +187,11 @@ def side_store() -> dist.Store | None:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_SIDE_TIMEOUT)
+
+
+def recorded() -> Callable[[], dict[str, Any]] | None:
+    """Return what reads NCCL's flight recorder in this process; None with another backend."""
+    return nccl.recorded if dist.get_backend() == "nccl" else None
 
 
 def destroy(abort: bool = False) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         unusable_libraries,
         why_no_transformer_engine,
     )
+    from megatron_moe.platform.page_locked import host_memory
 
 __all__ = [
     "DEVICE_KINDS",
@@ -40,6 +41,7 @@ __all__ = [
     "engine_version",
     "has_cuda",
     "have_transformer_engine",
+    "host_memory",
     "imagining",
     "install",
     "kernel",
@@ -54,8 +56,11 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = {"engine_version": "advisories", "host_memory": "page_locked"}
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "advisories" if name == "engine_version" else "hardware"
+    module = _ELSEWHERE.get(name, "hardware")
     return getattr(import_module(f"megatron_moe.platform.{module}"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,15 +102,19 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
         evaluation_pending=bool(resumed.get("evaluation_owed")),
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
     )
+    folder = fault_folder(run)
     if ranks.watchdog is not None:
-        ranks.watchdog.folder = fault_folder(run)  # not earlier: a folder for checkpoints is claimed first
+        ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
+    if folder is not None and groups.recorded() is not None:
+        with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
+            folder.mkdir(parents=True, exist_ok=True)
     _report_start(trainer, planned, ranks, built)
     return trainer
 
 
 def _meet(run: Run, resources: ExitStack) -> RunRanks:
     """Initialize the process groups, start the watchdog and lock the folder of `--save` against other runs."""
-    pg_collection = groups.initialize(run)
+    pg_collection = groups.initialize(run, fault_folder(run))
     facts = groups.rank_facts()
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
@@ -199,6 +203,8 @@ def _watchdog(run: Run, facts: RankFacts) -> Watchdog:
         facts.world_size,
         60 * run.parallel.distributed_timeout_minutes,
         prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        on_device=platform.has_cuda(),
+        recorded=groups.recorded(),
     )
 
 

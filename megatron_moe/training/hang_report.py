@@ -3,11 +3,14 @@
 `Process` finds out whether a rank's process still exists, `ThreadActivity` is what a thread is doing, read from its
 stack, and `conclusion` puts the `RankStatus` of all ranks together, which the watchdog collects. The standard library
 is enough for all of it: it has to work while everything else hangs.
+
+Under gloo a rank waits in a collective. Under NCCL it goes on while the device waits, up to the next line that reads
+from the device: there all ranks look alike, and differ in what they have begun (`flight_recorder.py`).
 """
 
 from __future__ import annotations
 
-import linecache
+import json
 import os
 import socket
 import sys
@@ -15,11 +18,14 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from megatron_moe.training.flight_recorder import GroupProgress, behind
+from megatron_moe.training.stack_reading import Frames, waiting_call
 
 FAILED, DOING = "failed", "doing"
 GONE, STOPPED, SILENT, LEFT = "gone", "stopped", "silent", "left"
@@ -84,7 +90,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_WAITS = (".wait(", "synchronize(")
+_FOR_DEVICE = ", for the device"
 # Wrappers around a collective, which are no collectives themselves.
 _WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
 
@@ -104,28 +110,28 @@ class ThreadActivity:
     at: str
 
 
-Frames = list[tuple[FrameType, int]]
-"""Innermost first: frame and line."""
-
-
-def current_activity(ignored: tuple[int, ...] = ()) -> ThreadActivity:
+def current_activity(ignored: tuple[int, ...] = (), on_device: bool = False) -> ThreadActivity:
     """Return what this process is doing: the main thread, unless another thread waits in a collective.
 
     Backward passes run in threads of their own.
 
     Args:
         ignored: identifiers of threads that do not count.
+        on_device: whether tensors are on a CUDA device, so that reading one waits for everything that is queued there.
     """
     frames = sys._current_frames()
     main = threading.main_thread().ident
     ahead = sorted((ident for ident in frames if ident not in ignored), key=lambda ident: ident != main)
-    found = [_read(list(_outwards(frames[ident]))) for ident in ahead]
+    found = [_read(list(_outwards(frames[ident])), on_device) for ident in ahead]
     return next((doing for doing in found if doing.waits_in is not None), found[0])
 
 
 def of_error(error: BaseException) -> ThreadActivity:
-    """Return what was being done when `error` was raised."""
-    return _read(list(reversed(list(_inwards(error.__traceback__)))))
+    """Return what was being done when `error` was raised.
+
+    A line that reads from the device is no wait here: an error of a kernel before it is raised there.
+    """
+    return _read(list(reversed(list(_inwards(error.__traceback__)))), on_device=False)
 
 
 def stacks(ignored: tuple[int, ...] = ()) -> str:
@@ -139,33 +145,34 @@ def stacks(ignored: tuple[int, ...] = ()) -> str:
     return "\n".join(texts)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int, int]]:
     while frame is not None:
-        yield frame, frame.f_lineno
+        yield frame, frame.f_lineno, frame.f_lasti
         frame = frame.f_back
 
 
-def _inwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _inwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:
     while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
+        yield trace.tb_frame, trace.tb_lineno, trace.tb_lasti
         trace = trace.tb_next
 
 
-def _read(frames: Frames) -> ThreadActivity:
-    collective, values = _collective(frames)
+def _read(frames: Frames, on_device: bool) -> ThreadActivity:
+    collective, values = _collective(frames, on_device)
     ours = [entry for entry in frames if entry[0].f_code.co_filename.startswith(_PACKAGE)]
     outside = [entry for entry in frames if "/torch/" not in entry[0].f_code.co_filename]
     shown = next(iter(ours or outside or frames), None)
-    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if shown is None else _at(*shown))
+    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if shown is None else _at(*shown[:2]))
 
 
-def _collective(frames: Frames) -> tuple[str | None, dict[str, Any]]:
+def _collective(frames: Frames, on_device: bool) -> tuple[str | None, dict[str, Any]]:
     """Return the outermost function of torch.distributed on top of the stack with its variables.
 
-    Where there is none, return the wait for a collective that was started before; (None, {}) without that too.
+    Where there is none, return the wait for a collective that was started before, or for the device; (None, {}) without
+    those too.
     """
     found = None
-    for frame, _ in frames:
+    for frame, _, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/distributed/" in file and name not in _WRAPPERS:
             found = frame
@@ -173,11 +180,10 @@ def _collective(frames: Frames) -> tuple[str | None, dict[str, Any]]:
             break
     if found is not None:
         return found.f_code.co_name, found.f_locals
-    for frame, line in frames[:1]:
-        text = linecache.getline(frame.f_code.co_filename, line)
-        if any(wait in text for wait in _WAITS) and "threading" not in frame.f_code.co_filename:
-            return f"a wait in {frame.f_code.co_name}", {}
-    return None, {}
+    call = waiting_call(frames[0], on_device) if frames else None
+    if call is None:
+        return None, {}
+    return (f"a wait in {frames[0][0].f_code.co_name}" if call == "wait" else f"{call}{_FOR_DEVICE}"), {}
 
 
 def _tensor(values: dict[str, Any]) -> str | None:
@@ -210,7 +216,8 @@ class RankStatus:
     """What a rank reports when the watchdog ends the run.
 
     state: FAILED with an error of its own, or DOING something. text: the error. mark: how far the rank had come.
-    waits_in, tensor, number, at: see `ThreadActivity`. failed_at: seconds since the epoch.
+    waits_in, tensor, number, at: see `ThreadActivity`. failed_at: seconds since the epoch. groups: how far it has come
+    in its process groups by NCCL's flight recorder, and without_groups: why that is not known.
     """
 
     rank: int
@@ -222,6 +229,23 @@ class RankStatus:
     number: int | None = None
     text: str = ""
     failed_at: float = 0.0
+    groups: tuple[GroupProgress, ...] = ()
+    without_groups: str = ""
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether it waits for the device, which works off what was queued, or waits for other ranks itself."""
+        return self.waits_in is not None and self.waits_in.endswith(_FOR_DEVICE)
+
+    def to_json(self) -> str:
+        """Return it as text, for `of_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> RankStatus:
+        """Return the status that `to_json` made a text of."""
+        values = json.loads(text)
+        return cls(**{**values, "groups": tuple(GroupProgress.of_json(group) for group in values["groups"])})
 
     def __str__(self) -> str:
         tensor = f" of {self.tensor}" if self.tensor else ""
@@ -264,10 +288,17 @@ def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks:
         ranks = [rank for rank, state in missing.items() if state == kind]
         if ranks:
             return f"{_ranks(ranks)} {text}; last at: {marks.get(ranks[0], 'unknown')}"
+    late = behind({rank: status.groups for rank, status in answers.items()})
+    if late is not None:
+        blamed, text = late
+        return f"{_ranks(blamed)} {text}: {answers[blamed[0]]}" if blamed else text
     waiting = [status for status in answers.values() if status.waits_in]
     working = [status for status in answers.values() if not status.waits_in]
     if waiting and working:
-        return f"{_ranks([status.rank for status in working])} did not come to the collective: {working[0]}"
+        what = "what the others wait for" if all(status.waits_for_device for status in waiting) else "the collective"
+        return f"{_ranks([status.rank for status in working])} did not come to {what}: {working[0]}"
+    if any(status.waits_for_device for status in waiting):
+        return f"all ranks wait for their devices: {_known_of_devices(answers)}"
     for what, key in _DIFFERENCES.items():
         counts = Counter(key(status) for status in answers.values()).most_common()
         if len(counts) > 1:
@@ -276,6 +307,14 @@ def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks:
                 return f"the ranks {what}: {_ranks([status.rank for status in odd])} {odd[0]}, unlike the others"
             return f"the ranks {what}, half of them each"
     return "all ranks wait in the same place: what connects them does not, or one of them left a collective out before"
+
+
+def _known_of_devices(answers: Mapping[int, RankStatus]) -> str:
+    """Return why no rank can be named, where the ranks wait for their devices."""
+    if all(status.groups for status in answers.values()):
+        return "every collective that was begun has ended, and a kernel has not"
+    reasons = {status.without_groups for status in answers.values() if not status.groups} - {""}
+    return f"which one is behind is not known ({'; '.join(sorted(reasons)) or 'there is no flight recorder'})"
 
 
 def _others(answers: Mapping[int, RankStatus]) -> str:

@@ -18,14 +18,14 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.training import hang_report
+from megatron_moe.training import flight_recorder, hang_report
 from megatron_moe.training.hang_report import (
     DOING,
     FAILED,
@@ -67,6 +67,8 @@ class Watchdog:
             later.
         settle: seconds that ranks have to answer.
         prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
+        on_device: whether tensors are on a CUDA device, so that this rank waits where it reads from it.
+        recorded: returns the dump of NCCL's flight recorder (`flight_recorder.py`); None without NCCL.
     """
 
     def __init__(
@@ -78,10 +80,14 @@ class Watchdog:
         folder: Path | None = None,
         settle: float = 4.0,
         prefix: str = "watchdog",
+        *,
+        on_device: bool = False,
+        recorded: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._store, self._rank, self._world, self._timeout = store, rank, world_size, timeout
         self._tick = max(min(1.0, timeout / 10), world_size / _RANKS_PER_BEAT_SECOND)
         self.folder, self._settle, self._prefix = folder, max(settle, 3 * self._tick), prefix
+        self._on_device, self._recorded = on_device, recorded
         self._here = _ranks_here(rank, world_size)
         self._mark, self._limited, self._since = "start", False, time.monotonic()
         self._stop, self._ending, self._alone = threading.Event(), threading.Lock(), store is None
@@ -183,13 +189,19 @@ class Watchdog:
         """Return what this rank was doing when its error was raised; without an error, what it is doing now."""
         if self._failure is None:
             state, text, failed_at = DOING, "", 0.0
-            doing = hang_report.current_activity((threading.get_ident(), *self._own_threads()))
+            own = (threading.get_ident(), *self._own_threads())
+            doing = hang_report.current_activity(own, self._on_device)
         else:
             error, failed_at = self._failure
             state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
             doing = hang_report.of_error(error)
         known = (doing.at, doing.waits_in, doing.tensor, doing.number)
-        return RankStatus(self._rank, state, self._mark, *known, text, failed_at)
+        groups: tuple[flight_recorder.GroupProgress, ...] = ()
+        why_none = ""
+        if self._recorded is not None and (state == DOING or doing.waits_in is not None):
+            # Half of the time in which the others expect this rank's answer.
+            groups, why_none = flight_recorder.within(self._settle / 2, self._recorded)
+        return RankStatus(self._rank, state, self._mark, *known, text, failed_at, groups, why_none)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)
@@ -239,7 +251,7 @@ class Watchdog:
     def _end_together(self, status: RankStatus, reason: str) -> None:
         assert self._store is not None
         # The status first: a rank that sees the request for the end can count on it.
-        self._store.set(self._key(f"status/{self._rank}"), json.dumps(asdict(status)))
+        self._store.set(self._key(f"status/{self._rank}"), status.to_json())
         self._store.set(self._key("end"), str(self._rank))
         self._write_stacks(status)
         # Rank 0 concludes. Where it does not answer, all others wait for everyone, and the lowest one concludes.
@@ -299,7 +311,7 @@ class Watchdog:
         while silent:
             for rank in sorted(silent):
                 if self._store.check([self._key(f"status/{rank}")]):
-                    answers[rank] = RankStatus(**json.loads(self._store.get(self._key(f"status/{rank}"))))
+                    answers[rank] = RankStatus.of_json(self._store.get(self._key(f"status/{rank}")))
             silent -= set(answers)
             over = time.monotonic() > deadline
             if over or all((p := self._process_of(rank)) is not None and p.is_gone() for rank in silent):

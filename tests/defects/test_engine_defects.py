@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -222,6 +224,39 @@ def test_recomputing_without_output_asks_for_fp8_by_default(one_process: None) -
     x = torch.ones(2, requires_grad=True)
     without_output(lambda x: x * 2, lambda y: y.square(), x).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 8.0))
+
+
+def test_the_first_recomputation_compiles_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    published, compiled = as_published(engine_random), []
+
+    def load_inline(name: str, **_: Any) -> Any:
+        compiled.append(name)
+        return SimpleNamespace(share_storage=None)
+
+    monkeypatch.setattr(published, "load_inline", load_inline, raising=False)
+    if present("S27"):
+        published._get_share_storage()
+        engine_random._get_share_storage()
+    assert compiled == ["share_storage_ext"] * present("S27")
+    assert present("S27") == hasattr(engine_random, "_get_share_storage")
+
+
+def test_a_transformer_engine_that_cannot_be_loaded_ends_the_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcudart.so.11.0: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    with pytest.raises(OSError, match="libcudart"):
+        as_published(engine_random)
+    assert present("S28")
+
+
+def test_the_fused_gelu_is_another_function() -> None:
+    x = torch.linspace(-4, 4, 100)
+    assert present("S29") == (not torch.allclose(bias_gelu(torch.zeros(1), x), torch.nn.functional.gelu(x), atol=1e-5))
+    approximation = torch.nn.functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(bias_gelu(torch.zeros(1), x), approximation, atol=1e-6, rtol=0)
 
 
 @NO_ENGINE_EXTENSION

@@ -14,6 +14,7 @@ from tests.helpers.ranks import ROOT, rank_environment
 
 CUDA = ["-m", "tests.helpers.cuda_on_cpu", str(ROOT / "pretrain_moe.py")]
 CPU = [str(ROOT / "pretrain_moe.py")]
+VERIFY = ["-m", "tests.helpers.cuda_on_cpu", str(ROOT / "tools" / "verify_resume.py")]
 FLAGS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --bf16 --eval-iters 0 "
     "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --hidden-dropout 0.1 --save steps --load steps"
@@ -72,3 +73,29 @@ def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they
     assert not compiled.exists(), "neither an extension nor a lock"
     assert [step["loss"] for step in steps] == [step["loss"] for step in expected]
     assert [step["grad_norm"] for step in steps] == [step["grad_norm"] for step in expected]
+
+
+def verified(folder: Path, *flags: str) -> str:
+    """Replay the recorded steps as the one rank of a launched world; return the last line."""
+    launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", *VERIFY, "steps", *flags],
+        cwd=folder,
+        env={**rank_environment(), "PYTHONPATH": str(ROOT), **launched},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
+def test_a_deterministic_run_records_its_settings_and_is_replayed_to_the_bit(tmp_path):
+    output, _ = trained([*CUDA, "--deterministic-mode", "--save-interval", "1"], tmp_path, 2)
+    assert "deterministic mode: " in output and "NCCL_ALGO=Ring" in output
+    arithmetic = json.loads((tmp_path / "steps" / "iter_0000002" / "state.json").read_text())["arithmetic"]
+    assert (arithmetic["CUBLAS_WORKSPACE_CONFIG"], arithmetic["NCCL_ALGO"]) == (":4096:8", "Ring")
+    assert verified(tmp_path).endswith("compared to the bit: all agree")
+    told = verified(tmp_path, "--no-deterministic-mode")
+    assert "within tolerances" in told and "CUDA without --deterministic-mode" in told

@@ -5,6 +5,8 @@
 runs a program so, also under torchrun: the branches for CUDA of this project and of megatron-core run, with gloo in
 place of NCCL. It shows signatures, attributes, control flow, checkpoint contents and how often the host waits for the
 device. It does not show CUDA's kernels, what torch.compile makes of a function, NCCL, streams, memory or speed.
+`--transformer-engine` before the program adds Transformer Engine's own Python over a stub of its extension
+(`tests/helpers/te_stub.py`).
 
 `install` changes torch for the whole process: it belongs into a process of its own, before `megatron_moe` is imported.
 """
@@ -22,11 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from tests.helpers import te_stub
+
 DEVICES = 8
 CAPABILITY = (9, 0)
 MEMORY_BYTES = 80 << 30
 
 _CPU = torch.device("cpu")
+_IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class _Stream(torch.cpu.Stream):
@@ -62,6 +67,16 @@ class _Event:
         return 0.0
 
 
+class _Runtime:
+    """CUDA's runtime as far as it is called by name; 0 is success."""
+
+    def cudaHostRegister(self, _address: int, _size: int, _flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, _address: int) -> int:
+        return 0
+
+
 def install() -> None:
     """Make torch in this process say that there are CUDA devices; see `Mode`, which is needed as well."""
     _replace_functions(torch.cuda)
@@ -87,6 +102,7 @@ def _replace_functions(cuda: Any) -> None:
         "current_device": lambda: 0,
         "set_device": lambda _device: None,
         "synchronize": lambda _device=None: None,
+        "cudart": _Runtime,
         "empty_cache": lambda: None,
         "get_device_capability": lambda _device=None: CAPABILITY,
         "get_device_name": lambda _device=None: properties.name,
@@ -175,6 +191,8 @@ class Mode(TorchFunctionMode):
     """The context in which device "cuda" means the CPU's memory."""
 
     def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function == _IS_CUDA:
+            return True
         options = dict(kwargs or {})
         if function is torch.device:
             return _CPU if isinstance(args[0], int) else _here(function(*args, **options))
@@ -189,8 +207,11 @@ class Mode(TorchFunctionMode):
 def main() -> None:
     """Run the program whose path is the first argument, with the arguments that follow it."""
     install()
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    arguments = sys.argv[1:]
+    if arguments[0] == "--transformer-engine":
+        arguments = arguments[1:]
+        te_stub.install()
+    script, sys.argv = arguments[0], arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     with Mode():
         runpy.run_path(script, run_name="__main__")

@@ -49,9 +49,14 @@ class Child:
 
 
 class RankParent:
-    """The process that forks ranks, started when it is first needed. `close` ends it and all ranks."""
+    """The process that forks ranks, started when it is first needed. `close` ends it and all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        program: what Python runs: this file, alone or by way of a program that prepares the process.
+    """
+
+    def __init__(self, program: tuple[str, ...] = ("-m", "tests.helpers.ranks")) -> None:
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     def fork(self, children: list[Child]) -> list[int]:
@@ -75,7 +80,7 @@ class RankParent:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.ranks"],
+                [sys.executable, *self._program],
                 cwd=ROOT,
                 env=rank_environment(),
                 stdin=subprocess.PIPE,

@@ -87,7 +87,7 @@ DOORS: dict[str, set[str]] = {
     },
     "transformer.mlp": {"model/spec.py", "moe/layer.py", "moe/shared_experts.py"},
     "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
-    "dist_checkpointing.ShardedTensor": {"moe/experts.py", "moe/te_experts.py"},
+    "dist_checkpointing.ShardedTensor": {"moe/experts.py"},
     # types that are passed through, and small questions
     "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py", "training/state_checks.py"},
     "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},

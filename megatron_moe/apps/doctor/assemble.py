@@ -51,7 +51,7 @@ def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch
     """Return every parameter of one model chunk of this rank, wrapped or not, with its shard of the whole model.
 
     Raises:
-        TypeError: experts' tensors have no known cut (Transformer Engine's: one tensor per expert).
+        TypeError: experts' tensors have no known cut (those of a registered backend that is no GroupedExperts).
     """
     model = unwrapped(chunk)
     tp, whole = model.pg_collection.tp, placement(model)

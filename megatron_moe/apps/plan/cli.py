@@ -17,7 +17,7 @@ from megatron_moe.apps.plan.report import comparison_report, text_report
 from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, run_program, say
@@ -77,7 +77,7 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if flags.mfu > 1:
         raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
-    run = cli.parse(rest, filled_in)
+    run = _traceable(cli.parse(rest, filled_in))
     vocabulary(run)
     _check(run, flags.world_size)
     with warnings.catch_warnings(), _progress():
@@ -88,6 +88,19 @@ def _main(argv: list[str]) -> int:
         replace_json(Path(flags.json), plan)
         say(f"wrote {flags.json}")
     return DONE
+
+
+def _traceable(run: Run) -> Run:
+    """Return `run` with our own parts in place of those that cannot be traced without their tensors' values."""
+    changes: dict[str, Any] = {}
+    if run.model.transformer_impl != "local":
+        changes |= {"transformer_impl": "local", "attention_softmax_in_fp32": True}
+    if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
+        changes["moe_expert_backend"] = "grouped_mm"
+    if changes:
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not True)
+        say(f"planned with {words}: parameters and traffic are the same, memory and speed of other kernels are not")
+    return replace(run, **changes)
 
 
 def _check(run: Run, world_size: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe import platform
+from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
@@ -64,6 +65,7 @@ class PlannedMemory:
         logits: peak of the logits in one micro-batch, part of the activations.
         dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
         update: peak above weights, gradients and optimizer during the update, when the activations are freed.
+        saving: what `--save` takes on the device, between steps.
     """
 
     weights: int
@@ -74,11 +76,12 @@ class PlannedMemory:
     logits: int
     dispatch: int
     update: int
+    saving: int
 
     @property
     def peak(self) -> int:
         """The peak of all parts together."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update)
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update, self.saving)
 
 
 def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
@@ -98,6 +101,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update,
+        saving=gathering_bytes(run, trace),
     )
 
 
@@ -248,6 +252,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         "active_params": run.derived.active_parameter_count(size),
         "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
         "device_memory_gib": machine.memory_gib,
+        "saving": vars(saving_memory(run, traces, machine.gpus_per_node)),
         "imbalance": machine.imbalance,
         "ranks": ranks,
         "model_flops_per_token": per_token,

@@ -29,7 +29,16 @@ def _head(plan: dict[str, Any]) -> str:
             f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}",
             f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all",
             f"largest rank {plan['max_memory_gib']:,.2f} GiB of {plan['device_memory_gib']:g}: {fits}",
+            _saving(plan["saving"]),
         )
+    )
+
+
+def _saving(saving: dict[str, Any]) -> str:
+    how = "kept and page-locked (--async-save)" if saving["kept"] else "until the step is written"
+    return (
+        f"a save takes up to {_gib(saving['host_rank'])} GiB of host memory in a rank, {_gib(saving['host_node'])} on "
+        f"a machine, {how}"
     )
 
 

@@ -160,15 +160,16 @@ def _differences(replay: ResumeReplay) -> list[str]:
     from megatron_moe import platform
     from megatron_moe.platform import numerics
 
-    device = "cpu" if "WORLD_SIZE" not in os.environ else platform.device().type
+    launched = "WORLD_SIZE" in os.environ  # otherwise the ranks were started here, on the CPU
+    device = platform.device().type if launched else "cpu"
     found = [*replay.differences]
     if device != replay.device:
         found.append(f"device: {replay.device} -> {device}")
     writer = min((n for n in folder.steps(replay.root) if n > replay.begin), default=replay.begin)
     state = folder.read_json(folder.step_folder(replay.root, writer) / folder.STATE)
-    if device == replay.device != "cpu":
-        now = numerics.facts(replay.run.training.deterministic_mode)
-        found += arithmetic_differences(state, now, replay.run.training.deterministic_mode)
+    deterministic = replay.run.training.deterministic_mode
+    if launched and (now := numerics.facts(deterministic)):
+        found += arithmetic_differences(state, now, deterministic)
     return [*found, *version_differences(state, versions())]
 
 

@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.save import changed_by_updates
@@ -311,15 +313,42 @@ def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, t
     assert any("that process is dead" in text for text in summary["told"])
 
 
-def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent."""
-    from megatron_moe.checkpoint import dist
-    from megatron_moe.checkpoint import optimizer as optimizer_gather
+class Allocations(TorchDispatchMode):
+    """The bytes of all storages that operations make, whether they are freed again or not."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {
+            arg.untyped_storage().data_ptr() for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None = None) -> dict[str, Any]:
+    """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent.
+
+    `pieces` and `allocated` are of our gathers: how many, and the most bytes that those of one bucket allocated.
+    """
+    from megatron_moe.checkpoint import dist, gather
     from megatron_moe.checkpoint import optimizer as optimizer_state
     from megatron_moe.checkpoint.async_save import Saver
     from megatron_moe.checkpoint.state import metadata, model_state
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"pieces": 0, "allocated": 0}
+    gather_bucket, gather_piece = gather._gather_bucket, torch.distributed.gather
+
+    def measured(*args: Any) -> None:
+        with Allocations() as allocations:
+            gather_bucket(*args)
+        found["allocated"] = max(found["allocated"], allocations.bytes)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found["pieces"] += 1
+        return gather_piece(*args, **options)
 
     def compare(self: Saver, trained: Any, *_: Any) -> bool:
         options = metadata(trained.pg_collection)
@@ -330,7 +359,13 @@ def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
             return {(part.key, part.global_offset): part for part in dist.sharded_tensors(own)}
 
         engine = tensors_of()
-        with optimizer_gather.into(trained.optimizer, {}, later=False) as gathered:
+        limit = gather.GATHERED_BYTES if gathered_bytes is None else gathered_bytes
+        with (
+            mock.patch.object(gather, "GATHERED_BYTES", limit),
+            mock.patch.object(gather, "_gather_bucket", measured),
+            mock.patch.object(torch.distributed, "gather", counted),
+            gather.into(trained.optimizer, {}, later=False) as gathered,
+        ):
             ours = tensors_of()
         assert engine.keys() == ours.keys()
         absent = [k for k, part in ours.items() if part.data.untyped_storage().data_ptr() in gathered.absent]
@@ -347,16 +382,32 @@ def gathered_twice(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+SMALL_BUCKETS = {
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 3000,
+}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_gathered_is_what_the_engine_gathers_and_only_its_writer_has_it(gloo, tmp_path, world_size):
-    flags = {
-        "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 3000,
-        "save": str(tmp_path),
-    }  # fmt: skip
-    results = gloo.run(world_size, gathered_twice, flags=flags)
+    results = gloo.run(world_size, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)})
     for rank, found in enumerate(results):
         assert found["number"] > 100 and found["unequal"] == [] and found["written"] == []
         assert (found["absent"] > 0) == (rank > 0)
+
+
+@pytest.mark.claim("What a save takes on the device is bounded, whatever the size of the model.")
+def test_what_a_save_takes_on_the_device_is_bounded_whatever_the_size_of_a_bucket(gloo, tmp_path):
+    """Pieces of 201 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end."""
+    limit = 2 * 4 * 201
+    results = gloo.run(2, gathered_twice, flags={**SMALL_BUCKETS, "save": str(tmp_path)}, gathered_bytes=limit)
+    for rank, found in enumerate(results):
+        assert found["number"] > 100 and found["unequal"] == [] and (found["absent"] > 0) == (rank > 0)
+        assert found["pieces"] > 500
+        received, sent = (limit, limit // 2) if rank == 0 else (0, limit // 2)
+        assert 0 < found["allocated"] <= 2 * (received + sent)
 
 
 def read_only(flags: dict[str, Any]) -> str:

@@ -53,6 +53,24 @@ def test_every_token_of_a_frequent_id_counts(gloo, dtype):
     torch.testing.assert_close(seen["gradient"], wanted, rtol=1e-3 if dtype == "float32" else 0, atol=0)
 
 
+def class_where_cuda_is_imagined() -> str:
+    from megatron_moe import platform
+    from megatron_moe.config.presets import PRESETS
+    from megatron_moe.config.schema import build
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+
+    run = build({**PRESETS["tiny"], "vocab_size": 128, "bf16": True})
+    pg_collection = groups.initialize(run)
+    with platform.imagining("cuda", {}), torch.device("meta"):
+        (chunk,) = build_model(run, pg_collection, 128, draw=False, wrap=False)
+    return type(chunk.embedding.word_embeddings).__name__
+
+
+def test_a_model_on_cuda_has_the_exact_lookup_too(gloo):
+    assert gloo.run(1, class_where_cuda_is_imagined) == ["ExactEmbedding"]
+
+
 def test_the_engines_lookup_on_a_cpu_loses_nine_tenths_of_them_in_bf16(gloo):
     (seen,) = gloo.run(1, gradients, dtype_name="bfloat16", exact=False)
     assert seen["gradient"][3, 0] == 4.0  # of 38: our reason for a lookup of our own

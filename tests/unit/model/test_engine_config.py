@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace, sections
 from megatron_moe.model import engine_config
@@ -299,3 +300,11 @@ def test_defaults_differ_from_the_tested_values():
             section = next(section for section in SECTIONS if name in fields(section))
             assert getattr(getattr(run, section), name) != value or name in SINGLE, name
     assert engine_config.params_dtype(run) is torch.float32
+
+
+def test_nothing_is_compiled_on_cuda_with_the_deterministic_mode():
+    fused = ("bias_activation_fusion", "bias_dropout_fusion")
+    with platform.imagining("cuda", {}):
+        for mode in (False, True):
+            config = transformer_config(replace(Run(), deterministic_mode=mode))
+            assert [getattr(config, name) for name in fused] == [not mode] * 2

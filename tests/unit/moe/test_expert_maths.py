@@ -110,6 +110,16 @@ def test_an_fp64_product_names_the_backend_that_has_one() -> None:
     assert grouped_linear_loop(rows, weights, offsets).dtype == torch.float64
 
 
+@pytest.mark.parametrize(("backend", "copies"), [("grouped_mm", 0), ("loop", 1)])
+def test_offsets_are_copied_to_the_host_once_per_layer(
+    backend: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, seen, to_host = layer(16, 8, backend), [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: seen.append(tensor) or to_host(tensor))
+    built(torch.randn(5, 1, 16))
+    assert len(seen) == copies
+
+
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="--moe-expert-backend cutlass"):
         layer(16, 8, "cutlass")

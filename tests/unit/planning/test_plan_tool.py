@@ -37,6 +37,22 @@ def test_text_and_json_agree(tmp_path, capsys, recwarn):
 
 
 @pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("--transformer-impl transformer_engine --moe-expert-backend te --no-attention-softmax-in-fp32",
+         "planned with --transformer-impl local --moe-expert-backend grouped_mm:"),
+        ("--moe-expert-backend loop", "planned with --moe-expert-backend grouped_mm:"),
+    ],
+)  # fmt: skip
+def test_parts_that_need_values_are_planned_by_ours_which_is_said(flags, instead, capsys):
+    assert cli.main(f"{TINY} --world-size 1 --alternatives 0 {flags}".split()) == 0
+    said, _, plan = capsys.readouterr().out.partition("\n")
+    assert said.startswith(instead)
+    assert cli.main(f"{TINY} --world-size 1 --alternatives 0".split()) == 0
+    assert capsys.readouterr().out == plan
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (

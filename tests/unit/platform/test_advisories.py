@@ -48,7 +48,7 @@ def test_no_flags_are_refused_for_a_defect_of_the_engine() -> None:
 
 def test_a_defect_is_met_by_its_flags_and_by_no_others() -> None:
     dense = replace(TINY, num_experts=None, moe_router_enable_expert_bias=False)
-    assert met(dense) == {"S12", "S21", "S23"}
+    assert met(dense) == {"S12", "S21", "S23", "S28"}
     assert {"E14", "E18", "E22"} <= met(TINY) and not {"E1", "E2", "E19", "S2"} & met(TINY)
     assert {"E1", "E2", "E19"} <= met(replace(TINY, bf16=True))
     assert "E22" not in met(replace(TINY, moe_router_bias_center=True))

@@ -7,8 +7,12 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError, MachineError
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.io.program import USER_ERROR, run_program
+from megatron_moe.parallel import groups
 from megatron_moe.platform import devices, hardware
+from megatron_moe.training.run import pretrain
 
 LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
@@ -62,6 +66,16 @@ def test_devices_that_torch_cannot_use_are_refused_by_its_reason(machine, enviro
         asked()
     for text in (*says, "CUDA_VISIBLE_DEVICES= (empty)"):
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize("start", [pretrain, groups.initialize])
+def test_programs_are_refused_before_they_join_a_group(machine, start):
+    """Training checks first; every tool that runs a model in its own process joins a group before it builds one."""
+    machine(files=("nvidia0",))
+    tiny = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 64, "train_iters": 1, "lr_warmup_iters": 0}
+    with pytest.raises(MachineError, match="nvidia0"):
+        start(replace(Run(), **tiny))
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,13 @@ def test_fp32_state_that_was_replaced_in_bf16_is_a_violation():
     ]
 
 
+def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which():
+    reduction = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+    report = audit_module(Counter(lambda self, x: x), (torch.ones(4),)).as_dict()
+    assert report["fp32_state_violations"] == [] and report["switches"][reduction] is True
+    assert f"{reduction} True" in text_report(report)
+
+
 def test_reading_fp32_state_as_it_is_violates_nothing():
     model = Counter(lambda self, x: x.float() + self.counts.double().float())
     assert not audit_module(model, (torch.ones(4).bfloat16(),)).failed

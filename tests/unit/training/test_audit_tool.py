@@ -29,6 +29,7 @@ def report(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset, dtype):
     status, found = report(tmp_path, "--preset", preset, *dtype)
     assert status == 0 and found["verdict"].startswith("clean")
+    assert "half-precision products add in fp32, no TF32" in (tmp_path / "audit.txt").read_text()
     assert found["unintended_promotions"] == found["mixed_matmuls"] == 0
     assert found["fp32_state_violations"] == found["widened_modules"] == []
     assert found["step_committed"] and found["operations"] > 1000
@@ -84,6 +85,23 @@ def test_a_router_whose_bias_is_cast_is_a_violation(tmp_path, monkeypatch):
     one = found["fp32_state_violations"][0]
     assert one["module"] == "decoder.layers.1.mlp.router"
     assert one["detail"] == "decoder.layers.1.mlp.router.expert_bias is read through a narrower copy"
+
+
+@pytest.mark.claim("A switch that lets products round stops the run by name.")
+def test_a_switch_that_is_set_in_the_step_is_a_violation(tmp_path, monkeypatch):
+    gate, before = TopKRouter.gate, torch.get_float32_matmul_precision()
+
+    def careless(self: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+        torch.set_float32_matmul_precision("high")
+        return gate(self, hidden)
+
+    monkeypatch.setattr(TopKRouter, "gate", careless)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY)
+    assert torch.get_float32_matmul_precision() == before
+    assert status == 1
+    name = "torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)"
+    assert {(one["operation"], one["detail"]) for one in found["fp32_state_violations"]} == {("switch", name)}
+    assert "after the step" in {one["where"] for one in found["fp32_state_violations"]}
 
 
 def test_a_mixed_product_in_our_router_is_told_with_the_error_it_raises(tmp_path, monkeypatch):

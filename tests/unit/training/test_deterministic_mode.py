@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from tests.helpers.sources import ROOT
+from tests.helpers.sources import ROOT, name_of, sources, tree
 
 TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "train_iters": 3, "eval_iters": 0}
 LOSSES = {
@@ -65,6 +67,42 @@ def test_the_mode_changes_no_bit_on_a_cpu_and_nothing_reads_memory_unwritten(glo
     assert len(plain) == 3 and plain[-1]["loss_hex"] and plain[-1]["expert_bias_hash"]
     if not layout:
         assert gloo.run(ranks, records, flags=mode)[0] == plain
+
+
+def switches_of_a_process(mode: bool) -> list[Any]:
+    from megatron_moe.parallel import groups
+    from megatron_moe.platform import numerics
+
+    groups.initialize(build({**TINY, "deterministic_mode": mode}))
+    inside = [value == wanted for _, value, wanted in numerics.states()], torch.are_deterministic_algorithms_enabled()
+    groups.destroy()
+    return [*inside, list(numerics.states()), torch.are_deterministic_algorithms_enabled()]
+
+
+@pytest.mark.claim("Half-precision products add in fp32 and fp32 products multiply fp32 numbers, whatever was allowed.")
+def test_a_process_has_the_switches_while_it_is_in_its_groups(gloo):
+    assert gloo.run(1, switches_of_a_process, mode=True) == [[[True] * 10, True, [], False]]
+    assert gloo.run(1, switches_of_a_process, mode=False) == [[[True] * 6, False, [], False]]
+
+
+def test_all_that_compute_with_a_model_join_the_groups():
+    builders = {
+        name_of(path): "\n".join(map(ast.unparse, tree(path).body))
+        for path in sources("megatron_moe")
+        if "build_model"
+        in {getattr(node.func, "id", "") for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
+    }
+    joined = {name for name, text in builders.items() if "groups.initialize(run)" in text}
+    assert joined == {"training/build.py", "hf/opened.py", "apps/doctor/measure.py", "apps/audit/step.py"}
+    assert set(builders) - joined == {"apps/plan/tracing.py"}  # which computes nothing
+
+
+def test_a_variable_against_the_mode_is_refused_before_a_run_starts(tmp_path, monkeypatch):
+    from megatron_moe.training.run import pretrain
+
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    with pytest.raises(ConfigError, match="NCCL_ALGO=NVLS"):
+        pretrain(build({**TINY, "deterministic_mode": True, "dry_run": True}))
 
 
 # What adds, or writes, through an index: each is in the table of docs/gpu.md, or not in a step.

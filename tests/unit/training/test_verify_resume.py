@@ -119,6 +119,10 @@ def test_a_changed_layout_is_told_and_a_run_that_draws_cannot_change_it(tmp_path
     assert plan_replay(tmp_path).begin == 5
     with pytest.raises(ConfigError, match="--hidden-dropout 0.1, which draws other numbers with ranks: 4 -> 2"):
         plan_replay(tmp_path, ranks=2)
+    # which draws the same numbers
+    assert plan_replay(tmp_path, changes={"deterministic_mode": True}).differences == (
+        "--deterministic-mode: False -> True",
+    )
 
 
 @pytest.fixture

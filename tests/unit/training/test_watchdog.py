@@ -61,6 +61,8 @@ def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, Ended]:
             "timeout": TIMEOUT,
             "world": WORLD,
             "watched": True,
+            "device": False,
+            "also": None,
             "slow": 0.0,
             "patience": PATIENCE,
             "folder": str(folder / name),
@@ -83,6 +85,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     jobs = {fault: {"fault": fault, "faulty": FAULTY} for fault in (*BLAMED, *UNEVEN)}
     jobs["slow"] = {"fault": "STOP", "faulty": FAULTY, "slow": 2.0}
     jobs["shared"] = {"fault": "shared", "faulty": 0}
+    jobs["sleep on device"] = {"fault": "sleep", "faulty": FAULTY, "device": True}
+    jobs["kernel on device"] = {"fault": "kernel", "faulty": 0, "also": 1, "world": 2, "device": True}
     jobs["unwatched"] = {"fault": "STOP", "faulty": FAULTY, "watched": False, "patience": 3 * TIMEOUT}
     return run_jobs(jobs, tmp_path_factory.mktemp("jobs"))
 
@@ -132,6 +136,18 @@ def test_an_exception_is_told_with_its_traceback(ended):
 def test_an_error_that_all_ranks_share_is_no_broken_job(ended):
     assert ended["shared"].statuses == [1, 1, 1]
     assert [path.name for path in ended["shared"].folder.iterdir()] == ["log"]
+
+
+def test_where_the_hosts_wait_for_their_devices_the_flight_recorder_names_the_rank(ended):
+    """Under NCCL; here in gloo's collectives, with a host that waits in C for what is queued."""
+    asleep = ended["sleep on device"]
+    joined = "number 3 of process group 0 (default_pg), in which ranks 0, 2 wait"
+    assert f"rank 1 did not join all_reduce of Float[8], {joined}: at " in asleep.verdict, asleep.said
+    assert "ranks 0, 2: waiting in item, for the device, at " in asleep.verdict and "iteration 3" in asleep.verdict
+    assert asleep.statuses == [1, 1, 1] and asleep.seconds < PATIENCE
+    kernel = ended["kernel on device"]
+    assert "all ranks wait for their devices: every collective that was begun has ended" in kernel.verdict, kernel.said
+    assert kernel.statuses == [1, 1]
 
 
 def test_without_the_watchdog_a_stopped_rank_stays(ended):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.errors import RunFault
+from megatron_moe.parallel import nccl
 from megatron_moe.training import hang_report
 from megatron_moe.training.watchdog import Watchdog
 
@@ -37,6 +39,27 @@ def hold_the_interpreter() -> None:
     libc.pthread_mutex_init(mutex, None)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
+
+
+class OnDevice:
+    """Stands for a tensor on a device that waits for a collective, as under NCCL: what reads it waits in C."""
+
+    def __init__(self, work: Any) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.item = lock.acquire
+        if work is not None:
+            work.get_future().add_done_callback(lambda _: lock.release())
+
+
+def step_on_device(fault: str | None) -> None:
+    """One step of this rank, whose host goes on while the device waits for the other ranks."""
+    if fault == "sleep":
+        time.sleep(1000)
+    loss = OnDevice(dist.all_reduce(torch.ones(8), async_op=True))
+    loss.item()
+    if fault == "kernel":
+        OnDevice(None).item()
 
 
 def step(fault: str | None) -> None:
@@ -71,19 +94,32 @@ def read_errors_slowly(seconds: float) -> None:
     hang_report.of_error = slow
 
 
+def recorded() -> dict[str, Any]:
+    """The flight recorder as the run reads it under NCCL, of gloo's collectives."""
+    bindings: Any = torch._C._distributed_c10d
+    bindings._dump_nccl_trace_json = bindings._dump_fr_trace_json
+    return nccl.recorded()
+
+
 def rank_of_job(rank: int, job: dict[str, Any]) -> None:
     """What a rank does; its errors are its exit status, as in a program."""
     read_errors_slowly(job["slow"])
     fault, faulty, world, timeout = job["fault"], job["faulty"], job["world"], job["timeout"]
     store: Any = dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False)
     group = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False))
-    dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    with Watchdog(store if job["watched"] else None, rank, world, timeout, Path(job["folder"]), settle=5.0) as watchdog:
+    # NCCL's timeout is behind ours.
+    patience = timedelta(seconds=timeout + 60 * job["device"])
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=patience)
+    on_device: dict[str, Any] = {"on_device": True, "recorded": recorded} if job["device"] else {}
+    watched = store if job["watched"] else None
+    with Watchdog(watched, rank, world, timeout, Path(job["folder"]), settle=5.0, **on_device) as watchdog:
         for number in range(1, FAULTY_STEP + 2):
             watchdog.at(f"iteration {number}", limited=job["watched"])
             if fault == "shared" and number == FAULTY_STEP:
                 raise RunFault("all ranks found the same")
-            step(fault if rank == faulty and number == FAULTY_STEP else None)
+            (step_on_device if job["device"] else step)(
+                fault if rank in (faulty, job["also"]) and number == FAULTY_STEP else None
+            )
 
 
 def forked(rank: int, job: dict[str, Any]) -> int:

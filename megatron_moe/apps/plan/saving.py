@@ -1,0 +1,68 @@
+"""What a save takes of the memory of a rank and of its machine (`checkpoint/gather.py`, `checkpoint/writer.py`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_moe.apps.plan.tracing import Buffer, RankTrace
+from megatron_moe.checkpoint.gather import piece_numel
+from megatron_moe.config.schema import Run
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class SavingMemory:
+    """The memory that a save takes, in bytes; small state such as expert_bias is left out.
+
+    Attributes:
+        host_rank: host memory of the rank that takes most.
+        host_node: host memory of the machine that takes most.
+        kept: whether it is kept from save to save, page-locked on a GPU's machine; otherwise it is pageable and is
+            freed when the step is written.
+    """
+
+    host_rank: int
+    host_node: int
+    kept: bool
+
+
+def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> SavingMemory:
+    """Return the memory that a save of the whole job takes; traces of all its stages."""
+    by_rank: Counter[int] = Counter()
+    for trace in traces:
+        for buffer in trace.buffers:
+            # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
+            for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
+                by_rank[rank] += _host_bytes(run, buffer)
+    by_node: Counter[int] = Counter()
+    for rank, size in by_rank.items():
+        by_node[rank // gpus_per_node] += size
+    return SavingMemory(max(by_rank.values()), max(by_node.values()), run.checkpoint.async_save)
+
+
+def _host_bytes(run: Run, buffer: Buffer) -> int:
+    """Return what the first rank of a buffer's group holds in host memory for a save."""
+    in_background, per_element = run.checkpoint.async_save, 0
+    if not run.checkpoint.no_save_optim:
+        if run.optimizer.use_distributed_optimizer:
+            per_element += 3 * _FP32  # main weights and moments are gathered there
+        elif in_background:
+            per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
+    if in_background:
+        per_element += buffer.parameter_bytes
+    return buffer.used * per_element
+
+
+def gathering_bytes(run: Run, trace: RankTrace) -> int:
+    """Return what a save takes on the device of the rank that gathers: two pieces received and two sent."""
+    if run.checkpoint.save is None or run.checkpoint.no_save_optim or not run.optimizer.use_distributed_optimizer:
+        return 0
+    taken = [0]
+    for buffer in trace.buffers:
+        size = len(buffer.ranks)
+        if size > 1:
+            taken.append(2 * _FP32 * (size + 1) * piece_numel(buffer.numel // size, size))
+    return max(taken)

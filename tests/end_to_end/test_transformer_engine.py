@@ -1,0 +1,157 @@
+"""Runs with Transformer Engine's own Python over a stub of its extension (`tests/helpers/te_stub.py`).
+
+The flags are those that users type; the machine is the pretended one of `tests/helpers/cuda_on_cpu.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.apps.convert import cli as convert
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import ROOT, Child, RankParent
+from tests.helpers.trained_steps import differing, tensors
+
+FLAGS = (
+    "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr-decay-iters 6 --num-layers 2 --moe-layer-freq [0]+[1]*1"
+)
+ENGINE = "--transformer-impl transformer_engine --moe-expert-backend te"
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1 --use-distributed-optimizer"
+)
+PREPARED = ("-m", "tests.helpers.cuda_on_cpu", "--transformer-engine", str(ROOT / "tests/helpers/ranks.py"))
+
+
+@pytest.fixture(scope="module")
+def te_parent() -> Iterator[RankParent]:
+    """A process with the pretended CUDA and Transformer Engine, which forks ranks."""
+    parent = RankParent(PREPARED)
+    yield parent
+    parent.close()
+
+
+def steps_of(launcher: Forked, world_size: int, folder: Path, *flags: str) -> dict[int, dict[str, Any]]:
+    """Train in `folder`, which the flags name paths relative to; return the metrics of each iteration."""
+    folder.mkdir(exist_ok=True)
+    argv = [*FLAGS.split(), *(word for some in flags for word in some.split()), "--metrics-file", "metrics.jsonl"]
+    launcher.start(argv, world_size, folder, folder / "log")
+    assert launcher.wait(120) == 0, (folder / "log").read_text()
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["iteration"]: line for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def with_te(te_parent) -> Forked:
+    return Forked(te_parent, "tests.helpers.te_cases:trained")
+
+
+@pytest.fixture(scope="module")
+def local(rank_parent, tmp_path_factory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """The oracle: four steps of the local implementation on one rank, without CUDA."""
+    folder = tmp_path_factory.mktemp("local")
+    return folder, steps_of(
+        Forked(rank_parent), 1, folder, "--train-iters 4 --save-interval 3 --save . --use-distributed-optimizer"
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(with_te, tmp_path_factory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """Three steps of Transformer Engine's modules on two ranks, saved after the second and the third."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, steps_of(with_te, 2, folder, ENGINE, LAYOUT, "--train-iters 3 --save-interval 2 --save .")
+
+
+def assert_equal_steps(ours: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]], rel: float) -> None:
+    for iteration, step in ours.items():
+        for name in ("loss", "grad_norm"):
+            assert step[name] == pytest.approx(reference[iteration][name], rel=rel), (iteration, name)
+
+
+def test_its_step_is_audited(te_parent, tmp_path):
+    log = tmp_path / "log"
+    argv = [*FLAGS.split(), *ENGINE.split(), "--bf16"]
+    (pid,) = te_parent.fork([Child("megatron_moe.apps.audit.cli:main", argv, str(log))])
+    assert te_parent.statuses([pid], 60) == [0], log.read_text()
+    for words in ("unintended promotions  0", "mixed matmuls          0", "fp32 state violations  0", "GroupedExperts"):
+        assert words in log.read_text()
+
+
+def test_the_grouped_product_is_the_loop_over_experts(te_parent, tmp_path):
+    log = tmp_path / "log"
+    (pid,) = te_parent.fork([Child("tests.helpers.te_cases:products", None, str(log))])
+    assert te_parent.statuses([pid], 60) == [0], log.read_text()
+
+
+@pytest.mark.claim(
+    "Over a stub of its extension, Transformer Engine's modules and experts train as ours do, also over TP, SP and EP."
+)
+def test_its_modules_train_as_the_local_ones(local, whole):
+    folder, steps = whole
+    assert sorted(steps) == [1, 2, 3]
+    assert_equal_steps(steps, local[1], rel=1e-5)
+    for rank in (0, 1):
+        calls = json.loads((folder / f"calls.{rank}.json").read_text())
+        assert {"GroupedLinear", "Linear", "RMSNorm", "DotProductAttention", "FusedAdam"} <= set(calls), calls
+        assert calls["GroupedLinear"] <= 2 * 3 * 2  # two products, three steps of two micro-batches; less where empty
+    ours, reference = (tensors(one / "iter_0000003") for one in (folder, local[0]))
+    moments = [key for key in reference if key.startswith("optimizer.state.exp_avg.")]
+    assert len(moments) > 10
+    for key in moments:  # sums of gradients
+        scale = reference[key].abs().max().item()
+        torch.testing.assert_close(ours[key], reference[key], rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.claim(
+    "Over a stub of its extension, a run with Transformer Engine goes on from a checkpoint to the same bits."
+)
+def test_a_resumed_run_is_the_uninterrupted_one(with_te, whole, tmp_path):
+    flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {tmp_path}"
+    steps_of(with_te, 2, tmp_path, ENGINE, LAYOUT, flags)
+    expected, found = (tensors(folder / "iter_0000003") for folder in (whole[0], tmp_path))
+    assert found and differing(expected, found) == []
+
+
+@pytest.mark.claim("Checkpoints have the same keys and shapes with Transformer Engine as without.")
+def test_checkpoints_have_the_keys_of_the_local_implementation(local, whole):
+    ours, reference = (tensors(folder / "iter_0000003") for folder in (whole[0], local[0]))
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in reference.items()}
+    assert not any("_extra_state" in key for key in ours)
+    assert any(key.endswith("experts.weight1") for key in ours)
+
+
+@pytest.mark.claim("A checkpoint of Transformer Engine's experts is read by the other backends and layouts, and back.")
+def test_another_backend_and_layout_goes_on_and_back(local, whole, rank_parent, with_te, tmp_path):
+    there, back = tmp_path / "there", tmp_path / "back"
+    flags = f"--train-iters 3 --load {whole[0]} --ckpt-step 2 --save {there} --moe-expert-backend loop"
+    assert_equal_steps(steps_of(Forked(rank_parent), 1, there, flags), local[1], rel=1e-5)
+    steps = steps_of(with_te, 1, back, ENGINE, f"--train-iters 4 --load {there}")
+    assert list(steps) == [4]
+    assert_equal_steps(steps, local[1], rel=1e-5)
+
+
+def test_what_it_has_trained_is_converted(whole, tmp_path):
+    import transformers
+
+    argv = ["--from", "native", "--to", "hf", "--load", str(whole[0]), "--save", str(tmp_path / "hf")]
+    assert convert.main(argv) == 0
+    found = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)[1]
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_trains_and_resumes(dtype, local, with_te, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = f"--{dtype} --moe-expert-backend te --train-iters 2 --save-interval 1"
+    steps = steps_of(with_te, 1, first, flags, f"--save {first}")
+    assert_equal_steps(steps, local[1], rel=2e-2)
+    steps_of(with_te, 1, second, flags, f"--load {first} --ckpt-step 1 --save {second}")
+    expected, found = (tensors(folder / "iter_0000002") for folder in (first, second))
+    assert found and differing(expected, found) == []

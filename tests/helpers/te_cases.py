@@ -1,0 +1,76 @@
+"""What a process with Transformer Engine over its stub runs for the tests: training, and the grouped product alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXPERTS, OUT, IN = 4, 24, 16
+
+
+def trained(argv: list[str]) -> int:
+    """Run pretrain_moe.py; write how often Transformer Engine's parts were called into `calls.RANK.json`."""
+    from transformer_engine.pytorch import DotProductAttention, GroupedLinear, Linear, RMSNorm
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    import pretrain_moe
+
+    calls: Counter[str] = Counter()
+    for owner, name in ((GroupedLinear, "forward"), (Linear, "forward"), (RMSNorm, "forward"), (FusedAdam, "step"),
+                        (DotProductAttention, "forward")):  # fmt: skip
+        setattr(owner, name, _counted(getattr(owner, name), calls, owner.__name__))
+    status = pretrain_moe.main(argv)
+    Path(f"calls.{os.environ['RANK']}.json").write_text(json.dumps(calls))
+    return status
+
+
+def _counted(stock: Any, calls: Counter[str], name: str) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return stock(*args, **options)
+
+    return counted
+
+
+def products(_: Any) -> None:
+    """Compare the kernel with the loop over experts: results, gradients, in all dtypes, with experts without rows."""
+    import transformer_engine_torch
+
+    from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
+
+    kernel = TransformerEngineProduct()
+    for dtype, counts in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), ((3, 0, 8, 1), (0, 0, 0, 12), (5, 1, 2, 4), (0, 0, 0, 0))
+    ):
+        _compare(kernel, dtype, counts)
+    assert len(kernel._modules) == 1 and not list(next(iter(kernel._modules.values())).parameters())
+    with pytest.raises(NotImplementedError, match="moe_permute_fwd"):
+        transformer_engine_torch.moe_permute_fwd(torch.zeros(1))
+
+
+def _compare(kernel: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    from megatron_moe.moe.grouped_gemm import grouped_linear_loop
+
+    generator = torch.Generator().manual_seed(sum(counts))
+    rows = torch.randn(sum(counts), IN, generator=generator).to(dtype)
+    weights = torch.randn(EXPERTS, OUT, IN, generator=generator).to(dtype)
+    grad = torch.randn(sum(counts), OUT, generator=generator).to(dtype)
+    offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    found = []
+    for product in (kernel, grouped_linear_loop):
+        operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = product(*operands, offsets)
+        # The views of the stack are as good as its parameter for the gradient; a second use adds to the first.
+        found.append([output, *torch.autograd.grad(output, operands, grad)])
+        with torch.no_grad():
+            assert torch.equal(product(*operands, offsets), output)
+    for ours, reference in zip(*found):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, reference)

@@ -1,0 +1,127 @@
+"""A rank that reads from the device is told from one that works, by the instruction in which its thread stands."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_moe.training import hang_report
+from megatron_moe.training.hang_report import RankStatus, conclusion
+
+
+class Blocked:
+    """Something like a tensor on a device that stands still: what reads it waits in C, without a frame."""
+
+    shape, dtype = (1,), "float32"
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.release = lock.release
+        self.item = self.tolist = self.cpu = self.synchronize = self.nonzero = self.wait = self.other = lock.acquire
+        type(self).__bool__ = lock.acquire  # type: ignore[attr-defined]
+        type(self).__float__ = lock.acquire  # type: ignore[attr-defined]
+
+
+def item(x: Any) -> None:
+    print(str(abs(-1)), x.item(), max(1, 2), end="")
+
+
+def several_lines(x: Any) -> None:
+    dict(
+        a=1,
+        b=x.tolist(),
+    )
+
+
+def condition(x: Any) -> None:
+    if x:
+        time.sleep(0)
+
+
+def negation(x: Any) -> bool:
+    return not x
+
+
+def number(x: Any) -> None:
+    float(x)
+
+
+def stream(x: Any) -> None:
+    x.synchronize()
+
+
+def work(x: Any) -> None:
+    x.wait()
+
+
+def other(x: Any) -> None:
+    x.other(True), "x.item()"
+
+
+CASES: dict[Callable[[Any], Any], tuple[str | None, str | None]] = {
+    # What is said on a device, and without one.
+    item: ("item, for the device", None),
+    several_lines: ("tolist, for the device", None),
+    condition: ("a condition, for the device", None),
+    negation: ("a condition, for the device", None),
+    number: ("float, for the device", None),
+    stream: ("synchronize, for the device", "synchronize, for the device"),
+    work: ("a wait in work", "a wait in work"),
+    other: (None, None),
+}
+
+
+@pytest.mark.parametrize("read", CASES, ids=lambda read: read.__name__)
+def test_a_thread_that_reads_from_the_device_waits_for_it(read):
+    blocked = Blocked()
+
+    def quietly() -> None:
+        try:
+            read(blocked)
+        except TypeError:  # what a lock returns is no float
+            pass
+
+    thread = threading.Thread(target=quietly)
+    thread.start()
+    said = []
+    try:
+        deadline = time.monotonic() + 5
+        while sys._current_frames()[thread.ident].f_code is not read.__code__ and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.02)
+        for on_device in (True, False):
+            frame = sys._current_frames()[thread.ident]
+            assert frame.f_code is read.__code__
+            said.append(hang_report._read(list(hang_report._outwards(frame)), on_device).waits_in)
+    finally:
+        blocked.release()
+        thread.join()
+    assert tuple(said) == CASES[read]
+
+
+def test_an_error_that_is_raised_where_the_device_is_read_is_the_ranks_own():
+    class Broken:
+        item = iter(()).__next__
+
+    try:
+        Broken().item()
+    except StopIteration as error:
+        assert hang_report.of_error(error).waits_in is None
+
+
+def test_ranks_that_all_wait_for_their_devices_are_not_blamed_for_the_place():
+    def status(rank: int, at: str) -> RankStatus:
+        return RankStatus(rank, "doing", "iteration 3", at, "item, for the device", without_groups="it is off")
+
+    text = conclusion({0: status(0, "a.py:1 in f"), 1: status(1, "a.py:1 in f"), 2: status(2, "b.py:7 in g")}, {}, {})
+    assert text.startswith("all ranks wait for their devices: which one is behind is not known (it is off). ")
+    assert "rank 2: waiting in item, for the device, at b.py:7 in g" in text
+    working = RankStatus(1, "doing", "iteration 3", "data.py:3 in read")
+    text = conclusion({0: status(0, "a.py:1 in f"), 1: working}, {}, {})
+    assert text.startswith("rank 1 did not come to what the others wait for: at data.py:3 in read")
