@@ -1,16 +1,39 @@
-# NVIDIA's PyTorch image brings a matching set of torch, NCCL, Transformer Engine and apex, which pip cannot.
+# For GPUs. NVIDIA's PyTorch image brings a matching set of torch, NCCL, Transformer Engine and apex, which pip cannot.
 # 26.05: PyTorch 2.12 (the public grouped_mm needs 2.10) and Python 3.12, hence the newer of the two engines.
+# It was not built or run by us: no GPU was at hand. A CPU's is Dockerfile.cpu.
+#
+#   docker build --tag megatron_moe .
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 \
+#     --volume /data:/data --volume /checkpoints:/checkpoints megatron_moe \
+#     torchrun --standalone --nproc-per-node 8 tools/preflight.py --preset qwen3-30b-a3b --save /checkpoints/run
+#
+# NCCL's ranks meet in shared memory, of which a container has 64 MB without --ipc=host, and lock memory for the network.
+# On Slurm with enroot and pyxis, which share both with the host:
+#
+#   enroot import --output megatron_moe.sqsh dockerd://megatron_moe
+#   CONTAINER=$PWD/megatron_moe.sqsh CONTAINER_MOUNTS=/data,/checkpoints sbatch examples/slurm/qwen3_30b_a3b.sbatch
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 WORKDIR /opt/megatron_moe
-COPY setup.py pyproject.toml README.md LICENSE ./
+COPY setup.py pyproject.toml README.md CONTRIBUTING.md LICENSE Makefile pretrain_moe.py ./
+COPY constraints constraints
+COPY docker docker
 COPY megatron_moe megatron_moe
-COPY pretrain_moe.py ./
 COPY tools tools
+COPY examples examples
+COPY benchmarks benchmarks
+COPY docs docs
 COPY tests tests
 
-# The image's own constraints keep its torch, numpy and Transformer Engine; ours would replace them.
-RUN pip install --no-cache-dir --editable '.[dev]' \
-    && python -c "import transformer_engine.pytorch, megatron_moe"
+# The image's own constraints keep its torch, numpy and Transformer Engine; ours would replace them. The last step ends
+# the build if pip has replaced or removed one of them nevertheless.
+RUN python docker/image_libraries.py record /tmp/image_libraries.json \
+    && pip install --no-cache-dir --no-build-isolation --editable '.[dev]' \
+    && python docker/image_libraries.py compare /tmp/image_libraries.json \
+    && python -c "import megatron_moe"
+
+# Checkpoints and logs of a container belong to this user on the host: docker run --user "$(id -u)" for another.
+RUN useradd --create-home --shell /bin/bash moe && chown --recursive moe /opt/megatron_moe
+USER moe
 
 CMD ["python", "pretrain_moe.py", "--help"]

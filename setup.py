@@ -48,6 +48,8 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
+        # Its source distribution has to be built against the torch that is installed: first torch, then
+        # pip install --no-build-isolation (docs/gpu.md, Installing). NVIDIA's image of the Dockerfile has it already.
         "gpu": ["transformer-engine[pytorch]>=2.4"],
         "hf": ["transformers>=4.56"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],

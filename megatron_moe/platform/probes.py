@@ -19,10 +19,10 @@ _ATTENTION_LENGTH = 512
 
 
 class TorchBuild(NamedTuple):
-    """What torch was built with; None for what is not in the build."""
+    """What torch was built with; None for what is not in the build. toolkit: the version of CUDA."""
 
     torch: str
-    cuda: str | None
+    toolkit: str | None
     cudnn: tuple[int, int, int] | None
     nccl: str | None
     grouped_product: bool

@@ -15,6 +15,7 @@ import pytest
 from megatron_moe.apps import prepare
 from megatron_moe.apps.doctor import cli as doctor_cli
 from megatron_moe.apps.plan import cli as planning_cli
+from megatron_moe.apps.preflight import cli as preflight_cli
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
 
@@ -63,10 +64,10 @@ def _imported(given):
     return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
 
 
-def recorded(script, folder, status=0):
+def recorded(script, folder, status=0, **settings):
     """Run a script in a copy of the repository's outline with stand-ins that write down their arguments.
 
-    The stand-ins end with `status`, and so has the script to end.
+    The stand-ins end with `status`, and so has the script to end. `settings` are in its environment.
     """
     stand_ins, record = folder / "bin", folder / "record"
     stand_ins.mkdir()
@@ -91,10 +92,18 @@ def recorded(script, folder, status=0):
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": str(SLURM_NODES.get(script.name, 1)),
     }
-    copy = checkout / script.relative_to(REPO)
+    if (cores := sbatch_options(script).get("cpus-per-task")) is not None:
+        environment["SLURM_CPUS_PER_TASK"] = cores  # as sbatch does
+    environment |= settings
+    copy = checkout / script.relative_to(REPO) if script.is_relative_to(REPO) else script
     done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def sbatch_options(script):
+    """The options in the head of a script for sbatch."""
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.read_text(), re.MULTILINE))
 
 
 def page_commands(page):
@@ -104,7 +113,14 @@ def page_commands(page):
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         line = line.strip().removeprefix("$ ")
         if any(
-            program in line for program in ("pretrain_moe.py", "preprocess_data.py", "tools/plan.py", "tools/doctor.py")
+            program in line
+            for program in (
+                "pretrain_moe.py",
+                "preprocess_data.py",
+                "tools/plan.py",
+                "tools/doctor.py",
+                " tools/preflight.py",
+            )
         ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
@@ -139,16 +155,56 @@ def recorded_again(folder):
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.suffix == ".sbatch"], ids=lambda script: script.name)
 def test_a_slurm_script_asks_for_what_its_launch_needs(script, tmp_path):
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.read_text(), re.MULTILINE))
+    options = sbatch_options(script)
     assert int(options["nodes"]) == SLURM_NODES[script.name]
     assert options["ntasks-per-node"] == "1"  # one torchrun per node starts the ranks
     assert "requeue" in options
     srun = next(words for words in recorded(script, tmp_path) if words[0] == "srun")
     processes = srun[srun.index("--nproc-per-node") + 1]
     assert processes == options.get("gpus-per-node", "1")
+    # srun does not inherit it, and an affinity plugin would then give all ranks of a node one core.
+    assert srun[srun.index("--cpus-per-task") + 1] == options["cpus-per-task"]
     # Ranks have to have saved before the time is up.
     warning = int(options["signal"].removeprefix("B:USR1@"))
     assert int(srun[srun.index("--shutdown-timeout") + 1]) < warning
+
+
+@pytest.mark.claim("The Slurm scripts give srun the cores of the job, which it does not inherit.")
+def test_every_srun_of_the_examples_is_given_its_cores():
+    lines = [
+        line.strip()
+        for script in REPO.glob("examples/**/*.*")
+        if script.suffix in (".sh", ".sbatch")
+        for line in script.read_text().replace("\\\n", " ").splitlines()
+        if re.match(r"\s*(exec\s+)?srun\s", line)
+    ]
+    assert lines and [line for line in lines if "--cpus-per-task" not in line.partition("torchrun")[0]] == []
+
+
+def test_a_script_that_asks_for_no_cores_gives_srun_none(tmp_path):
+    script = tmp_path / "own.sbatch"
+    script.write_text((REPO / "examples/slurm/cpu.sbatch").read_text().replace("#SBATCH --cpus-per-task=1\n", ""))
+    assert "cpus-per-task" not in sbatch_options(script)
+    (tmp_path / "run").mkdir()
+    srun = next(words for words in recorded(script, tmp_path / "run") if words[0] == "srun")
+    assert srun[: srun.index("torchrun")] == ["srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "45"]
+
+
+def test_a_slurm_script_starts_the_preflight_of_its_job_instead(tmp_path):
+    script = REPO / "examples/slurm/deepseek_v3.sbatch"
+    srun = next(words for words in recorded(script, tmp_path, PROGRAM="tools/preflight.py") if words[0] == "srun")
+    at = srun.index("tools/preflight.py")
+    own, rest = preflight_cli.parser().parse_known_args(srun[at + 1 :])
+    assert own.only == [] and "--preset" in rest and "pretrain_moe.py" not in srun
+
+
+def test_a_slurm_script_starts_its_ranks_in_a_container(tmp_path):
+    settings = {"CONTAINER": "image.sqsh", "CONTAINER_MOUNTS": "/data,/checkpoints"}
+    lines = recorded(REPO / "examples/slurm/deepseek_v3.sbatch", tmp_path, **settings)
+    words = next(words for words in lines if words[0] == "srun")
+    own = words[: words.index("torchrun")]
+    assert own[own.index("--container-image") + 1] == "image.sqsh"
+    assert own[own.index("--container-mounts") + 1] == f"{tmp_path / 'checkout'},/data,/checkpoints"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -167,6 +223,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
             rules.check_layout(cli.parse(rest), flags.world_size)
+            continue
+        if "tools/preflight.py" in words:
+            own, rest = preflight_cli.parser().parse_known_args(words[words.index("tools/preflight.py") + 1 :])
+            assert own.least_share <= 1
+            rules.check_model(cli.parse(rest), 1)
             continue
         if "tools/doctor.py" in words:
             arguments = words[words.index("tools/doctor.py") + 1 :]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.apps.preflight import kernels, network, node, software
-from megatron_moe.apps.preflight.findings import FAIL, IMPOSSIBLE, Finding, Place, Thresholds, merged
+from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, IMPOSSIBLE, Finding, Place, Thresholds, merged
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, flatten
+from megatron_moe.config.schema import Run
 
 RANK, NODE, WORLD = "rank", "node", "world"
 _MEETING = timedelta(seconds=60)
@@ -62,7 +62,7 @@ CHECKS = (
 
 def run_checks(
     run: Run,
-    thresholds: Thresholds = Thresholds(),
+    thresholds: Thresholds = DEFAULTS,
     *,
     only: Collection[str] = (),
     started: Callable[[str], object] = lambda name: None,
@@ -129,7 +129,7 @@ def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return Place(
         run=run,
-        has_model=flatten(run) != flatten(Run()),
+        has_model=(run.model, run.moe) != (Run().model, Run().moe),
         thresholds=thresholds,
         rank=int(os.environ.get("RANK", "0")),
         world_size=world_size,
@@ -143,7 +143,8 @@ def _place(run: Run, thresholds: Thresholds, *, connected: bool) -> Place:
 def _looked(check: Check, place: Place) -> Finding:
     """Run a check. What it raises is a finding, so that one broken part does not hide the others."""
     if check.where == WORLD and not place.connected:
-        return Finding(IMPOSSIBLE, "one process alone: start this under torchrun or Slurm to compare ranks")
+        alone = "one process alone: start this under torchrun or Slurm to compare ranks"
+        return Finding(IMPOSSIBLE, alone if place.world_size == 1 else "the ranks did not meet")
     try:
         return check.look(place)
     except Exception as error:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_moe.apps.preflight.findings import FAIL, Thresholds, as_dict, table, worst
+from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_dict, table, worst
 from megatron_moe.config import cli, rules
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
@@ -34,16 +34,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--least-share",
         type=_positive,
-        default=Thresholds.least_share,
+        default=DEFAULTS.least_share,
         metavar="X",
-        help=f"share of the expected bandwidth below which a check fails (default: {Thresholds.least_share:g})",
+        help=f"share of the expected bandwidth below which a check fails (default: {DEFAULTS.least_share:g})",
     )
     p.add_argument(
         "--least-write",
         type=_positive,
-        default=Thresholds.least_write,
+        default=DEFAULTS.least_write,
         metavar="MB/S",
-        help=f"speed of writing to --save's folder below which to warn (default: {Thresholds.least_write:g})",
+        help=f"speed of writing to --save's folder below which to warn (default: {DEFAULTS.least_write:g})",
     )
     return p
 
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     began = time.monotonic()
     flags, rest = parser().parse_known_args(argv)
-    require_writable("--json", flags.json)
+    if _rank() == 0:  # which writes it; its folder need not be on the other nodes
+        require_writable("--json", flags.json)
     run = cli.parse(rest, filled_in)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rest:

@@ -54,6 +54,9 @@ class Thresholds:
     least_write: float = 100.0
 
 
+DEFAULTS = Thresholds()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a check runs: the rank, its node, and the run that it is checked for.

@@ -22,6 +22,8 @@ def attention(place: Place) -> Finding:
     from megatron_moe.model.context_parallel import for_kernels  # with the engine, which may be broken
 
     run = place.run
+    if run.model.transformer_impl == "transformer_engine":
+        return Finding(PASS, "Transformer Engine's attention, which chooses its kernel itself (NVTE_DEBUG=1 shows it)")
     over_ranks = run.parallel.context_parallel_size > 1
     heads, groups, widths = attention_sizes(run)
     query, key, value = probes.attention_operands(heads, groups, widths, dtype_of(run))

@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_moe import platform
 from megatron_moe.apps.preflight.findings import FAIL, IMPOSSIBLE, PASS, Finding, Place
+from megatron_moe.config.errors import MachineError
 from megatron_moe.config.schema import flatten
 from megatron_moe.platform import probes
 
@@ -37,9 +39,11 @@ LINKS = {
     "A800-SXM": (200.0, 25.0),
     "A100-SXM": (300.0, 25.0),
 }
+INSIDE, ACROSS = 0, 1
 _ELEMENTS = {"nccl": 64 << 20, "gloo": 1 << 20}
 """Elements of fp32 that a rank gives into a collective: 256 MiB, from which on NCCL is near its best, or 4 MiB."""
 _MEASURED_SECONDS = 1.0
+_TIMEOUT = timedelta(seconds=60)
 _SLOWEST_SHARE = 0.85
 _LARGEST_SKEW = 5.0
 _SHOWN_DIFFERENCES = 4
@@ -64,8 +68,10 @@ def same_software(place: Place) -> Finding:
 def fingerprint(place: Place) -> dict[str, str]:
     """Return what all ranks have to agree on: name -> version, hash or value."""
     found = {"Python": ".".join(map(str, sys.version_info[:3]))}
-    for distribution in importlib.metadata.distributions():
-        found[f"package {distribution.name}"] = distribution.version
+    # setuptools puts packages of its own onto the path of a process that has imported it, which not all ranks have.
+    path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    for distribution in importlib.metadata.distributions(path=path):
+        found.setdefault(f"package {distribution.name}", distribution.version)  # the first one is what is imported
     for module in _HASHED:
         found[f"code of {module}"] = code_hash(module)
     found |= {f"${name}": value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
@@ -154,9 +160,12 @@ def judged_speeds(speeds: list[tuple[str, float]]) -> Finding:
 
 def bandwidth_inside(place: Place) -> Finding:
     """Check all-reduce and all-to-all among the ranks of each node."""
-    hosts = _hosts(place)
+    if isinstance(hosts := _hosts(place), Finding):
+        return hosts
     groups = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
-    return _judged_groups(place, groups, hosts, place.thresholds.inside, 0)
+    if max(map(len, groups)) == 1:
+        return Finding(IMPOSSIBLE, "there is one rank on each node")
+    return _judged_groups(place, groups, hosts, place.thresholds.inside, INSIDE)
 
 
 def bandwidth_across(place: Place) -> Finding:
@@ -164,34 +173,41 @@ def bandwidth_across(place: Place) -> Finding:
 
     So each GPU's own network adapter is measured, and a slow group names its number.
     """
-    hosts = _hosts(place)
+    if isinstance(hosts := _hosts(place), Finding):
+        return hosts
     if len(set(hosts)) == 1:
         return Finding(IMPOSSIBLE, "all ranks are on one node")
     numbers = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     groups = [[rank for rank, other in enumerate(numbers) if other == number] for number in sorted(set(numbers))]
-    return _judged_groups(place, groups, hosts, place.thresholds.across, 1)
+    return _judged_groups(place, groups, hosts, place.thresholds.across, ACROSS)
 
 
-def _hosts(place: Place) -> list[str]:
-    hosts = [""] * place.world_size
-    dist.all_gather_object(hosts, place.host)
-    return hosts
+def _hosts(place: Place) -> list[str] | Finding:
+    """Return each rank's host, or a finding where not all ranks can use the same backend: the others would wait."""
+    try:
+        backend = platform.backend()
+    except MachineError:
+        backend = "none"
+    everything: list[tuple[str, str]] = [("", "")] * place.world_size
+    dist.all_gather_object(everything, (place.host, backend))
+    if len({backend for _, backend in everything}) > 1 or backend == "none":
+        without = [rank for rank, (_, backend) in enumerate(everything) if backend != "nccl"]
+        found = f"not measured: ranks {_range(without)} have no CUDA device that works"
+        return Finding(FAIL, found, "see what the check named driver says")
+    return [host for host, _ in everything]
 
 
 def _judged_groups(place: Place, groups: list[list[int]], hosts: list[str], given: float | None, kind: int) -> Finding:
     """Measure all groups at once and judge the slowest, by what was given or by the table's figure of that kind."""
-    if max(map(len, groups)) == 1:
-        return Finding(IMPOSSIBLE, "one rank on each node" if kind == 0 else "one node")
-    measured = _measured(groups)
     everything: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everything, measured)
+    dist.all_gather_object(everything, _measured(groups))
     expected = given if given is not None else expected_bandwidth(probes.device_name(), kind)
     dist.broadcast_object_list(shared := [expected])
     return judged_bandwidth(everything, groups, hosts, shared[0], place.thresholds.least_share)
 
 
 def expected_bandwidth(device: str | None, kind: int) -> float | None:
-    """Return the table's GB/s of a device: of kind 0 inside a node, 1 across; None for a device that is not in it."""
+    """Return the table's GB/s of a device, INSIDE a node or ACROSS nodes; None for a device that is not in it."""
     return next((links[kind] for name, links in LINKS.items() if device is not None and name in device), None)
 
 
@@ -199,7 +215,7 @@ def _measured(groups: list[list[int]]) -> dict[str, float] | None:
     """Return the bus bandwidth of the collectives in this rank's group in GB/s, as nccl-tests define it."""
     backend = platform.backend()
     probes.bind()
-    made = [dist.new_group(ranks, backend=backend) for ranks in groups]
+    made = [dist.new_group(ranks, backend=backend, timeout=_TIMEOUT) for ranks in groups]
     mine = next((group for group, ranks in zip(made, groups) if dist.get_rank() in ranks), None)
     size = 1 if mine is None else mine.size()
     figures = None

@@ -48,7 +48,7 @@ _BYTES_PER_PARAMETER = 14
 class Gpu(NamedTuple):
     """A GPU as nvidia-smi reports it; None where it says [N/A]."""
 
-    index: str
+    number: str
     throttled: int | None
     max_clock: int | None
     temperature: int | None
@@ -86,13 +86,13 @@ def gpu_clocks(place: Place) -> Finding:
     found = gpus()
     if isinstance(found, Finding):
         return found
-    slowed = {gpu.index: [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit] for gpu in found}
+    slowed = {gpu.number: [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit] for gpu in found}
     if any(slowed.values()):
         text = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in slowed.items() if words)
         return Finding(FAIL, text, "drain the node: look at its cooling and power, then nvidia-smi -q -d PERFORMANCE")
     clocks = {gpu.max_clock for gpu in found if gpu.max_clock is not None}
     if len(clocks) > 1:
-        each = ", ".join(f"GPU {gpu.index} {gpu.max_clock} MHz" for gpu in found)
+        each = ", ".join(f"GPU {gpu.number} {gpu.max_clock} MHz" for gpu in found)
         return Finding(WARN, f"highest clocks differ: {each}", "reset limits with nvidia-smi --reset-gpu-clocks")
     return Finding(PASS, f"{len(found)} GPUs, none slowed down, up to {max(clocks, default=0)} MHz")
 
@@ -102,7 +102,7 @@ def gpu_temperature(place: Place) -> Finding:
     found = gpus()
     if isinstance(found, Finding):
         return found
-    known = [(gpu.temperature, gpu.index) for gpu in found if gpu.temperature is not None]
+    known = [(gpu.temperature, gpu.number) for gpu in found if gpu.temperature is not None]
     if not known:
         return Finding(IMPOSSIBLE, "nvidia-smi reports no temperature")
     hottest, index = max(known)
@@ -118,7 +118,7 @@ def gpu_memory_errors(place: Place) -> Finding:
     found = gpus()
     if isinstance(found, Finding):
         return found
-    wrong = [f"GPU {gpu.index}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
+    wrong = [f"GPU {gpu.number}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
     if wrong:
         return Finding(FAIL, f"uncorrected memory errors: {', '.join(wrong)}", "reset these GPUs, or replace them")
     if all(gpu.uncorrected is None for gpu in found):
@@ -131,7 +131,7 @@ def gpu_in_use(place: Place) -> Finding:
     found = gpus()
     if isinstance(found, Finding):
         return found
-    used = [f"GPU {gpu.index}: {gpu.used_mib} MiB" for gpu in found if (gpu.used_mib or 0) > _USED_MIB]
+    used = [f"GPU {gpu.number}: {gpu.used_mib} MiB" for gpu in found if (gpu.used_mib or 0) > _USED_MIB]
     if used:
         return Finding(WARN, f"memory is in use: {', '.join(used)}", "end what runs there: see nvidia-smi")
     return Finding(PASS, f"at most {max((gpu.used_mib or 0 for gpu in found), default=0)} MiB in use on a GPU")
@@ -141,7 +141,7 @@ def cpu_cores(place: Place) -> Finding:
     """Check that the ranks of a node may use a core each, and as many as their threads."""
     cores, ranks = len(os.sched_getaffinity(0)), place.local_world_size
     threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
-    found = f"{cores} cores for {ranks} rank{'s' if ranks > 1 else ''} of a node, OMP_NUM_THREADS {threads}"
+    found = f"cores {cores}, ranks of this node {ranks}, OMP_NUM_THREADS {threads}"
     if cores < ranks:
         return Finding(
             FAIL,
@@ -188,8 +188,11 @@ def disk_space(place: Place) -> Finding:
     room = free_bytes(folder)
     if room is None:
         return Finding(WARN, f"the file system of {folder} does not say how much room it has", "look at it by hand")
-    needed = 2 * checkpoint_bytes(place.run) if place.has_model else 0
-    found = f"{size_text(room)} free in {folder}, two checkpoints take about {size_text(needed)}"
+    found = f"{size_text(room)} free in {folder}"
+    if not place.has_model:
+        return Finding(PASS if room else FAIL, found, "" if room else "free some of it")
+    needed = 2 * checkpoint_bytes(place.run)
+    found += f", two checkpoints take about {size_text(needed)}"
     if room < needed:
         return Finding(FAIL, found, "free some of it, or name another folder in --save")
     return Finding(PASS, found)

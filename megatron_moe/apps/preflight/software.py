@@ -41,7 +41,7 @@ def driver(place: Place) -> Finding:
 def torch_build(place: Place) -> Finding:
     """Check that torch has the grouped product, and report what it was built with."""
     build = probes.torch_build()
-    parts = [f"torch {build.torch}", f"CUDA {build.cuda}" if build.cuda else "built without CUDA"]
+    parts = [f"torch {build.torch}", f"CUDA {build.toolkit}" if build.toolkit else "built without CUDA"]
     parts += [f"cuDNN {'.'.join(map(str, build.cudnn))}"] if build.cudnn else []
     parts += [f"NCCL {build.nccl}"] if build.nccl else []
     found = ", ".join(parts)
@@ -61,9 +61,9 @@ def engine(place: Place) -> Finding:
     python = ".".join(map(str, sys.version_info[:3]))
     found = f"megatron-core {advisories.dotted(version)}, Python {python}"
     try:
-        importlib.import_module("megatron.core")
+        importlib.import_module("megatron_moe.parallel.groups")  # which imports it
     except Exception as error:  # whatever its own code or a library's raises
-        return Finding(FAIL, f"{found}: import megatron.core raises {type(error).__name__}: {error}", advice)
+        return Finding(FAIL, f"{found}: it cannot be imported, {type(error).__name__}: {error}", advice)
     if version != tested:
         return Finding(WARN, f"{found}: not tested together", advice)
     return Finding(PASS, found)
@@ -111,7 +111,7 @@ def _install_te(required: str) -> str:
 
 
 def compiler(place: Place) -> Finding:
-    """Check that there are a C compiler and Python.h: triton and torch.compile need both, on every node, at run time."""
+    """Check that there are a C compiler and Python.h, which triton and torch.compile need on every node at run time."""
     status = FAIL if platform.has_cuda() else WARN
     words = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("cc") or ""]
     include = sysconfig.get_paths()["include"]
