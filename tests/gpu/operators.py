@@ -83,10 +83,19 @@ def _draw(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) ->
 
 
 def operators(stage: Stage) -> None:
-    """Run stage 3."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    size = 1 if stage.dry else 8
-    for dtype in dtypes:
+    """Run stage 3, with the switches of sums and products that a run computes with."""
+    from megatron_moe.config.schema import Run
+    from megatron_moe.parallel import groups
+
+    groups.initialize(Run())
+    try:
+        _all(stage, 1 if stage.dry else 8)
+    finally:
+        groups.destroy()
+
+
+def _all(stage: Stage, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation(stage, dtype, size)
         permutation(stage, dtype, size)
         grouped_products(stage, dtype, size)

@@ -199,8 +199,8 @@ def benchmark(stage: Stage) -> None:
     import torch
 
     figures: dict[str, dict[str, float]] = {}
-    bounds(stage, figures)
     with one_rank():
+        bounds(stage, figures)
         for name, shape in (DRY_SHAPES if stage.dry else SHAPES).items():
             tokens, hidden, experts, topk, width = shape
             needed = 2 * 3 * experts * hidden * width * 2 + 12 * tokens * topk * (hidden + 3 * width)
