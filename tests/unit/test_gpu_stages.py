@@ -125,3 +125,13 @@ def test_what_is_missing_and_has_no_wheel_is_named(tmp_path, monkeypatch, capfd)
     monkeypatch.setitem(wheels.NEEDED, "not-there-at-all", "not_there_at_all")
     with pytest.raises(SystemExit, match=r"not-there-at-all.*gpu-wheels"):
         wheels.place(tmp_path / "site", tmp_path / "wheels")
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "cpu", "nonzero", "__bool__"])
+def test_a_read_by_the_host_is_seen_in_a_dry_run(read):
+    import torch
+
+    from tests.gpu.speed import _no_reading
+
+    with pytest.raises(RuntimeError, match=read), _no_reading():
+        getattr(torch.ones(1), read)()
