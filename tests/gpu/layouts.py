@@ -77,7 +77,7 @@ def on_device(stage: Stage) -> None:
         stage.within("gradient of each parameter, step 1, fp32", errors[worst], GRADIENT_BOUND, worst)
         _record(stage, "tiny model in fp32 against the CPU", got, oracle, FP32)
     if stage.dry:
-        # Samples without a close choice are searched among a thousand, which takes a CPU half a minute.
+        # Samples without a close choice are searched among a thousand, on a CPU; how long that takes was not measured.
         stage.impossible(
             "tiny model in bf16 against the CPU in fp32", "the search for its samples is left out of dry runs"
         )
