@@ -27,11 +27,11 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check bench lock clean
+.PHONY: help setup demo test soak check bench gpu gpu-wheels lock clean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12]; now: $(PYTHON) is Python $(PYTHON_VERSION), environment $(VENV)"
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(STAMP) ## make the environment and install everything, with pinned versions
 	@echo "ready: $(RUN)"
@@ -54,6 +54,19 @@ check: $(STAMP) ## style, format, types, architecture, the page of what is verif
 
 bench: $(STAMP) ## compare our MoE layer with the engine's and transformers' on this machine
 	@$(RUN) -m benchmarks.moe_layer $(ARGS)
+
+# On a GPU machine nothing is installed but what is missing, from wheels/gpu, and torch never is: its own Python is taken.
+DRY_RUN := $(filter-out 0,$(DRY))
+gpu: $(if $(DRY_RUN),$(STAMP)) ## verify on this GPU what no CPU shows, in ten minutes (DRY=1: on the CPU; ARGS="--only 3,4")
+ifneq ($(DRY_RUN),)
+	@PYTHONPATH=. $(RUN) -W ignore -m tests.gpu --dry $(ARGS)
+else
+	@GPU_PYTHON="$(if $(filter-out file default undefined,$(origin PYTHON)),$(PYTHON))" $(PYTHON) -m tests.gpu.wheels start $(ARGS)
+endif
+
+PYTHONS ?= 3.12
+gpu-wheels: ## collect what a GPU machine without a network lacks beside torch (PYTHONS="3.11 3.12": for these)
+	@$(PYTHON) -m tests.gpu.wheels collect $(PYTHONS)
 
 lock: $(STAMP) ## write the installed versions into the constraints file, after an upgrade
 	@$(RUN) constraints/lock.py > $(CONSTRAINTS).new && mv $(CONSTRAINTS).new $(CONSTRAINTS)

@@ -1,0 +1,238 @@
+"""Stages 4 and 6: small models on the device against the CPU, and layouts of several ranks against one.
+
+Both use the doctor: `measure` trains a small copy of a model for a few steps and records losses, gradients of every
+parameter, counts, `expert_bias` and weights; `compare` says what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.processes import RanksFailed, run_ranks
+from tests.gpu.ranks import measure_layouts
+from tests.gpu.stage import FAIL, PASS, Stage
+
+GRADIENT_BOUND = 1e-5
+"""Of the first step in fp32, per parameter: nothing has been divided by a small second moment yet."""
+
+
+def _request(model: str, steps: int, **changes: Any) -> Any:
+    from megatron_moe.apps.doctor import default_layouts
+    from megatron_moe.apps.doctor.measure import Request
+    from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY
+
+    copy = default_layouts.model(model)[1]
+    return Request(copy, PADDED_VOCABULARY, steps, tuple(range(1, steps + 1)), **changes)
+
+
+def _record(stage: Stage, name: str, got: Any, oracle: Any, tolerances: Any) -> None:
+    """Record a comparison: the largest error of each kind, and what differs."""
+    from megatron_moe.apps.doctor.compare import compare
+
+    result = compare(got, oracle, tolerances)
+    said = "; ".join(
+        f"{one.quantity} {one.name} {one.error:.2e} of {one.allowed:.0e} {one.detail}" for one in result.differences[:6]
+    )
+    stage.check(name, PASS if result.agrees else FAIL, said, differences=len(result.differences), **result.largest)
+
+
+def _oracle(stage: Stage, request: Any, clear: float) -> tuple[Any, Any]:
+    """Return the result of one process on a CPU, and the request with samples whose choices have a clear margin."""
+    from megatron_moe.apps.doctor.assemble import assemble
+    from megatron_moe.apps.doctor.measure import MeasuringRanks
+
+    with MeasuringRanks(1, 120.0) as pool:
+        for seed in range(6):
+            asked = dataclasses.replace(request, data_seed=seed)
+            (record,) = pool.measure(asked, 1)
+            whole = assemble([record])
+            if whole.smallest_margin >= clear:
+                break
+    stage.figure("the CPU's oracle", margin=whole.smallest_margin, loss=whole.steps[0]["loss"])
+    return whole, dataclasses.replace(asked, candidates=0, picked=tuple(record["picked"]))
+
+
+def on_device(stage: Stage) -> None:
+    """Stage 4: the layer against an fp32 oracle, a tiny model against the CPU, and integers bit for bit."""
+    import torch
+
+    from megatron_moe.apps.doctor.assemble import assemble
+    from megatron_moe.apps.doctor.compare import FP32, rounding_error, tolerances_of
+    from megatron_moe.apps.doctor.measure import measure
+    from megatron_moe.config.schema import replace
+
+    _equal_logits(stage)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        _layer(stage, dtype, bound)
+    with stage.attempt("tiny model in fp32 against the CPU"):
+        oracle, request = _oracle(stage, _request("demo", 2), 1e-5)
+        got = assemble([measure(request)])
+        errors = {
+            name: float((gradient - got.tensors["gradient, step 1"][name]).norm() / gradient.norm().clamp_min(1e-30))
+            for name, gradient in oracle.tensors["gradient, step 1"].items()
+        }
+        worst = max(errors, key=lambda name: errors[name])
+        stage.within("gradient of each parameter, step 1, fp32", errors[worst], GRADIENT_BOUND, worst)
+        _record(stage, "tiny model in fp32 against the CPU", got, oracle, FP32)
+    if stage.dry:
+        # Samples without a close choice are searched among a thousand, on a CPU; how long that takes was not measured.
+        stage.impossible(
+            "tiny model in bf16 against the CPU in fp32", "the search for its samples is left out of dry runs"
+        )
+        return
+    with stage.attempt("tiny model in bf16 against the CPU in fp32"):
+        half = _request("bf16", 1, initial_dtype="bfloat16", candidates=1024)
+        single = dataclasses.replace(half, run=replace(half.run, bf16=False))
+        oracle, request = _oracle(stage, single, rounding_error(half.run) / 2)
+        got = assemble([measure(dataclasses.replace(request, run=half.run))])
+        _record(stage, "tiny model in bf16 against the CPU in fp32", got, oracle, tolerances_of(half.run))
+
+
+def _layer(stage: Stage, dtype: Any, bound: float) -> None:
+    import torch
+
+    from benchmarks.contestants import ours
+    from benchmarks.problem import Shape, make_problem, oracle, relative_error
+    from megatron_moe.config import schema
+    from megatron_moe.parallel import groups
+
+    name = f"MoE layer, {str(dtype).removeprefix('torch.')}, output and gradients"
+    with stage.attempt(name):
+        shape = Shape(64, 32, 8, 2, 16, 16) if stage.dry else Shape(2048, 512, 32, 4, 256, 256)
+        problem = make_problem(shape, dtype, torch.device("cpu"))
+        truth = oracle(problem)
+        moved = {key: value.to(stage.device) for key, value in vars(problem).items() if key != "shape"}
+        groups.initialize(schema.Run())
+        try:
+            layer = ours(dataclasses.replace(problem, **moved), "grouped_mm")
+            layer.step()
+            errors = {key: relative_error(value.cpu(), truth[key]) for key, value in layer.results().items()}
+        finally:
+            groups.destroy()
+        stage.within(name, max(errors.values()), bound, max(errors, key=lambda key: errors[key]), **errors)
+
+
+def _equal_logits(stage: Stage) -> None:
+    """Check that the same logits, many of them equal, choose the same experts and move the bias by the same bits."""
+    import torch
+
+    from megatron_moe.moe.load_balance import updated_expert_bias
+
+    with stage.attempt("counts and expert_bias of equal logits"):
+        generator = torch.Generator().manual_seed(6)
+        logits = torch.randint(-8, 8, (2000, 16), generator=generator).float() / 8
+        found = []
+        for device in (torch.device("cpu"), stage.device):
+            decision, counts = _decided(logits.to(device))
+            bias = updated_expert_bias(torch.zeros(16, device=device), counts, 1e-3)
+            found.append([one.cpu() for one in (counts, bias, decision.probs, decision.expert_ids)])
+        (counts, bias, probs, ids), (own_counts, own_bias, own_probs, own_ids) = found
+        stage.holds("token counts of equal logits", torch.equal(counts, own_counts), f"{counts} {own_counts}")
+        stage.holds("expert_bias of equal logits", torch.equal(bias, own_bias), f"{bias} {own_bias}")
+        stage.holds("chosen experts of equal logits, ties too", torch.equal(ids, own_ids),
+                    f"{int((ids != own_ids).sum())} choices differ")  # fmt: skip
+        stage.within("weights of equal logits", float((probs - own_probs).abs().max()), 1e-6)
+
+
+def _decided(logits: Any) -> Any:
+    """Return the decision for logits [T, E] with sigmoid scores and a bias of zeros, and the counts of the experts."""
+    import torch
+
+    from megatron_moe.config import cli
+    from megatron_moe.moe.options import MoEOptions
+    from megatron_moe.moe.routing import MicroBatch, build_choice, route
+
+    flags = "--preset tiny --mock-data --vocab-size 512 --num-experts 16 --moe-router-topk 4"
+    options = MoEOptions.from_run(cli.parse(flags.split()))
+    assert options is not None
+    bias = torch.zeros(16, device=logits.device)
+    decision, _ = route(logits, bias, options, MicroBatch(None, 1, True), build_choice(options, None))
+    counts = torch.zeros(16, dtype=torch.int64, device=logits.device)
+    ids = decision.expert_ids.flatten()
+    return decision, counts.scatter_add_(0, ids, torch.ones_like(ids))
+
+
+# Name in the report -> the doctor's name of the layout, and the model.
+LAYOUTS = {
+    "EP2": ("dp2-ep2", "demo"),
+    "TP2+SP": ("tp2", "demo"),
+    "PP2": ("pp2", "demo"),
+    "CP2": ("cp2", "demo"),
+    "DP2 with the distributed optimizer": ("dp2", "demo"),
+    "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo"),
+    "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo"),
+    "TP2 PP2 EP2 with multi-token prediction": ("tp2-pp2-ep2-etp1", "mtp"),
+}
+LEFT_OUT_DRY = ("CP2 DP2 EP2", "TP2 PP2 EP2 with multi-token prediction")
+
+
+def several_ranks(stage: Stage) -> None:
+    """Stage 6: layouts of two and four ranks against one, all on one card, or over NCCL where there are as many."""
+    import torch
+
+    from megatron_moe.apps.doctor.compare import FP32
+    from megatron_moe.apps.doctor.default_layouts import EVERY_KIND, combinations_of, model
+
+    cards = 1 if stage.dry else torch.cuda.device_count()
+    known = {one.name: one for one in combinations_of(model("demo")[0], EVERY_KIND, 4)}
+    titles = [title for title in LAYOUTS if not (stage.dry and title in LEFT_OUT_DRY)]
+    for title in LAYOUTS.keys() - titles:
+        stage.impossible(title, "left out of dry runs for time")
+    models = list(dict.fromkeys(LAYOUTS[title][1] for title in titles))
+    jobs = [_job(stage, f"one-{of}", of, 1, {}, "staged") for of in models]
+    for title in titles:
+        name, of = LAYOUTS[title]
+        flags = dict(known[name].flags)
+        flags["use_distributed_optimizer"] = "distributed optimizer" in title
+        backend = "nccl" if cards >= known[name].ranks else "staged"
+        jobs.append(_job(stage, name, of, known[name].ranks, flags, backend))
+    stage.doing(f"{len(titles)} layouts on up to 4 ranks")
+    folder, failure = stage.folder / "ranks", ""
+    try:
+        run_ranks(measure_layouts, (str(folder), jobs), 4, folder, stage.left - 3, stage.dry, one_device=True)
+    except RanksFailed as error:
+        failure = str(error)
+    oracles = {}
+    for of in models:
+        with stage.attempt(f"one rank, {of}"):
+            oracles[of] = _assembled(folder, jobs, f"one-{of}", failure)
+    for title in titles:
+        name, of = LAYOUTS[title]
+        job = next(one for one in jobs if one["name"] == name)
+        with stage.attempt(title):
+            got = _assembled(folder, jobs, name, failure)
+            _record(stage, f"{title} ({job['ranks']} ranks, {job['backend']})", got, oracles[of], FP32)
+
+
+def _job(stage: Stage, name: str, of: str, ranks: int, flags: dict[str, Any], backend: str) -> dict[str, Any]:
+    from megatron_moe.config.schema import flatten, replace
+
+    request = _request(of, 1 if stage.dry else 2)
+    options = {key: value for key, value in vars(request).items() if key != "run"}
+    run = flatten(replace(request.run, **flags))
+    return {"name": name, "ranks": ranks, "backend": backend, "flags": run, "options": options}
+
+
+def _assembled(folder: Path, jobs: list[dict[str, Any]], name: str, failure: str) -> Any:
+    """Return the model that a job's ranks made.
+
+    Raises:
+        RuntimeError: some rank of it failed, or did not come to an end.
+    """
+    import torch
+
+    from megatron_moe.apps.doctor.assemble import assemble
+
+    ranks = next(job["ranks"] for job in jobs if job["name"] == name)
+    records = []
+    for rank in range(ranks):
+        path = folder / f"{name}-{rank}.pt"
+        if not path.exists():
+            raise RuntimeError(f"rank {rank} did not come to its end: {failure}")
+        records.append(torch.load(path, weights_only=True))
+    errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(records) if "error" in one]
+    if errors:
+        raise RuntimeError("; ".join(errors))
+    return assemble(records)

@@ -1,0 +1,272 @@
+"""Stage 3: each operator of the package against fp64, forward and backward, after its memory was filled with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.gpu.stage import Stage
+
+Operator = Callable[..., Tensor]
+ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
+"""Allowed error of a result, in norm over the norm of the fp64 result: a few roundings to the dtype."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_SEED = 20
+
+
+def poison(device: torch.device) -> None:
+    """Fill memory that the allocator will hand out with NaN, so that what an operator leaves unwritten is seen."""
+    if device.type != "cuda":
+        return
+    blocks = [torch.full((1 << size,), torch.nan, device=device) for size in (8, 12, 16, 18, 22, 26) for _ in range(8)]
+    del blocks
+    torch.cuda.synchronize()
+
+
+def error_of(got: Tensor, truth: Tensor) -> float:
+    """Return |got - truth| / |truth| in fp64; of an empty or zero truth, |got - truth|."""
+    if got.shape != truth.shape:
+        return float("inf")
+    difference, size = (got.double() - truth.double()).norm(), truth.double().norm()
+    return float(difference / size if size > 0 else difference)
+
+
+def compare(
+    stage: Stage,
+    name: str,
+    operator: Operator,
+    inputs: Sequence[Tensor],
+    truth: Operator | None = None,
+    bound: float | None = None,
+) -> None:
+    """Record the largest error of an operator's result and gradients against `truth`, by default itself, in fp64.
+
+    Args:
+        inputs: tensors on the CPU in the dtype of the check; gradients are compared of the floating ones.
+        truth: takes fp64 in place of each floating tensor.
+    """
+    dtype = next(one.dtype for one in inputs if one.is_floating_point())
+    with stage.attempt(f"{name}, {NAMES[dtype]}"):
+        grad_seed = torch.Generator().manual_seed(_SEED)
+        exact = _leaves([one.double() if one.is_floating_point() else one for one in inputs])
+        wanted = (truth or operator)(*exact)
+        upper = torch.randn(wanted.shape, generator=grad_seed, dtype=torch.float64).to(dtype)
+        if wanted.numel():
+            wanted.backward(upper.double())
+        own = _leaves([one.to(stage.device) for one in inputs])
+        poison(stage.device)
+        result = operator(*own)
+        poison(stage.device)
+        if result.numel():
+            result.backward(upper.to(result.dtype).to(stage.device))
+        errors = {"result": error_of(result.detach().cpu(), wanted.detach())}
+        for number, (mine, theirs) in enumerate(zip(own, exact)):
+            if theirs.is_floating_point() and theirs.grad is not None:
+                got = torch.zeros_like(mine) if mine.grad is None else mine.grad
+                errors[f"gradient {number}"] = error_of(got.cpu(), theirs.grad)
+        worst = max(errors.values(), key=lambda error: float("inf") if error != error else error)
+        allowed = ROUNDINGS[dtype] if bound is None else bound
+        stage.within(f"{name}, {NAMES[dtype]}", worst, allowed, **errors)
+
+
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [one.detach().clone().requires_grad_(one.is_floating_point()) for one in tensors]
+
+
+def _draw(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum((k + 1) * n for k, n in enumerate(shape)) + seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def operators(stage: Stage) -> None:
+    """Run stage 3, with the switches of sums and products that a run computes with."""
+    from megatron_moe.config.schema import Run
+    from megatron_moe.parallel import groups
+
+    groups.initialize(Run())
+    try:
+        _all(stage, 1 if stage.dry else 8)
+    finally:
+        groups.destroy()
+
+
+def _all(stage: Stage, size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        activation(stage, dtype, size)
+        permutation(stage, dtype, size)
+        grouped_products(stage, dtype, size)
+        norm(stage, dtype, size)
+        attention(stage, dtype, size)
+        rotary(stage, dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        loss(stage, dtype, size)
+        embedding(stage, dtype, size)
+        gate(stage, dtype, size)
+
+
+def activation(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.moe import experts
+
+    rows, width = 67 * size, 48 * size
+    probs = torch.rand(rows, generator=torch.Generator().manual_seed(1))
+
+    def truth(gate_up: Tensor, weight: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up * weight.unsqueeze(-1)
+
+    inputs = [_draw(rows, 2 * width, dtype=dtype), probs]
+    compare(stage, "weighted SwiGLU", lambda a, b: experts.weighted_swiglu(a, b), inputs, truth)
+    compare(stage, "weighted SwiGLU without rows", experts.weighted_swiglu, [inputs[0][:0], probs[:0]], truth)
+
+
+def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.moe import dispatch
+
+    tokens, topk, width = 40 * size, 4, 64 * size
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randperm(tokens * topk, generator=generator)
+    source, slots = order // topk, dispatch.inverse_permutation(order).view(tokens, topk)
+    kept = order[: tokens * topk * 3 // 4]
+    partial = torch.full((tokens * topk,), len(kept))
+    partial[kept] = torch.arange(len(kept))
+    partial = partial.view(tokens, topk)
+
+    def sums(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+        return rows.new_zeros(tokens, width).index_add(0, source, rows)
+
+    rows = _draw(tokens * topk, width, dtype=dtype)
+    compare(stage, "gather_and_sum", lambda r, s: dispatch.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
+            lambda r, s: sums(r, s // topk, s))  # fmt: skip
+    compare(stage, "gather_and_sum with missing copies",
+            lambda r, s, p: dispatch.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
+            sums)  # fmt: skip
+    compare(stage, "copy_rows", lambda t, s, p: dispatch.copy_rows(t, s, p),
+            [_draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
+
+
+def grouped_products(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.moe import grouped_gemm
+
+    experts, width, out = 8, 32 * size, 48 * size
+    groups = {
+        "even": [16 * size] * experts,
+        "empty groups": [0, 40 * size, 0, 0, 88 * size, 0, 0, 0],
+        "groups of one row": [1] * experts,
+        "all in one group": [0] * 5 + [128 * size, 0, 0],
+        "uneven": [1, 0, 37, 128 * size, 3, 0, 61, 5],
+        "no rows": [0] * experts,
+    }
+    weights = _draw(experts, out, width, dtype=dtype, scale=width**-0.5)
+    for name, counts in groups.items():
+        offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+        rows = _draw(sum(counts), width, dtype=dtype)
+        compare(stage, f"grouped product, {name}", grouped_gemm.grouped_linear_torch, [rows, weights, offsets], _loop)
+
+
+def _loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    return torch.cat([rows[a:b] @ w.t() for a, b, w in zip([0, *ends], ends, weights.unbind(0))])
+
+
+def norm(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.model.norm import RMSNorm
+
+    width = 96 * size
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        class Config:
+            params_dtype, sequence_parallel, fp32_residual_connection = dtype, False, False
+
+        module = RMSNorm(Config, width)
+        return module._kernel(x, weight, 1e-6, x.dtype)
+
+    def truth(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    inputs = [_draw(33 * size, 2, width, dtype=dtype), 1 + _draw(width, dtype=dtype, scale=0.1)]
+    # In half precision the weight's gradient is a sum of many rows, of which some kernels keep partial sums.
+    compare(stage, "RMSNorm", normed, inputs, truth)
+
+
+def attention(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.model import attention as own
+
+    # (heads, groups, key width, value width): MLA's widths, grouped queries, plain.
+    cases = {"192/128": (4, 4, 192, 128), "GQA 128": (8, 2, 128, 128), "64": (4, 4, 64, 64)}
+    length = 24 * size
+    for name, (heads, groups, key, value) in cases.items():
+        scale = key**-0.5
+
+        def truth(q: Tensor, k: Tensor, v: Tensor, repeats: int = heads // groups, scale: float = scale) -> Tensor:
+            k, v = (one.repeat_interleave(repeats, dim=1) for one in (k, v))
+            scores = (q @ k.transpose(-2, -1)) * scale
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            return scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, scale: float = scale) -> Tensor:
+            return own._attend_cuda(q, k, v, scale, 0.0)
+
+        shapes = [(2, heads, length, key), (2, groups, length, key), (2, groups, length, value)]
+        # Equal queries and keys would attend to themselves alone, and their gradients would be differences of nothing.
+        inputs = [_draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
+        # Probabilities are rounded to the dtype before the second product, and again on the way back.
+        compare(stage, f"attention {name}", ours, inputs, truth, bound=4 * ROUNDINGS[dtype])
+
+
+def rotary(stage: Stage, dtype: torch.dtype) -> None:
+    from megatron_moe.model.rotary import rotated
+
+    angles = torch.outer(torch.arange(31.0), 10000.0 ** -torch.arange(0, 1, 1 / 32))[:, None, None, :]
+    cos, sin = angles.cos(), angles.sin()
+
+    def truth(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
+        return torch.view_as_real(turned).flatten(-2)
+
+    def ours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotated(x, cos.detach(), sin.detach())
+
+    inputs = [_draw(31, 2, 4, 64, dtype=dtype), cos, sin]
+    fixed: Any = lambda x, c, s: truth(x, c.detach(), s.detach())  # noqa: E731 (the tables have no gradient)
+    compare(stage, "rotary", ours, inputs, fixed)
+
+
+def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.model.loss import linear_cross_entropy
+
+    tokens, width, vocabulary = 50 * size, 64 * size, 401 * size
+    labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(4))
+    inputs = [_draw(tokens, width, dtype=dtype), _draw(vocabulary, width, dtype=dtype, scale=width**-0.5), labels]
+
+    def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens=16 * size)
+
+    def truth(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+
+    compare(stage, "fused loss", ours, inputs, truth)
+
+
+def gate(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.moe.grouped_gemm import gate_product
+
+    inputs = [_draw(60 * size, 64 * size, dtype=dtype), _draw(16, 64 * size, dtype=dtype)]
+    # The logits are fp32 in any dtype; the gradients are rounded once.
+    compare(stage, "the gate's product", lambda h, w: gate_product(h, w, torch.float32), inputs, lambda h, w: h @ w.t())
+
+
+def embedding(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    """The engine's embedding with our gradient, whose sums of many tokens of one id are in fp32."""
+    from megatron_moe.model.build import _Lookup
+
+    rows, width, tokens = 50, 32 * size, 4000 * size
+    # One id is every second token: where each addition is rounded to bf16, its gradient is far off.
+    ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(5))
+    ids[::2] = 7
+    compare(
+        stage, "embedding", lambda w, i: _Lookup.apply(i, w), [_draw(rows, width, dtype=dtype), ids], lambda w, i: w[i]
+    )

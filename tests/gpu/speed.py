@@ -1,0 +1,377 @@
+"""Stages 7 and 8: what makes the host wait, graph capture, and how fast the layer and its operators are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.operators import error_of
+from tests.gpu.stage import Stage, milliseconds, sync
+
+BASELINES = Path(__file__).with_name("baselines")
+SLOWER = 1.10
+"""A time above this multiple of the baseline's fails; NVIDIA's own gate is 1.02 on a quiet machine of its own."""
+SYNCS_PER_STEP: int | None = None
+"""Committed number of host syncs in a step of the tiny model as torch warns of them; None: none was measured yet."""
+
+# (T, H, E, K, F): NVIDIA's two regression cases with all experts on one card, Qwen3-30B-A3B, DeepSeek-V3.
+SHAPES = {
+    "DEEPSEEK_PROXY": (4096, 7168, 32, 8, 2048),
+    "MIXTRAL_PROXY": (4096, 4096, 8, 2, 14336),
+    "Qwen3-30B-A3B": (4096, 2048, 128, 8, 768),
+    "DeepSeek-V3 E256": (4096, 7168, 256, 8, 2048),
+}
+DRY_SHAPES = {"dry": (64, 32, 8, 2, 16)}
+
+
+def layer_of(stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = True) -> Any:
+    """Return a MoE layer of these sizes with random weights, without a shared expert."""
+    import torch
+
+    from benchmarks.contestants import engine_config
+    from benchmarks.problem import Problem, Shape
+    from megatron_moe.moe.layer import MoELayer
+
+    tokens, hidden, experts, topk, width = shape
+    nothing = torch.empty(0, dtype=dtype)
+    problem = Problem(Shape(tokens, hidden, experts, topk, width, 0), *[nothing] * 7)
+    changes = {"moe_shared_expert_intermediate_size": None, "moe_router_force_load_balancing": balanced}
+    config = engine_config(problem, **changes)
+    config.moe_expert_backend = "grouped_mm"
+    layer = MoELayer(config, layer_number=1).to(stage.device).train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.02)
+    return layer
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Build the groups of one process for the block."""
+    from megatron_moe.config import schema
+    from megatron_moe.parallel import groups
+
+    groups.initialize(schema.Run())
+    try:
+        yield
+    finally:
+        groups.destroy()
+
+
+# ---- stage 7
+
+
+def waits(stage: Stage) -> None:
+    """Stage 7: no host sync in the layer of one rank, a known number in a step, and the layer as a CUDA graph."""
+    import torch
+
+    shape = DRY_SHAPES["dry"] if stage.dry else (2048, 1024, 32, 4, 512)
+    with one_rank():
+        layer = layer_of(stage, shape, torch.bfloat16, balanced=False)
+        hidden = torch.randn(shape[0], 1, shape[1], device=stage.device, dtype=torch.bfloat16, requires_grad=True)
+
+        def forward_backward() -> None:
+            layer.router.reset_counts()
+            layer(hidden)[0].sum().backward()
+
+        with stage.attempt("the layer of one rank, forward and backward, makes the host wait nowhere"):
+            forward_backward()
+            sync(stage)
+            with _no_waiting(stage):
+                forward_backward()
+            stage.holds("the layer of one rank, forward and backward, makes the host wait nowhere", True)
+        if stage.dry:
+            stage.impossible("the layer as a CUDA graph", "there is no CUDA; the same calls ran eagerly")
+        else:
+            with stage.attempt("the layer as a CUDA graph"):
+                _captured(stage, layer, shape)
+    with stage.attempt("host syncs per step"):
+        _step_waits(stage)
+
+
+@contextlib.contextmanager
+def _no_waiting(stage: Stage) -> Iterator[None]:
+    """Raise in the block where the host waits for the device: torch's own guard, or in a dry run what stands for it."""
+    import torch
+
+    if stage.dry:
+        with _no_reading():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _no_reading() -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    reads = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "unique"}
+
+    class NoReading(TorchFunctionMode):
+        """A mode in which a tensor's numbers cannot be read by the host."""
+
+        def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            name = getattr(function, "__name__", "")
+            if name in reads and args and isinstance(args[0], torch.Tensor):
+                raise RuntimeError(f"the host reads from the device: {name}")
+            return function(*args, **(kwargs or {}))
+
+    return NoReading()
+
+
+def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
+    """Capture forward and backward in a graph, replay it on other tokens, and compare with the layer called eagerly."""
+    import torch
+
+    static = torch.randn(shape[0], 1, shape[1], device=stage.device, dtype=torch.bfloat16, requires_grad=True)
+
+    def pass_() -> tuple[Any, Any]:
+        layer.router.reset_counts()
+        output = layer(static)[0]
+        (gradient,) = torch.autograd.grad(output.float().square().sum(), static)
+        return output.detach(), gradient
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            pass_()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = pass_()
+    with torch.no_grad():
+        static.copy_(torch.randn_like(static))
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [one.clone() for one in captured]
+    eager = pass_()
+    error = max(error_of(a, b) for a, b in zip(replayed, eager))
+    stage.within("the layer as a CUDA graph, replayed on other tokens", error, 1e-2)
+    times = {
+        "eager_ms": statistics.median(milliseconds(stage, lambda _: pass_(), 20)),
+        "graph_ms": statistics.median(milliseconds(stage, lambda _: graph.replay(), 20)),
+    }
+    stage.figure("time of the layer, eager and as a graph", **times)
+
+
+def _step_waits(stage: Stage) -> None:
+    import torch
+
+    if stage.dry:
+        stage.impossible("host syncs per step", "torch counts them on CUDA alone; the suite counts them on its own")
+        return
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({"bf16": True})
+    for _ in range(3):
+        trainer.step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+    said = ", ".join(f"{place} x{places.count(place)}" for place in dict.fromkeys(places))
+    if SYNCS_PER_STEP is None:
+        stage.figure("host syncs per step (no number is committed yet)", said, measured=len(places))
+    else:
+        stage.within("host syncs per step", len(places), SYNCS_PER_STEP, said)
+
+
+# ---- stage 8
+
+
+def benchmark(stage: Stage) -> None:
+    """Stage 8: times of whole layers and of their operators, against bounds that are measured in the same run."""
+    import torch
+
+    figures: dict[str, dict[str, float]] = {}
+    with one_rank():
+        bounds(stage, figures)
+        for name, shape in (DRY_SHAPES if stage.dry else SHAPES).items():
+            tokens, hidden, experts, topk, width = shape
+            needed = 2 * 3 * experts * hidden * width * 2 + 12 * tokens * topk * (hidden + 3 * width)
+            free = torch.cuda.mem_get_info()[0]
+            if needed > 0.9 * free:
+                stage.impossible(name, f"needs about {needed / 2**30:.0f} GiB, free are {free / 2**30:.0f}")
+            elif stage.left < 25 and not stage.dry:
+                stage.impossible(name, "no time is left")
+            else:
+                with stage.attempt(name):
+                    _layer_times(stage, name, shape, figures)
+                if not stage.dry:
+                    torch.cuda.empty_cache()
+        with stage.attempt("operators"):
+            first = next(iter((DRY_SHAPES if stage.dry else SHAPES).values()))
+            _operator_times(stage, first, figures)
+    _against_baseline(stage, figures)
+
+
+def bounds(stage: Stage, figures: dict[str, dict[str, float]]) -> None:
+    """Measure what no layer can beat here: a dense product, and a copy."""
+    import torch
+
+    size, length = (64, 1 << 16) if stage.dry else (8192, 1 << 28)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        a, b = (torch.randn(size, size, device=stage.device, dtype=dtype) for _ in range(2))
+        ms = statistics.median(milliseconds(stage, lambda _, a=a, b=b: torch.mm(a, b), 3 if stage.dry else 20))
+        figures[f"dense product {name}"] = {"ms": ms, "tflops": 2 * size**3 / ms / 1e9}
+    source = torch.empty(length, dtype=torch.float32, device=stage.device).normal_()
+    target = torch.empty_like(source)
+    ms = statistics.median(milliseconds(stage, lambda _: target.copy_(source), 3 if stage.dry else 20))
+    figures["copy"] = {"ms": ms, "gb_per_s": 8 * length / ms / 1e6}
+    for name, measured in figures.items():
+        stage.figure(f"bound: {name}", **measured)
+
+
+def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
+    import torch
+
+    tokens, hidden, experts, topk, width = shape
+    layer = layer_of(stage, shape, torch.bfloat16)
+    fresh = [torch.randn(tokens, 1, hidden, device=stage.device, dtype=torch.bfloat16) for _ in range(4)]
+    upper = torch.randn(tokens, 1, hidden, device=stage.device, dtype=torch.bfloat16)
+    repeats = 2 if stage.dry else 10
+
+    def forward(number: int) -> Any:
+        layer.router.reset_counts()
+        return layer(fresh[number % 4].detach().requires_grad_())[0]
+
+    def both(number: int) -> None:
+        layer.zero_grad(set_to_none=True)
+        forward(number).backward(upper)
+
+    if not stage.dry:
+        torch.cuda.reset_peak_memory_stats()
+    whole = statistics.median(milliseconds(stage, both, repeats, warmup=3))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    layer.zero_grad(set_to_none=True)
+    with torch.no_grad():  # what autograd keeps is freed at once; the kernels are the same
+        first = statistics.median(milliseconds(stage, forward, repeats))
+    tflop = 18 * tokens * topk * hidden * width / 1e12
+    dense = _dense_times(stage, shape, repeats)
+    figures[name] = {
+        "forward_ms": first,
+        "forward_backward_ms": whole,
+        "tflops": 1e3 * tflop / whole,
+        "x_dense": whole / dense,
+        "peak_gib": peak,
+    }
+    stage.figure(f"layer {name}: T{tokens} H{hidden} E{experts} top-{topk} F{width}, bf16", **figures[name])
+
+
+def _dense_times(stage: Stage, shape: tuple[int, ...], repeats: int) -> float:
+    """Return the milliseconds of the layer's six products as dense ones."""
+    import torch
+
+    from benchmarks.contestants import Bound
+    from benchmarks.problem import Problem, Shape
+
+    tokens, hidden, experts, topk, width = shape
+    like = torch.empty(0, device=stage.device, dtype=torch.bfloat16)
+    bound = Bound(Problem(Shape(tokens, hidden, experts, topk, width, 0), *[like] * 7))
+    return statistics.median(milliseconds(stage, lambda _: bound.step(), repeats))
+
+
+def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
+    """Time each operator of the layer on the first shape: its bytes by what it has to read and write once."""
+    import torch
+
+    from megatron_moe.moe.dispatch import copy_rows, inverse_permutation, sum_copies
+    from megatron_moe.moe.experts import weighted_swiglu
+    from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+
+    tokens, hidden, experts, topk, width = shape
+    rows, like = tokens * topk, {"device": stage.device, "dtype": torch.bfloat16}
+    order = torch.randperm(rows, device=stage.device)
+    source, slots = order // topk, inverse_permutation(order).view(tokens, topk)
+    offsets = (torch.arange(1, experts + 1, device=stage.device) * (rows // experts)).to(torch.int32)
+    x, copies = torch.randn(tokens, hidden, **like), torch.randn(rows, hidden, **like)
+    gate_up, probs = torch.randn(rows, 2 * width, **like).requires_grad_(), torch.rand(rows, device=stage.device)
+    weight = torch.randn(experts, 2 * width, hidden, **like)
+    upper = torch.randn(rows, width, **like)
+    activated = weighted_swiglu(gate_up, probs)
+    # Name -> (call, bytes, FLOPs).
+    calls: dict[str, tuple[Callable[[int], object], float, float]] = {
+        "copy_rows": (lambda _: copy_rows(x, source, slots), 2 * hidden * (tokens + rows), 0),
+        "sum_copies": (lambda _: sum_copies(copies, source, slots), 2 * hidden * (tokens + rows), 0),
+        "weighted SwiGLU": (lambda _: weighted_swiglu(gate_up.detach(), probs), 2 * rows * 3 * width, 0),
+        "weighted SwiGLU backward": (
+            lambda _: torch.autograd.grad(activated, gate_up, upper, retain_graph=True),
+            2 * rows * 5 * width,
+            0,
+        ),
+        "grouped product": (lambda _: grouped_linear_torch(copies, weight, offsets), 0, 4 * rows * hidden * width),
+    }
+    for name, (call, moved, flops) in calls.items():
+        ms = statistics.median(milliseconds(stage, call, 2 if stage.dry else 10))
+        measured = {"ms": ms}
+        if moved:
+            measured |= {"gb_per_s": moved / ms / 1e6, "of_copy": moved / ms / 1e6 / figures["copy"]["gb_per_s"]}
+        if flops:
+            measured |= {
+                "tflops": flops / ms / 1e9,
+                "of_dense": flops / ms / 1e9 / figures["dense product bf16"]["tflops"],
+            }
+        figures[name] = measured
+        stage.figure(f"operator {name}", **measured)
+
+
+def _against_baseline(stage: Stage, figures: dict[str, dict[str, float]]) -> None:
+    import torch
+
+    device = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(0))
+    measured = stage.folder / f"{device}.json"
+    measured.write_text(json.dumps(figures, indent=1) + "\n")
+    committed = BASELINES / measured.name
+    if not committed.exists():
+        said = f"no baseline of this device is committed: {measured} is one, for {BASELINES.name}/"
+        stage.impossible("speed against the baseline", said)
+        return
+    before = json.loads(committed.read_text())
+    for name in sorted(before.keys() & figures.keys()):
+        for key in sorted(before[name].keys() & figures[name].keys()):
+            if key.endswith("ms"):
+                stage.within(f"{name} {key} over the baseline's", figures[name][key] / before[name][key], SLOWER)
+
+
+# ---- stage 9
+
+
+def transformer_engine(stage: Stage) -> None:
+    """Stage 9: Transformer Engine's grouped product against ours, in value and in time."""
+    import torch
+
+    from benchmarks.contestants import ours
+    from benchmarks.problem import Shape, make_problem, oracle, relative_error
+    from megatron_moe import platform
+
+    why = platform.why_no_transformer_engine()
+    if why is not None:
+        stage.impossible("--moe-expert-backend te", why)
+        return
+    with stage.attempt("--moe-expert-backend te"), one_rank():
+        shape = Shape(64, 32, 8, 2, 16, 16) if stage.dry else Shape(4096, 2048, 32, 4, 768, 768)
+        problem = make_problem(shape, torch.bfloat16, stage.device)
+        truth = oracle(problem)
+        for backend in ("grouped_mm", "te"):
+            layer = ours(problem, backend)
+            layer.step()
+            errors = {key: relative_error(value, truth[key]) for key, value in layer.results().items()}
+            stage.within(f"--moe-expert-backend {backend} against fp32", max(errors.values()), 1e-2, **errors)
+            layer.clear()
+            times = milliseconds(stage, lambda _, layer=layer: layer.step(), 10)
+            stage.figure(f"--moe-expert-backend {backend}, forward and backward", ms=statistics.median(times))

@@ -1,0 +1,155 @@
+"""Stage 5: pretrain_moe.py on one device: precisions, a NaN, saves, SIGTERM, resume, and whether bits repeat."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+from tests.gpu.processes import ROOT, Child
+from tests.gpu.stage import Stage
+
+FLAGS = (
+    "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant --log-interval 1"
+)
+PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "1024"]}
+SPREAD = 1e-3
+"""Largest relative spread of a loss over five equal fp32 runs that add in any order."""
+
+
+def train(runs: list[list[str]], fault: str, at: int) -> None:
+    """Run pretrain_moe.py with each of these flags; in step `at` its gradient gets a NaN ("nan"), or the process a
+    SIGTERM ("term").
+    """
+    import torch
+
+    import megatron_moe  # noqa: F401
+    from megatron_moe.training import step as step_file
+
+    finalize, steps = step_file.finalize_model_grads, [0]
+
+    def finalize_with_fault(*arguments: Any, **options: Any) -> Any:
+        result = finalize(*arguments, **options)
+        steps[0] += 1
+        if steps[0] == at and fault == "nan":
+            weight = next(one for name, one in arguments[0][0].named_parameters() if name.endswith("router.weight"))
+            weight.main_grad.view(-1)[0] = torch.nan
+        elif steps[0] == at and fault == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    step_file.finalize_model_grads = finalize_with_fault
+    for argv in runs:
+        sys.argv = ["pretrain_moe.py", *argv]
+        try:
+            runpy.run_path(str(ROOT / "pretrain_moe.py"), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+
+
+class Training:
+    """The runs of one stage, each in a process of its own."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.number = stage, 0
+
+    def run(self, steps: int, flags: list[str], folder: str, fault: str = "", at: int = 0) -> list[dict[str, Any]]:
+        """Train up to `steps`; return the metrics of every step that this folder's runs made.
+
+        Raises:
+            RuntimeError: the run failed, or did not end in time.
+        """
+        (metrics,) = self.run_all(steps, flags, [folder], fault, at)
+        return metrics
+
+    def run_all(
+        self, steps: int, flags: list[str], folders: list[str], fault: str = "", at: int = 0
+    ) -> list[list[dict[str, Any]]]:
+        """Train once for each folder, one run after another in one process; see `run`."""
+        self.number += 1
+        places = [self.stage.folder / folder / "metrics.jsonl" for folder in folders]
+        for place in places:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        argv = [*FLAGS.split(), *flags, "--train-iters", str(steps), "--metrics-file"]
+        given = ([[*argv, str(place)] for place in places], fault, at)
+        child = Child(train, given, places[0].parent / f"run{self.number}.log", self.stage.dry, {})
+        status = child.wait(min(120.0, self.stage.left))
+        child.end()
+        if status != 0:
+            raise RuntimeError(f"status {status}: {child.last_output()}")
+        lines = [map(json.loads, place.read_text().splitlines()) for place in places]
+        return [[line for line in one if "loss" in line] for one in lines]
+
+
+def training(stage: Stage) -> None:
+    """Run stage 5."""
+    runs, steps = Training(stage), 5 if stage.dry else 20
+    for precision, flags in PRECISIONS.items():
+        with stage.attempt(f"{steps} steps in {precision}, one with a NaN"):
+            _with_a_nan(runs, steps, precision, flags)
+    with stage.attempt("interrupted and resumed"):
+        _resumed(runs, steps)
+    with stage.attempt("the spread of equal runs"):
+        _spread(runs, steps)
+
+
+def _with_a_nan(runs: Training, steps: int, precision: str, flags: list[str]) -> None:
+    stage, at = runs.stage, steps // 2
+    metrics = runs.run(steps, flags, precision, "nan", at)
+    losses = {line["iteration"]: line["loss"] for line in metrics}
+    stage.holds(
+        f"{steps} steps in {precision}: finite losses that fall",
+        sorted(losses) == list(range(1, steps + 1))
+        and all(math.isfinite(loss) for loss in losses.values())
+        and (stage.dry or losses[steps] < losses[1]),
+        str(losses),
+        first=losses.get(1),
+        last=losses.get(steps),
+    )
+    skipped = [line["iteration"] for line in metrics if line.get("skipped")]
+    # fp16 also skips the steps that its scale is too large for.
+    stage.holds(f"a NaN in {precision} is skipped, and no other step", skipped == [at] or
+                (precision == "fp16" and at in skipped), f"skipped {skipped}, not [{at}]")  # fmt: skip
+
+
+def _deterministic() -> list[str]:
+    from megatron_moe.config.schema import Run, flatten
+
+    return ["--deterministic-mode"] if "deterministic_mode" in flatten(Run()) else []
+
+
+def _resumed(runs: Training, steps: int) -> None:
+    """A run that SIGTERM ends and that goes on against one that was never interrupted."""
+    stage, middle = runs.stage, steps // 2
+    flags = ["--bf16", "--use-distributed-optimizer", *_deterministic()]
+    whole = runs.run(steps, [*flags, "--save", str(stage.folder / "whole" / "steps")], "whole")
+    saving = ["--save", str(stage.folder / "parts" / "steps"), "--load", str(stage.folder / "parts" / "steps")]
+    saving += ["--async-save", "--save-interval", "2", "--exit-signal-handler"]
+    first = runs.run(steps, [*flags, *saving], "parts", "term", middle)
+    stage.holds("SIGTERM saves and stops", first and first[-1]["iteration"] == middle, f"at {first[-1:]}, not {middle}")
+    parts = runs.run(steps, [*flags, *saving], "parts")
+    stage.holds("the resumed run goes on where it stopped", [line["iteration"] for line in parts] ==
+                list(range(1, steps + 1)), str([line["iteration"] for line in parts]))  # fmt: skip
+    keys = ("loss", "grad_norm")
+    pairs = [(a[key], b[key]) for a, b in zip(whole, parts) for key in keys]
+    apart = max(abs(a - b) / max(abs(a), 1e-30) for a, b in pairs)
+    if _deterministic():
+        stage.within("interrupted and resumed: the bits of one run (--deterministic-mode)", apart, 0.0)
+    else:
+        stage.within("interrupted and resumed: near one run", apart, SPREAD)
+    saved = sorted(path.name for path in (stage.folder / "parts" / "steps").iterdir() if path.is_dir())
+    stage.holds("background saves", len([name for name in saved if name.startswith("iter")]) >= 2, str(saved))
+
+
+def _spread(runs: Training, steps: int) -> None:
+    """Without the deterministic mode, what adding in another order does to five equal runs."""
+    stage, number = runs.stage, 2 if runs.stage.dry else 5
+    last = [one[-1]["loss"] for one in runs.run_all(steps, [], [f"equal{one}" for one in range(number)])]
+    stage.within(f"spread of {len(last)} equal runs in fp32", (max(last) - min(last)) / max(last), SPREAD,
+                 distinct=len(set(last)))  # fmt: skip
