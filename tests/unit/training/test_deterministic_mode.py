@@ -92,7 +92,7 @@ def test_all_that_compute_with_a_model_join_the_groups():
         if "build_model"
         in {getattr(node.func, "id", "") for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
     }
-    joined = {name for name, text in builders.items() if "groups.initialize(run)" in text}
+    joined = {name for name, text in builders.items() if "groups.initialize(run" in text}
     assert joined == {"training/build.py", "hf/opened.py", "apps/doctor/measure.py", "apps/audit/step.py"}
     assert set(builders) - joined == {"apps/plan/tracing.py"}  # which computes nothing
 
