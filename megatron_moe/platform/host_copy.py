@@ -16,13 +16,13 @@ class HostCopy:
     Work that is queued between the construction and `result` keeps the device busy while the host waits.
 
     Args:
-        tensor: on this process's device; without CUDA it is read where it is.
+        tensor: on this process's device; without CUDA, or on the meta device, it is taken as it is.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         self._copy = tensor
-        if has_cuda():
+        if has_cuda() and not tensor.is_meta:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()

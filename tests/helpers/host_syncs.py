@@ -263,7 +263,7 @@ def _marked(
     if name in ("to", "type") and isinstance(result, torch.Tensor) and args:
         return _moved(syncs, args, options, result)
     if name in ("tensor", "asarray") and not _on_device(options.get("device")):
-        syncs.mark_host(result)
+        syncs.mark_host(result, pinned=bool(options.get("pin_memory")))
         return result
     if name == "cpu":
         result = result.detach() if result is args[0] and not result.requires_grad else result
