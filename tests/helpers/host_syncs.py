@@ -2,7 +2,7 @@
 
     python -m tests.helpers.host_syncs FLAGS...
 
-trains with these flags (three steps unless they say otherwise), also under torchrun, and prints what rank 0 met in the
+trains with these flags (two steps unless they say otherwise), also under torchrun, and prints what rank 0 met in the
 last step: kind, times, file, line and function, in the phases of `PHASES`. The kinds:
 
     read      a number or an array is taken from the device: .item(), .tolist(), float(), if, .cpu(), .numpy()
@@ -19,11 +19,11 @@ without a device, read from files or copied from the device, and what is compute
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -356,16 +356,15 @@ def _noted(stock: Callable[..., Any], note: Callable[[], None]) -> Callable[...,
 
 DEFAULTS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr-decay-iters 3"
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2"
 ).split()
 
 
-def counts_of_step(argv: list[str]) -> Counter[Wait]:
+def counts_of_step(syncs: HostSyncs, argv: list[str]) -> Counter[Wait]:
     """Train with these flags on the pretended machine and return the waits of this rank's last step."""
-    syncs = installed()
     from megatron_moe.config import cli
     from megatron_moe.training import loop
-    from megatron_moe.training import run as training_run
+    from megatron_moe.training.run import pretrain
 
     stock = loop.StepRunner.run_next
 
@@ -375,9 +374,12 @@ def counts_of_step(argv: list[str]) -> Counter[Wait]:
             return stock(self)
 
     loop.StepRunner.run_next = run_next  # type: ignore[method-assign]
-    with cuda_on_cpu.Mode():
-        training_run.pretrain(cli.parse([*DEFAULTS, *argv]))
-    return syncs.found
+    try:
+        with cuda_on_cpu.Mode():
+            pretrain(cli.parse([*DEFAULTS, *argv]))
+    finally:
+        loop.StepRunner.run_next = stock  # type: ignore[method-assign]
+    return Counter(syncs.found)
 
 
 def table(found: Counter[Wait]) -> str:
@@ -393,11 +395,10 @@ def table(found: Counter[Wait]) -> str:
 
 def main() -> None:
     """Print the waits of a step with the flags of the command line."""
-    found = counts_of_step(sys.argv[1:])
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    found = counts_of_step(installed(), sys.argv[1:])
+    if os.environ.get("RANK", "0") == "0":
         print(table(found))
 
 
 if __name__ == "__main__":
-    Path("runs").mkdir(exist_ok=True)
     main()
