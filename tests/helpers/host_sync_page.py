@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,9 +37,13 @@ class Case:
     layers: int = MOE_LAYERS
 
 
+Counts = dict[str, list[int]]
+
 BF16 = "--bf16 --use-distributed-optimizer"
 RECOMPUTE = "--recompute-granularity selective --recompute-modules moe"
-BALANCING = "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 0.01 0.01 --moe-z-loss-coeff 0.01"
+BALANCING = (
+    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 0.01 0.01 --moe-z-loss-coeff 0.01"
+)
 EP2 = f"{BF16} --expert-model-parallel-size 2"
 CASES = (
     Case("EP 1, bf16, distributed optimizer", 1, BF16),
@@ -73,13 +78,22 @@ gradients or state is not finite. Steps that measure health, compare replicas or
 """
 
 
-def measured(ranks: int) -> dict[str, dict[str, list[int]]]:
-    """Run the cases of this many ranks; return per case and phase how many waits were not hidden, and were."""
+def measured(cases: Sequence[Case]) -> dict[str, Counts]:
+    """Run the cases, those of one rank in one process; return per case and phase the waits not hidden and hidden."""
+    found = _launched([case for case in cases if case.ranks == 1])
+    for case in cases:
+        if case.ranks > 1:  # a launch of torchrun's has one job
+            found |= _launched([case])
+    return found
+
+
+def _launched(cases: Sequence[Case]) -> dict[str, Counts]:
+    if not cases:
+        return {}
     with TemporaryDirectory() as folder:
-        out = Path(folder) / "counts.json"
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend"]
-        launch = [*launch, "c10d", "--rdzv-endpoint", "localhost:0"] if ranks > 1 else []
-        program = ["-m", "tests.helpers.host_sync_page", "--measure", str(ranks), str(out)]
+        out, ranks = Path(folder) / "counts.json", cases[0].ranks
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        program = ["-m", "tests.helpers.host_sync_page", "--measure", str(out), *(case.what for case in cases)]
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         ran = subprocess.run(
             [sys.executable, "-W", "ignore", *launch, *program],
@@ -87,37 +101,36 @@ def measured(ranks: int) -> dict[str, dict[str, list[int]]]:
             env={**os.environ, **quiet},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=120,
         )
         if not out.exists():
             raise RuntimeError(ran.stdout[-2000:] + ran.stderr[-4000:])
         return json.loads(out.read_text())
 
 
-def _measure(ranks: int, out: Path) -> None:
+def _measure(out: Path, names: Sequence[str]) -> None:
     """Run the cases in this process, one of the ranks."""
     from tests.helpers.host_syncs import PHASES, counts_of_step, installed
 
     syncs, found = installed(), {}
     for case in CASES:
-        if case.ranks != ranks:
+        if case.what not in names:
             continue
-        counts = counts_of_step(syncs, case.flags.split())
-        by_phase: dict[str, list[int]] = {phase: [0, 0] for phase in PHASES}
-        for wait, count in counts.items():
+        by_phase: Counts = {phase: [0, 0] for phase in PHASES}
+        for wait, count in counts_of_step(syncs, case.flags.split()).items():
             by_phase[wait.phase][wait.kind == "hidden"] += count
         found[case.what] = by_phase
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
 
 
-def section() -> str:
-    """Measure, and return the section."""
-    found = {**measured(1), **measured(2)}
-    return TEXT.format(rows="\n".join(_row(case, found[case.what]) for case in CASES))
+def rows(cases: Sequence[Case] = CASES) -> list[str]:
+    """Measure, and return the rows of the table."""
+    found = measured(cases)
+    return [_row(case, found[case.what]) for case in cases]
 
 
-def _row(case: Case, counts: dict[str, list[int]]) -> str:
+def _row(case: Case, counts: Counts) -> str:
     step = [sum(counts[phase][hidden] for phase in ("finalize", "step", "loop")) for hidden in (0, 1)]
     cells = [
         _cell(counts["layer"], case.micro_batches * case.layers),
@@ -141,10 +154,10 @@ def written(page: str) -> str:
 def main(argv: list[str]) -> int:
     """Write or check the section."""
     if argv[:1] == ["--measure"]:
-        _measure(int(argv[1]), Path(argv[2]))
+        _measure(Path(argv[1]), argv[2:])
         return 0
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"# GPUs\n\n{BEGIN}\n{END}\n"
-    now, before = section(), written(page)
+    now, before = TEXT.format(rows="\n".join(rows())), written(page)
     if argv == ["--check"]:
         sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), now.splitlines(True), "page", "measured"))
         return int(now != before)
