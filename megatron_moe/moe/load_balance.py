@@ -151,8 +151,8 @@ class GlobalBatch:
 class StepTokens:
     """The tokens that a router was given since the last committed or abandoned step, and their global batch.
 
-    num_tokens: on this rank, padding included; known on the host, where a captured graph's replays are not counted: what
-    the router was given is `TopKRouter.local_num_tokens`. global_batch: None until a step announces it.
+    num_tokens: on this rank, padding included; known on the host, which counts no replay of a captured graph: what the
+    router was given is `TopKRouter.local_num_tokens`. global_batch: None until a step announces it.
     """
 
     def __init__(self) -> None:

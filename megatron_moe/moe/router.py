@@ -33,7 +33,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
-    local_num_tokens is an int64 [1], the tokens without padding that were counted. All counts are on the device, and are
+    local_num_tokens is an int64 [1], the tokens without padding that were counted. All counts are on the device and are
     added to by operations on the device alone, so that a captured graph of the layer counts at each replay.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).

@@ -3,8 +3,8 @@
     python -m tests.helpers.host_sync_page            measure and write
     python -m tests.helpers.host_sync_page --check    exit 1, with the difference, where the section is not up to date
 
-Each of `CASES` is trained for two steps on the pretended machine of `tests/helpers/host_syncs.py`, and the second step's
-waits are counted on rank 0.
+Each of `CASES` is trained for two steps on the pretended machine of `tests/helpers/host_syncs.py`, and the waits of the
+second one are counted on rank 0.
 """
 
 from __future__ import annotations
@@ -63,18 +63,21 @@ CASES = (
 TEXT = """## Host synchronisation
 
 How often the host waits for the device, counted where CUDA is pretended (`tests/helpers/host_syncs.py`), in the second
-step, on rank 0. "hidden" is an event that is waited for while the device has further work. Not verified on a GPU.
+step, on rank 0. "hidden" is an event that is waited for with further work queued on the device. Not verified on a GPU.
 
 | | a MoE layer and micro-batch | rest of a micro-batch | a step | a logged step, further |
 |---|---|---|---|---|
 {rows}
 
 The waits of a step are: the counts of the routers, before expert_bias moves (finalize_model_grads); the hash of
-expert_bias, hidden, on one rank of a stage; the sums that all ranks decide by, before anything changes. Token counts and
-the check that none is lost are on the device, so that a captured graph of a dropless layer at EP 1 counts at each
-replay; tokens beyond 2^24 in one step are refused by the host from shapes alone, which sees no replay. A recomputed layer
-at EP > 1 waits for its splits once more. fp16 waits once more where the loss scale changes, and any step once more where a sum over
-gradients or state is not finite. Steps that measure health, compare replicas or save wait for more.
+expert_bias, hidden, on one rank of a stage; the sums that all ranks decide by, before anything changes. fp16 waits once
+more where the loss scale changes, and any step where a sum over gradients or state is not finite. Steps that measure
+health, compare replicas or save wait for more.
+
+A layer at EP > 1 copies its splits to pinned memory while the rows to send are gathered. With a capacity or ETP these
+rows depend on the splits, and a recomputed layer copies them once more. Token counts are on the device, so that a
+captured graph of a dropless layer at EP 1 counts at each replay. The limit of 2^24 tokens in one step on one rank is
+checked by the host from shapes, and so not at a replay.
 """
 
 

@@ -9,7 +9,7 @@ last step: kind, times, file, line and function, in the phases of `PHASES`. The 
     shape     the size of a result depends on data: nonzero, indexing by a mask, unique, bincount, repeat_interleave
     upload    host data goes to the device from memory that is not pinned, or not with non_blocking
     wait      a device, a stream or a barrier is waited for
-    hidden    an event is waited for, which leaves the device the work that was queued behind it
+    hidden    an event is waited for, while the device has work that was queued behind it; a `wait` if it has none
     object    a collective of Python objects, each several of the above
 
 All tensors are in the CPU's memory. Which of them would be the host's is followed from where they are made: those made
@@ -70,6 +70,7 @@ class HostSyncs:
     def __init__(self) -> None:
         self.found: Counter[Wait] = Counter()
         self.on = False
+        self.calls = 0  # of functions of torch
         self._arriving: list[torch.Tensor] = []  # pinned memory that a copy was queued to, and no event waited for
 
     @contextlib.contextmanager
@@ -108,8 +109,9 @@ class HostSyncs:
         elif self.is_host(target):
             self._arriving.append(target)
 
-    def waited(self) -> None:
-        """Remember that an event was waited for."""
+    def waited(self, event: Any) -> None:
+        """Count the wait for an event, by which copies have arrived."""
+        self.add("hidden" if self.calls > event.calls else "wait", "Event.synchronize")
         self._arriving.clear()
 
     def require_arrived(self, tensor: torch.Tensor) -> None:
@@ -185,6 +187,7 @@ def mode_of(syncs: HostSyncs) -> type[cuda_on_cpu.Mode]:
                 return DEVICE if _on_device(args[0]) else super().__torch_function__(function, types, args, kwargs)
             if function == torch.Tensor.device.__get__:
                 return function(*args) if syncs.is_host(args[0]) or args[0].is_meta else DEVICE
+            syncs.calls += 1
             inputs = list(_tensors((*args, *options.values())))
             _count(syncs, function, args, options, inputs)
             result = super().__torch_function__(function, types, args, kwargs)
@@ -297,7 +300,8 @@ def installed() -> HostSyncs:
     cuda_on_cpu.install()
     _replace(torch.cuda, "synchronize", lambda *_: syncs.add("wait", "cuda.synchronize"))
     _replace(cuda_on_cpu._Stream, "synchronize", lambda *_: syncs.add("wait", "Stream.synchronize"))
-    _replace(cuda_on_cpu._Event, "synchronize", lambda *_: (syncs.add("hidden", "Event.synchronize"), syncs.waited()))
+    _replace(cuda_on_cpu._Event, "record", lambda event, *_: setattr(event, "calls", syncs.calls))
+    _replace(cuda_on_cpu._Event, "synchronize", lambda event: syncs.waited(event))
     for name in OBJECTS:
         stock = getattr(dist, name)
         _replace(dist, name, _noted(stock, lambda name=name: syncs.add("object", name)))
