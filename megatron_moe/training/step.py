@@ -148,13 +148,8 @@ def train_step(
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
     """
     snapshot = _prepare(model, optimizer)
-    micro_batches = partial(
-        run_micro_batches,
-        num_micro_batches=num_micro_batches,
-        micro_batch_size=micro_batch_size,
-        seq_length=seq_length,
-        pg_collection=pg_collection,
-    )
+    sizes = dict(num_micro_batches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    micro_batches = partial(run_micro_batches, **sizes, pg_collection=pg_collection)
     backward = _forward_and_backward(model, batches, micro_batches, probe)
     if before_update is not None:
         before_update()
@@ -164,8 +159,7 @@ def train_step(
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = own.over_all_ranks()
     if not sums.decided:
-        own = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True))
-        sums = own.over_all_ranks()
+        sums = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
     grad_norm, used_scale = sums.grad_norm, sums.loss_scale
     if sums.committed:
         _commit(model, optimizer, scheduler, grad_norm)
