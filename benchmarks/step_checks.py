@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
@@ -58,10 +59,10 @@ def measure(hidden_size: int, steps: int, bf16: bool) -> dict[str, Any]:
     )
     seconds, look, calls = _Seconds(), step.all_finite, 0
 
-    def every_other_step(tensors: Any) -> bool:
+    def every_other_step(tensors: Any, exactly: bool = False) -> Tensor:
         nonlocal calls
         calls += 1
-        return look(tensors) if (calls - 1) // LOOKS_PER_STEP % 2 else True
+        return look(tensors, exactly) if (calls - 1) // LOOKS_PER_STEP % 2 else torch.tensor(True)
 
     step.all_finite = every_other_step
     try:

@@ -123,6 +123,9 @@ def _layout(run: Run) -> dict[str, Any]:
         # neighbours are the same rank, and the training is silently wrong. Single sends and receives are right.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
+        # The device is waited for after each batch of messages by default, for torch before 2.0. Waiting for a message
+        # is done by the stream that reads it.
+        "batch_p2p_sync": False,
         "variable_seq_lengths": False,
         # Frees an activation once it is passed to the send. gloo may still read it then, if no one waits for the send,
         # and the next stage silently gets other numbers. On CUDA the memory is not reused before the send has run.

@@ -25,6 +25,7 @@ from megatron_moe.config.registry import DISPATCHERS
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from megatron_moe.platform.host_copy import HostCopy
 
 # Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
 # index tables: `source` has the row that each copy comes from, `slots` the positions of a row's copies. Copying is a
@@ -135,7 +136,7 @@ class Dispatcher(ABC):
         return decision.expert_ids.masked_fill(~decision.kept, self.num_experts)
 
     def rows_here(self, ends: Tensor) -> int:
-        """Return the number of rows for this rank's experts, which synchronises with the host. ends: [e]."""
+        """Return the number of rows for this rank's experts, which the host waits for. ends: [e]."""
         return int(ends[-1])
 
     @abstractmethod
@@ -211,16 +212,20 @@ class AllToAllDispatcher(Dispatcher):
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts, group=group)
-        rows_to_ep, recv_splits = self.splits(counts, received_counts)
-        send_splits = [n for n in rows_to_ep for _ in range(etp)]
-
+        copied = HostCopy(torch.cat([counts.sum(dim=1), received_counts.sum(dim=1)]))
+        rows_to_ep: list[int] = []
+        if self.sends_by_splits:
+            rows_to_ep, recv_splits = self.splits(copied)
         if self.drops:
             order, inverse = _first_rows(order, inverse, sum(rows_to_ep))
         pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
         leaving = copy_rows(hidden, sent.source, sent.slots, partial=self.drops)
-        arrived = all_to_all_rows(leaving, send_splits, recv_splits, group)
         weights = copy_rows(decision.probs.flatten(), pairs, slots, partial=self.drops)
+        if not self.sends_by_splits:  # the device gathers the rows above while the host waits
+            rows_to_ep, recv_splits = self.splits(copied)
+        send_splits = [n for n in rows_to_ep for _ in range(etp)]
+        arrived = all_to_all_rows(leaving, send_splits, recv_splits, group)
         arrived_weights = all_to_all_rows(weights, send_splits, recv_splits, group)
 
         local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
@@ -236,12 +241,15 @@ class AllToAllDispatcher(Dispatcher):
             plan,
         )
 
-    def splits(self, counts: Tensor, received_counts: Tensor) -> tuple[list[int], list[int]]:
-        """Return the rows for each EP rank and from each rank of the group, which synchronises with the host.
+    @property
+    def sends_by_splits(self) -> bool:
+        """Whether which rows leave depends on the splits: on the number kept, or on where a rank's rows are copied."""
+        return self.drops or self.groups.etp_size > 1
 
-        counts: [EP, e], rows for each expert. received_counts: [ranks, e], rows from each rank for each local expert.
-        """
-        return counts.sum(dim=1).tolist(), received_counts.sum(dim=1).tolist()
+    def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
+        """Return the rows for each EP rank and from each rank of the group; the host waits for their copy."""
+        rows = copied.result().tolist()
+        return rows[: self.groups.ep_size], rows[self.groups.ep_size :]
 
     def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
         leaving = copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))

@@ -151,16 +151,15 @@ class GlobalBatch:
 class StepTokens:
     """The tokens that a router was given since the last committed or abandoned step, and their global batch.
 
-    num_tokens: on this rank, padding included; known on the host. num_valid: tokens without padding, a tensor if there
-    was padding, which is not counted on the host. global_batch: None until a step announces it.
+    num_tokens: on this rank, padding included; known on the host, which counts no replay of a captured graph: what the
+    router was given is `TopKRouter.local_num_tokens`. global_batch: None until a step announces it.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.num_valid: int | Tensor = 0
         self.global_batch: GlobalBatch | None = None
 
-    def add(self, num_tokens: int, is_padding: Tensor | None, where: str) -> None:
+    def add(self, num_tokens: int, where: str) -> None:
         """Count a micro-batch of `num_tokens` tokens; `where` names the layer for the message.
 
         Raises:
@@ -173,7 +172,6 @@ class StepTokens:
                 f"{EXACT_FP32_INTEGER}. Use a smaller --global-batch-size or more data-parallel ranks."
             )
         self.num_tokens += num_tokens
-        self.num_valid += num_tokens if is_padding is None else (~is_padding).sum()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
+    local_num_tokens is an int64 [1], the tokens without padding that were counted. All counts are on the device and are
+    added to by operations on the device alone, so that a captured graph of the layer counts at each replay.
+
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
 
@@ -75,6 +78,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.register_buffer("local_tokens_per_expert", zeros.clone(), persistent=False)
         dropped = None if options.capacity_factor is None else zeros.clone()
         self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
+        self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.perturb = (
             Jitter(options.input_jitter_eps, options.router_dtype) if options.input_jitter_eps else _unchanged
         )
@@ -163,6 +167,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.local_tokens_per_expert.zero_()
         if self.local_dropped_per_expert is not None:
             self.local_dropped_per_expert.zero_()
+        self.local_num_tokens.zero_()
         self.step = StepTokens()
         if self.aux_losses is not None:
             self.aux_losses.reset()
@@ -170,7 +175,8 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count the micro-batch, and attach its auxiliary losses to the decision."""
         num_tokens, is_padding = routed.decision.expert_ids.shape[0], routed.micro_batch.is_padding
-        self.step.add(num_tokens, is_padding, where=f"layer {self.layer_number}")
+        self.step.add(num_tokens, where=f"layer {self.layer_number}")
+        self.local_num_tokens += num_tokens if is_padding is None else (~is_padding).sum()
         demand = demand_of(routed)
         self._add_counts(demand.sum(dim=0), routed.decision)
         if self.aux_losses is None:

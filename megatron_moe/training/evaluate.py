@@ -55,7 +55,7 @@ def evaluate(
             micro_batch_size=micro_batch_size,
             forward_only=True,
         )
-        loss_sum, tokens = sum_over_ranks(*local_loss(losses, pg_collection))
+        loss_sum, tokens = sum_over_ranks(local_loss(losses, pg_collection))
     loss = loss_sum / tokens if tokens else float("nan")
     return EvalRecord(iteration, split, loss, int(tokens), time.perf_counter() - begin)
 

@@ -105,7 +105,7 @@ def _global_counts(found: list[TopKRouter]) -> tuple[list[Tensor], list[Tensor],
                 raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
     kept = [router.local_tokens_per_expert for router in found]
     dropped = [torch.zeros_like(k) if (d := r.local_dropped_per_expert) is None else d for r, k in zip(found, kept)]
-    tokens = [torch.as_tensor(router.step.num_valid, device=k.device).view(1) for router, k in zip(found, kept)]
+    tokens = [router.local_num_tokens for router in found]
     local = torch.cat([tensor.to(torch.int64) for tensor in (*kept, *dropped, *tokens)])
     group = found[0].groups.tp_dp_cp
     if group.size() > 1:

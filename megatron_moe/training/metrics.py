@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,16 +25,7 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> 
 
     aux_losses are means over the layers that have the loss.
     """
-    local = [
-        (layer, counts.tolist(), None if bias is None else float(bias.abs().max()), _floats(losses), _list(dropped))
-        for layer, counts, bias, losses, dropped in zip(
-            update.layer_numbers,
-            update.tokens_per_expert,
-            update.expert_bias,
-            update.aux_losses,
-            update.dropped_per_expert,
-        )
-    ]
+    local = _layer_loads(update)
     layers = local
     if pg_collection.pp.size() > 1:
         gathered: list[Any] = [None] * pg_collection.pp.size()
@@ -54,12 +46,34 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> 
     )
 
 
-def _list(counts: torch.Tensor | None) -> list[int] | None:
-    return None if counts is None else counts.tolist()
+LayerLoad = tuple[int, list[int], float | None, dict[str, float], list[int] | None]
+"""Of a layer: number, tokens per expert, largest bias, auxiliary losses, dropped choices per expert."""
 
 
-def _floats(losses: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in losses.items()}
+def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
+    """Return the load of each layer of this rank, with one read from the device."""
+    pieces: list[torch.Tensor] = []
+    for counts, bias, losses, dropped in zip(
+        update.tokens_per_expert, update.expert_bias, update.aux_losses, update.dropped_per_expert
+    ):
+        pieces += [counts, *([] if bias is None else [bias.abs().max()]), *losses.values()]
+        pieces += [] if dropped is None else [dropped]
+    if not pieces:
+        return []
+    # fp64 has every count up to 2^53.
+    numbers = iter(torch.cat([piece.double().flatten() for piece in pieces]).tolist())
+
+    def whole(like: torch.Tensor) -> list[int]:
+        return [int(number) for number in islice(numbers, like.numel())]
+
+    layers: list[LayerLoad] = []
+    for layer, counts, bias, losses, dropped in zip(
+        update.layer_numbers, update.tokens_per_expert, update.expert_bias, update.aux_losses, update.dropped_per_expert
+    ):
+        load, largest = whole(counts), None if bias is None else next(numbers)
+        values = {name: next(numbers) for name in losses}
+        layers.append((layer, load, largest, values, None if dropped is None else whole(dropped)))
+    return layers
 
 
 class Meter:

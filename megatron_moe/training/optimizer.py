@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
 
@@ -88,6 +89,7 @@ class SharedLossScale:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
+        self._floor = float(getattr(scaler, "min_scale", math.inf))
 
     @property
     def scale(self) -> torch.Tensor:
@@ -99,10 +101,9 @@ class SharedLossScale:
         """Its reciprocal, fp32 [1]."""
         return self._scaler.inv_scale
 
-    @property
-    def can_fall(self) -> bool:
-        """Whether overflows make the scale smaller: not a constant one, and not below its floor."""
-        return float(self._scaler.scale) > float(getattr(self._scaler, "min_scale", math.inf))
+    def can_fall(self, scale: float) -> bool:
+        """Return whether overflows make this scale smaller: not a constant one, and not below its floor."""
+        return scale > self._floor
 
     def update(self, found_inf: bool) -> None:
         """Ignore the call: each engine optimizer makes it before all ranks have agreed on the step."""
@@ -171,12 +172,78 @@ def named_moments_and_masters(
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every element is finite; as a rule, each is read once, to be summed."""
+def all_finite(tensors: Iterable[Tensor], exactly: bool = False) -> Tensor:
+    """Return whether every element is finite, a bool on the device.
+
+    Each element is read once, to be summed. A sum of finite numbers may overflow: what is not finite by its sum has to
+    be looked at again, element by element.
+
+    Args:
+        exactly: whether to look at each element.
+    """
     found = list(tensors)
-    total = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum() if found else torch.zeros(())
-    # A sum of finite numbers may overflow.
-    return math.isfinite(float(total)) or all(bool(tensor.isfinite().all()) for tensor in found)
+    if not found:
+        return torch.ones((), dtype=torch.bool, device=platform.device())
+    if exactly:
+        return torch.stack([tensor.isfinite().all() for tensor in found]).all()
+    return torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum().isfinite()
+
+
+@torch.no_grad()
+def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
+    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale.
+
+    It does what the engine's `prepare_grads` does, which reads from the device whether each part has overflown.
+
+    Returns:
+        How many parts of this rank have fp16 gradients that are not finite, fp32, on the device.
+    """
+    overflows = torch.zeros((), dtype=torch.float32, device=platform.device())
+    if shared_loss_scale(optimizer) is None:
+        optimizer.prepare_grads()
+        return overflows
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        part._copy_model_grads_to_main_grads()
+        part.found_inf.zero_()
+        gradients = part._collect_main_grad_data_for_unscaling()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, part.found_inf, part.grad_scaler.inv_scale)
+        overflows += part.found_inf.squeeze()
+    return overflows
+
+
+@torch.no_grad()
+def grad_norm_squares(optimizer: MegatronOptimizer) -> Tensor:
+    """Return the squared norms of the parts' gradients, fp32 [N]; `joint_norm` makes one of them. Collective.
+
+    The gradients and groups are those of the engine's `get_grad_norm`, which reads from the device once per gradient
+    where neither Transformer Engine nor apex is installed, and once per part where one is.
+    """
+    sets = [[part] for part in parts(optimizer)]
+    if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
+        sets = [parts(optimizer)]
+    squares = []
+    for members in sets:
+        gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
+        square = torch.zeros(1, dtype=torch.float32, device=platform.device())
+        if gradients:
+            square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
+        torch.distributed.all_reduce(square, group=members[0].get_grad_stats_parallel_group())
+        squares.append(square)
+    return torch.cat(squares)
+
+
+def _gradients_of_norm(part: Any) -> list[Tensor]:
+    # The second engine release has another name for it.
+    gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+    return gradients()
+
+
+def joint_norm(squares: Sequence[float]) -> float:
+    """Return the norm of all gradients from the squares of the parts' norms, rounded as the engine's."""
+    norms = [square**0.5 for square in squares]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
 
 @torch.no_grad()

@@ -6,20 +6,19 @@
    whether the step is sound.
 2. `_forward_and_backward` has the engine's schedule run the micro-batches (`run_micro_batches`). At its end the
    schedule calls `finalize_model_grads`, which reduces the gradients over ranks and moves expert_bias.
-3. `_unscaled_grad_norm` copies the gradients into the optimizer's fp32 ones, divided by the loss scale, and takes their
+3. `_unscaled_gradients` copies the gradients into the optimizer's fp32 ones, divided by the loss scale, and takes their
    norm. Nothing but gradients and routers has changed so far.
-4. `_own_sums` collects this rank's numbers of the step; one all-reduce adds them up over all ranks (`StepSums`), so
-   that all of them decide alike.
+4. `_own_sums` collects this rank's numbers of the step on the device; one all-reduce adds them up over all ranks, and
+   the host reads them at once (`StepSums`), so that all of them decide alike.
 5. A sound step is applied (`_commit`); any other one is taken back by the snapshot.
 6. `_update_loss_scale` moves fp16's loss scale, and a `StepResult` says what happened.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,20 +34,25 @@ from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
+from megatron_moe.platform.host_copy import HostCopy
 from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import prepare_global_batch
 from megatron_moe.training.optimizer import (
     all_finite,
     clip_gradients,
+    grad_norm_squares,
     learning_rate,
     main_gradients,
     moments_and_masters,
+    prepare_gradients,
     shared_loss_scale,
 )
 from megatron_moe.training.step_sums import (
     Model,
+    OwnSums,
     StepSums,
+    copied_biases,
     local_bias_words,
     local_loss,
     local_mtp_sums,
@@ -144,27 +148,24 @@ def train_step(
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
     """
     snapshot = _prepare(model, optimizer)
-    micro_batches = partial(
-        run_micro_batches,
-        num_micro_batches=num_micro_batches,
-        micro_batch_size=micro_batch_size,
-        seq_length=seq_length,
-        pg_collection=pg_collection,
-    )
+    sizes = dict(num_micro_batches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    micro_batches = partial(run_micro_batches, **sizes, pg_collection=pg_collection)
     backward = _forward_and_backward(model, batches, micro_batches, probe)
     if before_update is not None:
         before_update()
-    used_lr, used_scale = learning_rate(optimizer), float(optimizer.get_loss_scale().item())
-    grad_norm = _unscaled_grad_norm(optimizer, probe)
-    own = _own_sums(model, optimizer, batches[0], backward, grad_norm, snapshot, pg_collection)
+    used_lr = learning_rate(optimizer)
+    biases = copied_biases(backward.router_update, pg_collection)
+    gradients = _unscaled_gradients(optimizer, probe)
+    own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = own.over_all_ranks()
+    if not sums.decided:
+        sums = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
+    grad_norm, used_scale = sums.grad_norm, sums.loss_scale
     if sums.committed:
         _commit(model, optimizer, scheduler, grad_norm)
     else:
         snapshot.restore()
-    overflow = _update_loss_scale(optimizer, sums)
-    scale = shared_loss_scale(optimizer)
-    next_scale = used_scale if scale is None else float(scale.scale.item())
+    overflow, next_scale = _update_loss_scale(optimizer, sums)
     return StepResult(
         committed=sums.committed,
         loss=sums.loss,
@@ -212,19 +213,24 @@ def _forward_and_backward(
     return BackwardResult(losses, updates[0])
 
 
-def _unscaled_grad_norm(optimizer: MegatronOptimizer, probe: StepProbe | None) -> float:
-    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale, and return their joint norm.
+@dataclass(frozen=True)
+class GradientSums:
+    """The results of `prepare_gradients` and `grad_norm_squares`, on the device."""
 
-    Collective over all ranks. NaN after an overflow of fp16 on any rank.
+    overflows: Tensor
+    norm_squares: Tensor
+
+
+def _unscaled_gradients(optimizer: MegatronOptimizer, probe: StepProbe | None) -> GradientSums:
+    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale, and measure their norm.
+
+    Collective over all ranks. Nothing is read from the device, but for a probe.
     """
-    overflow = optimizer.prepare_grads()  # main gradients in fp32, divided by the loss scale
-    if shared_loss_scale(optimizer) is not None:
-        # The engine asks the ranks that share parts of one model; replicas may differ, and have to go one way.
-        overflow = sum_over_ranks(float(overflow))[0] > 0
-    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
-    if probe is not None and not overflow:
+    overflows = prepare_gradients(optimizer)
+    squares = grad_norm_squares(optimizer)
+    if probe is not None and sum_over_ranks(overflows.view(1))[0] == 0:
         probe.see_gradients(optimizer)
-    return grad_norm
+    return GradientSums(overflows, squares)
 
 
 def _own_sums(
@@ -232,23 +238,35 @@ def _own_sums(
     optimizer: MegatronOptimizer,
     batches: Iterator[Batch],
     backward: BackwardResult,
-    grad_norm: float,
+    gradients: GradientSums,
+    biases: HostCopy | None,
     snapshot: RouterSnapshot,
     pg_collection: ProcessGroupCollection,
-) -> StepSums:
+) -> OwnSums:
     """Return what this rank contributes to the decision about the step."""
-    loss_sum, tokens = local_loss(backward.losses, pg_collection)
-    gradients_finite = math.isfinite(grad_norm) and all_finite(main_gradients(optimizer))
-    state_finite = all_finite((*moments_and_masters(optimizer), *snapshot.biases))
-    return StepSums(
-        loss_sum=loss_sum,
-        tokens=tokens,
-        non_finite_ranks=float(not gradients_finite),
-        damaged_ranks=float(not state_finite),
+    own = OwnSums(
+        loss=local_loss(backward.losses, pg_collection),
+        **_all_finite(optimizer, gradients, snapshot),
+        overflows=gradients.overflows,
+        mtp_sums=local_mtp_sums(model, pg_collection),
         sample_words=batches.take_sample_words() if isinstance(batches, BatchIterator) else NOTHING,
-        bias_words=local_bias_words(backward.router_update, pg_collection),
-        mtp_sums=tuple(local_mtp_sums(model, pg_collection)),
+        bias_words=NOTHING,
+        grad_norm_squares=gradients.norm_squares,
+        loss_scale=optimizer.get_loss_scale(),
     )
+    # The device has all of the above to do while the host waits for expert_bias.
+    return replace(own, bias_words=local_bias_words(backward.router_update, biases))
+
+
+def _all_finite(
+    optimizer: MegatronOptimizer, gradients: GradientSums, snapshot: RouterSnapshot, exactly: bool = False
+) -> dict[str, Tensor]:
+    """Return whether gradients and state of this rank are finite; see `all_finite`."""
+    norm_finite = (gradients.overflows == 0) & gradients.norm_squares.isfinite().all()
+    return {
+        "gradients_finite": norm_finite & all_finite(main_gradients(optimizer), exactly),
+        "state_finite": all_finite((*moments_and_masters(optimizer), *snapshot.biases), exactly),
+    }
 
 
 def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float) -> None:
@@ -259,15 +277,20 @@ def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerPara
     scheduler.step(increment=1)
 
 
-def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> bool:
-    """Count the step for fp16's loss scale; return whether it was an overflow that a smaller scale answers."""
+def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> tuple[bool, float]:
+    """Count the step for fp16's loss scale.
+
+    Returns:
+        Whether it was an overflow that a smaller scale answers, and the scale of the next step.
+    """
     scale = shared_loss_scale(optimizer)
     if scale is None:
-        return False
-    overflow = sums.overflowed and scale.can_fall
+        return False, sums.loss_scale
+    overflow, used = sums.overflowed and scale.can_fall(sums.loss_scale), scale.scale
     if not sums.empty:
         scale.commit(found_inf=not sums.committed)
-    return overflow
+    # The engine replaces the tensor where it changes the scale: there alone it has to be read.
+    return overflow, sums.loss_scale if scale.scale is used else float(scale.scale)
 
 
 def run_micro_batches(

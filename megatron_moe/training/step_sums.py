@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,14 +13,16 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, added, words_of
+from megatron_moe.platform.host_copy import HostCopy, on_device
 from megatron_moe.training.finalize_model_grads import RouterUpdate
+from megatron_moe.training.optimizer import joint_norm
 
 Model = Sequence[torch.nn.Module]
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """The numbers that ranks add up to decide about a step: one rank's own, or the sums after `over_all_ranks`."""
+    """The numbers that all ranks decide by about a step: their sums (`OwnSums.over_all_ranks`) and what they share."""
 
     loss_sum: float
     """The sum of the losses of all tokens in nats; not finite where that of any rank is not."""
@@ -38,16 +38,17 @@ class StepSums:
     """The hash of expert_bias, in two words."""
     mtp_sums: tuple[float, ...]
     """The loss sum and the number of targets of each depth of multi-token prediction in turn."""
+    overflows: float
+    """Parts of fp16 gradients that are not finite, over all ranks."""
+    grad_norm: float
+    """The joint norm of all gradients; NaN after an overflow of fp16 on any rank."""
+    loss_scale: float
+    """The loss scale of the step."""
 
-    def over_all_ranks(self) -> StepSums:
-        """Return the sums over all ranks. Collective over all ranks: one all-reduce of all fields."""
-        own = {name: value if isinstance(value, tuple) else (value,) for name, value in vars(self).items()}
-        sums = iter(sum_over_ranks(*itertools.chain.from_iterable(own.values())))
-        added_up: dict[str, Any] = {}
-        for name, numbers in own.items():
-            total = tuple(itertools.islice(sums, len(numbers)))
-            added_up[name] = total if isinstance(getattr(self, name), tuple) else total[0]
-        return StepSums(**added_up)
+    @property
+    def decided(self) -> bool:
+        """Whether nothing is in doubt: a sum of finite numbers, by which the first look goes, may overflow."""
+        return self.damaged_ranks == 0 and (self.non_finite_ranks == 0 or self.overflows > 0)
 
     @property
     def sound(self) -> bool:
@@ -81,30 +82,83 @@ class StepSums:
         return tuple(total / count if count else math.nan for total, count in by_depth)
 
 
-def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> tuple[float, float]:
+@dataclass(frozen=True)
+class OwnSums:
+    """What one rank contributes to `StepSums`: tensors on the device, and the words of hashes from the host."""
+
+    loss: Tensor
+    """[2] fp64, see `local_loss`."""
+    gradients_finite: Tensor
+    state_finite: Tensor
+    overflows: Tensor
+    mtp_sums: Tensor
+    sample_words: tuple[float, float]
+    bias_words: tuple[float, float]
+    grad_norm_squares: Tensor
+    """[N] fp32, summed already over the ranks that share them."""
+    loss_scale: Tensor
+    """[1] fp32, the same on every rank."""
+
+    def over_all_ranks(self) -> StepSums:
+        """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
+        flags = torch.stack([~self.gradients_finite, ~self.state_finite]).double()
+        words = on_device((*self.sample_words, *self.bias_words), torch.float64)
+        added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
+        shared = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
+        numbers = sum_over_ranks(added, shared)
+        loss_sum, tokens, non_finite, damaged, *words_found = numbers[:8]
+        mtp = numbers[9 : len(added)]
+        loss_scale, *squares = numbers[len(added) :]
+        return StepSums(
+            loss_sum=loss_sum,
+            tokens=tokens,
+            non_finite_ranks=non_finite,
+            damaged_ranks=damaged,
+            sample_words=tuple(words_found[:2]),
+            bias_words=tuple(words_found[2:]),
+            mtp_sums=tuple(mtp),
+            overflows=numbers[8],
+            grad_norm=math.nan if numbers[8] > 0 else joint_norm(squares),
+            loss_scale=loss_scale,
+        )
+
+
+def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroupCollection) -> Tensor:
     """Return loss sum and token count of this rank's micro-batches (under context parallelism of its part of them).
 
     They are counted by one TP rank of the last stage; the others return zeros, or NaN where their loss is not finite.
 
     Args:
         losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
+
+    Returns:
+        [2] fp64 on the device.
     """
+    nothing = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if not losses:
-        return 0.0, 0.0
+        return nothing
     total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
     if pg_collection.tp.rank() != 0:  # a copy of the first one's, but for a fault
-        return 0.0 if math.isfinite(total[0]) else math.nan, 0.0
-    return float(total[0]), float(total[1])
+        nothing[0] = torch.where(total[0].isfinite(), 0.0, math.nan)
+        return nothing
+    return total
 
 
-def local_bias_words(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> tuple[float, float]:
-    """Return the hash of the `expert_bias` of this stage's layers, counted by one rank of the stage."""
-    biases = [(n, bias) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
+def copied_biases(update: RouterUpdate, pg_collection: ProcessGroupCollection) -> HostCopy | None:
+    """Start one copy to the host of the `expert_bias` of all layers, on the one rank of the stage that hashes them."""
+    biases = [bias for bias in update.expert_bias if bias is not None]
     if not biases or pg_collection.tp.rank() or pg_collection.dp_cp.rank():
+        return None
+    return HostCopy(torch.cat(biases))
+
+
+def local_bias_words(update: RouterUpdate, copied: HostCopy | None) -> tuple[float, float]:
+    """Return the hash of the `expert_bias` of this stage's layers. copied: of `copied_biases`, which is waited for."""
+    if copied is None:
         return NOTHING
-    sizes = [len(bias) for _, bias in biases]
-    on_host = torch.cat([bias for _, bias in biases]).cpu().split(sizes)  # one copy from the device for all layers
-    return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(biases, on_host))
+    layers = [(n, len(bias)) for n, bias in zip(update.layer_numbers, update.expert_bias) if bias is not None]
+    on_host = copied.result().split([size for _, size in layers])
+    return added(words_of(number, bias.numpy().tobytes()) for (number, _), bias in zip(layers, on_host))
 
 
 def take_further_losses(model: Model) -> Tensor | None:
@@ -117,16 +171,22 @@ def take_further_losses(model: Model) -> Tensor | None:
     return get_attr_wrapped_model(model[-1], "take_further_losses")()
 
 
-def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> list[float]:
+def local_mtp_sums(model: Model, pg_collection: ProcessGroupCollection) -> Tensor:
     """Return loss sum and targets of each depth in turn, equally many numbers on every rank, counted as the loss is."""
     taken = take_further_losses(model)
     if taken is None or pg_collection.tp.rank() != 0:
-        return [0.0, 0.0] * (get_model_config(model[-1]).mtp_num_layers or 0)
-    return taken.flatten().tolist()
+        depths = get_model_config(model[-1]).mtp_num_layers or 0
+        return torch.zeros(2 * depths, dtype=torch.float64, device=platform.device())
+    return taken.flatten()
 
 
-def sum_over_ranks(*values: float) -> list[float]:
-    """Return each value's sum over all ranks, in fp64; a NaN on any rank makes the sum NaN."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
-    torch.distributed.all_reduce(tensor)
-    return tensor.tolist()
+def sum_over_ranks(values: Tensor, shared: Tensor | None = None) -> list[float]:
+    """Return each value's sum over all ranks, in fp64; a NaN on any rank makes the sum NaN. One read from the device.
+
+    Args:
+        values: [N] on the device.
+        shared: [M] fp64, numbers that are read along, as they are.
+    """
+    total = values.to(torch.float64, copy=True)
+    torch.distributed.all_reduce(total)
+    return (total if shared is None else torch.cat([total, shared])).tolist()

@@ -274,16 +274,16 @@ def _close_slowly(seconds: float) -> None:
     Reporter.close = slow  # type: ignore[method-assign]
 
 
-def _odd_sum(kind: str, real: Callable[..., list[float]], *values: float) -> list[float]:
+def _odd_sum(kind: str, real: Callable[..., list[float]], values: Any, *shared: Any) -> list[float]:
     import torch
 
     Path("fault_began").write_text(str(time.time()))
     if kind == "skipped":
-        return list(values)
+        return torch.cat([values, *shared]).tolist()
     if kind == "wrong shape":
-        return real(*values, *values)[: len(values)]
+        return real(torch.cat([values, values]), *shared)[len(values) :]
     torch.distributed.barrier()
-    return real(*values)
+    return real(values, *shared)
 
 
 def main(argv: list[str]) -> int:

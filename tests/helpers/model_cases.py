@@ -85,7 +85,7 @@ def forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-    loss_sum, count = sum_over_ranks(*local_loss(losses, pg_collection))
+    loss_sum, count = sum_over_ranks(local_loss(losses, pg_collection))
     return loss_sum / count
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_moe import Float16Module
 from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER, GlobalBatch
@@ -120,6 +121,17 @@ def test_a_count_that_could_be_rounded_is_refused() -> None:
     r.step.num_tokens = EXACT_FP32_INTEGER - 5
     with pytest.raises(OverflowError, match="--global-batch-size"):
         r.route(tokens())
+
+
+@pytest.mark.claim("A replay of the router's recorded operations counts its tokens again, without the host.")
+def test_a_replay_of_the_recorded_operations_counts_again() -> None:
+    r = router()
+    replay = make_fx(lambda hidden: r.route(hidden).probs)(tokens())
+    r.reset_counts()
+    r.route(tokens())
+    counts = r.local_tokens_per_expert.clone()
+    replay(tokens())
+    assert r.local_num_tokens.item() == 20 and torch.equal(r.local_tokens_per_expert, 2 * counts)
 
 
 def test_float16_module_keeps_bias_and_counts_bit_for_bit() -> None:

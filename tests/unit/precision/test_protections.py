@@ -361,7 +361,7 @@ def bias_after_close_counts(exact: bool) -> list[float]:
     with torch.no_grad():
         router.expert_bias.zero_()
         router.local_tokens_per_expert.copy_(torch.tensor([257.0, 256, 256, 256, 256, 256, 256, 255]))
-    router.step.num_valid = 2048 // router.options.topk
+    router.local_num_tokens.fill_(2048 // router.options.topk)
     counts, conservation = file._global_counts, file._require_conservation
     if not exact:
         rounded = router.local_tokens_per_expert.bfloat16().to(torch.int64)
