@@ -108,11 +108,13 @@ class ExpertInput:
     """The input of the experts of this rank.
 
     rows: [R, H], grouped by local expert. probs: [R] fp32. offsets: [e] int32, the end of each expert's rows.
+    host_offsets: the offsets in the host's memory, where they are there anyway, for a backend that reads them.
     """
 
     rows: Tensor
     probs: Tensor
     offsets: Tensor
+    host_offsets: Tensor | None = None
 
 
 class Dispatcher(ABC):
@@ -212,7 +214,8 @@ class AllToAllDispatcher(Dispatcher):
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts, group=group)
-        copied = HostCopy(torch.cat([counts.sum(dim=1), received_counts.sum(dim=1)]))
+        ends_here = received_counts.sum(dim=0).cumsum(dim=0)
+        copied = HostCopy(torch.cat([counts.sum(dim=1), received_counts.sum(dim=1), ends_here]))
         rows_to_ep: list[int] = []
         if self.sends_by_splits:
             rows_to_ep, recv_splits = self.splits(copied)
@@ -237,6 +240,7 @@ class AllToAllDispatcher(Dispatcher):
                 copy_rows(arrived, into_experts, back.unsqueeze(1)),
                 copy_rows(arrived_weights, into_experts, back.unsqueeze(1)),
                 ends.to(torch.int32),
+                copied.result()[-self.num_local_experts :],
             ),
             plan,
         )
@@ -248,7 +252,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
         """Return the rows for each EP rank and from each rank of the group; the host waits for their copy."""
-        rows = copied.result().tolist()
+        rows = copied.result()[: -self.num_local_experts].tolist()
         return rows[: self.groups.ep_size], rows[self.groups.ep_size :]
 
     def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:

@@ -179,7 +179,7 @@ class GroupedExperts(LocalExperts):
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         if self.offsets_on_host:
-            offsets = offsets.cpu()
+            offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
         gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
 
         def down(hidden: Tensor) -> Tensor:

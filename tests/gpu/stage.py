@@ -31,7 +31,7 @@ class Stage:
     """
 
     def __init__(self, notes: Path, folder: Path, dry: bool, seconds: float) -> None:
-        self.folder, self.dry = folder, dry
+        self.notes, self.folder, self.dry = notes, folder, dry
         self._file = open(notes, "a", encoding="utf-8")  # noqa: SIM115 (it is open as long as the process is there)
         self._end = time.monotonic() + seconds
 

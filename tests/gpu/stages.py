@@ -37,7 +37,7 @@ STAGES = (
     ),
     Plan(7, "host syncs and graphs", 30, "speed:waits", "torch's own count of syncs, capture and replay of a graph"),
     Plan(8, "benchmark", 120, "speed:benchmark", "any speed, any memory: its times are those of a CPU at toy sizes"),
-    Plan(9, "Transformer Engine", 40, "speed:transformer_engine", "Transformer Engine, unless it is installed"),
+    Plan(9, "Transformer Engine", 40, "speed:transformer_engine", "Transformer Engine's kernels: a stub's"),
     Plan(10, "memcheck", 40, "sanitizer:memcheck", "memory errors in kernels"),
 )
 DRY_SECONDS = 240

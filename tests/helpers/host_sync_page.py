@@ -54,6 +54,7 @@ CASES = (
     Case("EP 1, `loop` backend", 1, "--bf16 --moe-expert-backend loop"),
     Case("EP 2", 2, EP2, 2),
     Case("EP 2, `moe` recomputed", 2, f"{EP2} {RECOMPUTE}", 2),
+    Case("EP 2, `loop` backend", 2, f"{EP2} --moe-expert-backend loop", 2),
     Case("EP 2, capacity", 2, f"{EP2} --moe-expert-capacity-factor 1.0", 2),
     Case("EP 2, all-gather", 2, f"{EP2} --moe-token-dispatcher-type allgather", 2),
     Case("PP 2, first stage", 2, f"{BF16} --pipeline-model-parallel-size 2", layers=1),

@@ -307,12 +307,9 @@ def installed() -> HostSyncs:
         _replace(dist, name, _noted(stock, lambda name=name: syncs.add("object", name)))
     _replace(dist, "barrier", _noted(dist.barrier, lambda: syncs.add("wait", "barrier")))
     _replace(torch.utils.data.DataLoader, "__iter__", _pinning(torch.utils.data.DataLoader.__iter__, syncs))
-    from_numpy, pin = torch.from_numpy, torch.Tensor.pin_memory
-
-    def marked_from_numpy(array: Any) -> torch.Tensor:
-        tensor = from_numpy(array)
-        syncs.mark_host(tensor)
-        return tensor
+    pin = torch.Tensor.pin_memory
+    for name in ("from_numpy", "get_rng_state"):  # of a CUDA generator too
+        _replace(torch, name, _of_host(getattr(torch, name), syncs))
 
     def pinned(self: torch.Tensor, *_: Any) -> torch.Tensor:
         tensor = pin(self).detach()
@@ -327,9 +324,20 @@ def installed() -> HostSyncs:
             syncs.mark_device(tensor)
         return self
 
-    torch.from_numpy, torch.Tensor.pin_memory = marked_from_numpy, pinned  # type: ignore[assignment,method-assign]
+    torch.Tensor.pin_memory = pinned  # type: ignore[method-assign]
     torch.Tensor.cuda, torch.nn.Module.cuda = tensor_cuda, module_cuda  # type: ignore[assignment,method-assign]
     return syncs
+
+
+def _of_host(stock: Callable[..., torch.Tensor], syncs: HostSyncs) -> Callable[..., torch.Tensor]:
+    """Return a function of torch whose result is in the host's memory."""
+
+    def marked(*args: Any) -> torch.Tensor:
+        tensor = stock(*args)
+        syncs.mark_host(tensor)
+        return tensor
+
+    return marked
 
 
 def _pinning(stock: Callable[..., Any], syncs: HostSyncs) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def test_a_dry_run_of_all_stages_is_green_and_says_what_it_does_not_show(tmp_pat
         assert all(check["reason"] for check in stage["checks"] if check["status"] == "not possible here")
     # A stage that found nothing to check would be green too.
     passed = {one["number"]: sum(c["status"] == "pass" for c in one["checks"]) for one in found["stages"]}
-    assert passed.pop(9) == 0 and passed[3] > 40 and passed[2] > 15 and passed[6] >= 6
+    assert passed[9] >= 4 and passed[3] > 40 and passed[2] > 15 and passed[6] >= 6
     assert all(number >= 1 for number in passed.values()), passed
     page = (tmp_path / "report.html").read_text()
     assert "What this dry run does not show" in page and "http" not in page.replace("https:", "http:")
