@@ -17,7 +17,7 @@ Condition = Callable[[Run], bool]
 
 # Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run
 
-SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16", "int64": "int64"}
 NONE = "-"
 MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
 OWN = "{own}"
@@ -180,6 +180,7 @@ _DROPPED = replace(
     note="as the token counts, next to them",
     when=lambda run: run.moe.moe_expert_capacity_factor is not None,
 )
+_TOKENS = TensorClass("counted tokens", "int64", "int64", "int64", "int64", note="of a layer; 0 between steps")
 _BIAS = TensorClass(
     "expert_bias",
     "fp32",
@@ -199,7 +200,12 @@ TOP_K_ROUTER = ModelPart(
         TensorClass("router probs", ROUTER, ROUTER, ROUTER),
         TensorClass("auxiliary losses", ROUTER, ROUTER, ROUTER, "fp64"),
     ),
-    state={"local_tokens_per_expert": _COUNTS, "local_dropped_per_expert": _DROPPED, "expert_bias": _BIAS},
+    state={
+        "local_tokens_per_expert": _COUNTS,
+        "local_dropped_per_expert": _DROPPED,
+        "local_num_tokens": _TOKENS,
+        "expert_bias": _BIAS,
+    },
     emits=lambda run, kept: ROUTER,
 )
 

@@ -83,6 +83,8 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
     of_number = {name: name for name in names}
     for entry in dump.get("entries", ()):
         name, about = (str(value) for value in entry["process_group"])
+        if names.get(name, (name, about))[1] != about:
+            continue  # of an earlier group, of which this one has the name
         of_number[str(entry["pg_id"])] = name
         names[name] = (name, about)
         if not entry["is_p2p"]:

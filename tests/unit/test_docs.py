@@ -42,6 +42,12 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text_of(page)):
+        assert re.search(rf"^ *def {name}\(", text_of(ROOT / path), re.MULTILINE), (path, name)
+
+
 def test_every_name_in_the_journey_stands_in_its_file() -> None:
     found = NAMED.findall(text_of(ROOT / "docs" / "journey.md"))
     assert len(found) > 10

@@ -93,8 +93,8 @@ def test_the_buffers_of_the_built_model_are_the_declared_fp32_state(model, one_p
 
 
 def test_the_router_owns_the_state_that_is_declared():
-    declared = {name for part in every_part() for name in part.state}
-    assert declared == set(TopKRouter.fp32_state)
+    declared = {name: tensor.stored for part in every_part() for name, tensor in part.state.items()}
+    assert declared == {**dict.fromkeys(TopKRouter.fp32_state, "fp32"), "local_num_tokens": "int64"}
 
 
 @pytest.mark.parametrize(
