@@ -72,7 +72,8 @@ def test_a_refusal_is_known_as_one():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_the_program_that_started_them(number, tmp_path):
     code = (
-        "import signal\nfrom megatron_moe.io.local_ranks import LocalRanks\nfrom tests.unit.io.rank_functions import act\n"
+        "import signal\nfrom megatron_moe.io.local_ranks import LocalRanks\n"
+        "from tests.unit.io.rank_functions import act\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not\n"
         "with LocalRanks(act, 2, seconds=60.0) as ranks:\n"
         "    ranks.call({'act': 'sum'})\n"
