@@ -118,16 +118,10 @@ def _with_a_nan(runs: Training, steps: int, precision: str, flags: list[str]) ->
                 (precision == "fp16" and at in skipped), f"skipped {skipped}, not [{at}]")  # fmt: skip
 
 
-def _deterministic() -> list[str]:
-    from megatron_moe.config.schema import Run, flatten
-
-    return ["--deterministic-mode"] if "deterministic_mode" in flatten(Run()) else []
-
-
 def _resumed(runs: Training, steps: int) -> None:
     """A run that SIGTERM ends and that goes on against one that was never interrupted."""
     stage, middle = runs.stage, steps // 2
-    flags = ["--bf16", "--use-distributed-optimizer", *_deterministic()]
+    flags = ["--bf16", "--use-distributed-optimizer", "--deterministic-mode"]
     whole = runs.run(steps, [*flags, "--save", str(stage.folder / "whole" / "steps")], "whole")
     saving = ["--save", str(stage.folder / "parts" / "steps"), "--load", str(stage.folder / "parts" / "steps")]
     saving += ["--async-save", "--save-interval", "2", "--exit-signal-handler"]
@@ -139,10 +133,7 @@ def _resumed(runs: Training, steps: int) -> None:
     keys = ("loss", "grad_norm")
     pairs = [(a[key], b[key]) for a, b in zip(whole, parts) for key in keys]
     apart = max(abs(a - b) / max(abs(a), 1e-30) for a, b in pairs)
-    if _deterministic():
-        stage.within("interrupted and resumed: the bits of one run (--deterministic-mode)", apart, 0.0)
-    else:
-        stage.within("interrupted and resumed: near one run", apart, SPREAD)
+    stage.within("interrupted and resumed: the bits of one run (--deterministic-mode)", apart, 0.0)
     saved = sorted(path.name for path in (stage.folder / "parts" / "steps").iterdir() if path.is_dir())
     stage.holds("background saves", len([name for name in saved if name.startswith("iter")]) >= 2, str(saved))
 
