@@ -81,21 +81,20 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
         str(config["name"]): (str(config["name"]), str(config["desc"])) for config in dump["pg_config"].values()
     }
     of_number = {name: name for name in names}
-    for entry in dump.get("entries", ()):
+    for entry in dump.get("entries", ()):  # from the oldest on: a group may have the name of an earlier one
         name, about = (str(value) for value in entry["process_group"])
-        if names.get(name, (name, about))[1] != about:
-            continue  # of an earlier group, of which this one has the name
         of_number[str(entry["pg_id"])] = name
         names[name] = (name, about)
-        if not entry["is_p2p"]:
+    for entry in dump.get("entries", ()):
+        name, about = (str(value) for value in entry["process_group"])
+        if not entry["is_p2p"] and names[name][1] == about:
             entries.setdefault(name, {})[int(entry["collective_seq_id"])] = entry
     status = {of_number.get(str(number), str(number)): value for number, value in dump["pg_status"].items()}
     found = []
     for name in sorted(entries.keys() | status.keys()):
         own, state = entries.get(name, {}), status.get(name, {})
         begun = max([int(state.get("last_enqueued_collective", 0)), *own])
-        ended = int(state["last_completed_collective"]) if "last_completed_collective" in state else _ended(own)
-        ended = None if ended is None else max(ended, 0)
+        ended = _ended(own, state.get("last_completed_collective"))
         ranks = _ranks_of(dump["pg_config"].get(name, {}).get("ranks", "[]"))
         if begun <= 0 or len(ranks) == 1:
             continue
@@ -105,11 +104,15 @@ def progress(dump: Mapping[str, Any]) -> tuple[GroupProgress, ...]:
     return tuple(found)
 
 
-def _ended(entries: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """Return the last collective that has ended, where only the entries themselves say so."""
-    if not entries:
-        return None
-    return max((number for number, entry in entries.items() if entry["state"] == "completed"), default=min(entries) - 1)
+def _ended(entries: Mapping[int, Mapping[str, Any]], last: str | int | None) -> int | None:
+    """Return the last collective that has ended: by the group's own number, and by what the entries say.
+
+    torch's threads may write the number out of order. None where neither is known.
+    """
+    completed = [number for number, entry in entries.items() if entry["state"] == "completed"]
+    if last is not None:
+        return max([int(last), 0, *completed])
+    return max(completed, default=min(entries) - 1) if entries else None
 
 
 def _ranks_of(value: str | Sequence[int]) -> tuple[int, ...]:

@@ -69,6 +69,13 @@ def test_a_ranks_record_is_read():
     # With the recorder off there are numbers alone.
     off = dump((WORLD, 37, 36), entries=[], pg_status={"0": {"last_enqueued_collective": 37}})
     assert progress(off) == (GroupProgress("0", "default_pg", (0, 1, 2, 3), 37, None, None),)
+    # The number of the last one that has ended may be behind what is known of each.
+    behind_itself = dump((WORLD, 37, 37))
+    behind_itself["pg_status"]["0"]["last_completed_collective"] = "36"
+    assert progress(behind_itself)[0].ended == 37
+    # An earlier group of the same name has come further.
+    record["entries"][:0] = [entry(("0", "of an earlier run"), 1000)]
+    assert progress(record)[0].begun == 37
     # Nothing has ended yet, and one that has been lost from the ring.
     assert progress(dump((WORLD, 2, -1)))[0].ended == 0
     assert progress(dump((WORLD, 40, 30)))[0].open is None
