@@ -75,7 +75,7 @@ def plants() -> list[Plant]:
 
 def copied(folder: Path, plant: Plant | None) -> Path:
     """A copy of package and tests, the error in it; byte code comes along, so that a start takes no longer."""
-    for name in ("megatron_moe", "tests", "tools"):
+    for name in ("megatron_moe", "tests", "tools", "docs"):
         shutil.copytree(ROOT / name, folder / name)
     for name in ("pretrain_moe.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
