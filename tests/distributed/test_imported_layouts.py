@@ -13,6 +13,7 @@ import torch
 from megatron_moe.parallel.sequence import in_order
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models
+from tests.helpers.errors import largest, worst
 
 ALL = tuple(tiny_models.CASES)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -184,13 +185,13 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
         name: float((gradients[name] - value).norm()) / max(float(value.norm()), floor)
         for name, value in expected.gradients.items()
     }
-    worst = max(errors, key=errors.__getitem__)
+    which = worst(errors)
     return Difference(
         float((logits[:, : tiny_models.VOCABULARY] - expected.logits.flatten(0, 1)).abs().max()),
-        max(abs(rank["loss"] - expected.loss) for rank in ranks),
+        largest(abs(rank["loss"] - expected.loss) for rank in ranks),
         others,
-        errors[worst],
-        worst,
+        errors[which],
+        which,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tests.gpu.processes import RanksFailed, run_ranks
 from tests.gpu.ranks import measure_layouts
 from tests.gpu.stage import FAIL, PASS, Stage
+from tests.helpers.errors import worst
 
 GRADIENT_BOUND = 1e-5
 """Of the first step in fp32, per parameter: nothing has been divided by a small second moment yet."""
@@ -73,8 +74,8 @@ def on_device(stage: Stage) -> None:
             name: float((gradient - got.tensors["gradient, step 1"][name]).norm() / gradient.norm().clamp_min(1e-30))
             for name, gradient in oracle.tensors["gradient, step 1"].items()
         }
-        worst = max(errors, key=lambda name: errors[name])
-        stage.within("gradient of each parameter, step 1, fp32", errors[worst], GRADIENT_BOUND, worst)
+        which = worst(errors)
+        stage.within("gradient of each parameter, step 1, fp32", errors[which], GRADIENT_BOUND, which)
         _record(stage, "tiny model in fp32 against the CPU", got, oracle, FP32)
     if stage.dry:
         # Samples without a close choice are searched among a thousand, on a CPU; how long that takes was not measured.
@@ -111,7 +112,7 @@ def _layer(stage: Stage, dtype: Any, bound: float) -> None:
             errors = {key: relative_error(value.cpu(), truth[key]) for key, value in layer.results().items()}
         finally:
             groups.destroy()
-        stage.within(name, max(errors.values()), bound, max(errors, key=lambda key: errors[key]), **errors)
+        stage.within(name, errors[worst(errors)], bound, worst(errors), **errors)
 
 
 def _equal_logits(stage: Stage) -> None:

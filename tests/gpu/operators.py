@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gpu.stage import Stage
+from tests.helpers.errors import worst
 
 Operator = Callable[..., Tensor]
 ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
@@ -68,9 +69,8 @@ def compare(
             if theirs.is_floating_point() and theirs.grad is not None:
                 got = torch.zeros_like(mine) if mine.grad is None else mine.grad
                 errors[f"gradient {number}"] = error_of(got.cpu(), theirs.grad)
-        worst = max(errors.values(), key=lambda error: float("inf") if error != error else error)
         allowed = ROUNDINGS[dtype] if bound is None else bound
-        stage.within(f"{name}, {NAMES[dtype]}", worst, allowed, **errors)
+        stage.within(f"{name}, {NAMES[dtype]}", errors[worst(errors)], allowed, **errors)
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

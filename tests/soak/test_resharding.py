@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import reshard_cases as cases
+from tests.helpers.errors import largest
 
 PAIRS = list(itertools.product(cases.LAYOUTS, repeat=2))
 
@@ -48,7 +49,7 @@ def test_every_pair_of_layouts(
         found = cases.compared(source / "iter_0000002", target / "iter_0000002")
         found += cases.next_step_differs(sources[first], record, to_the_bit=first == second, fp32=mode == "fp32")
         one, other = (float.fromhex(r["loss_hex"]) for r in (sources[first], record))
-        furthest = max(furthest, abs(one - other) / one)
+        furthest = largest((furthest, abs(one - other) / one))
         if found:
             wrong.append(f"{first} to {second}: {found}")
     figure(f"R5 pairs, {mode}", trials=len(chosen), failures=len(wrong), furthest_next_loss=furthest)

@@ -87,6 +87,23 @@ machine.dies, machine.hangs, machine.ends = dies, hangs, ends
 """
 
 
+GRADIENT_OF_NAN = """
+import benchmarks.problem as problem
+right = problem.relative_error
+asked = []
+def last_is_nan(result, truth):
+    asked.append(result)
+    return float("nan") if len(asked) % 3 == 0 else right(result, truth)
+problem.relative_error = last_is_nan
+"""
+
+
+def test_a_gradient_of_nan_behind_right_ones_fails_its_stage(tmp_path):
+    status, said, found = dry_run(tmp_path, "--only", "4", module="layouts", code=GRADIENT_OF_NAN)
+    failed = {check["name"] for check in found["stages"][0]["checks"] if check["status"] == "fail"}
+    assert status == 1 and {name.partition(",")[0] for name in failed} == {"MoE layer"} and len(failed) == 2, said
+
+
 def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(tmp_path):
     began = time.monotonic()
     status, said, found = dry_run(tmp_path, module="machine", code=STAGES_THAT_BREAK)

@@ -10,6 +10,7 @@ from megatron_moe.model import context_parallel
 from megatron_moe.model.context_parallel import attend_chunks, chunk_gradients
 from megatron_moe.model.rotary import Rotary
 from megatron_moe.parallel.sequence import by_rank, context_parallel_slice, holder, in_order
+from tests.helpers.errors import largest
 from tests.unit.model.test_attention import WIDTHS, inputs, reference, relative_error
 
 SCALE = 0.3
@@ -45,7 +46,7 @@ def worst_error(widths, dtype, size):
     grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted.backward(grad.double())
     found = over_ranks(*ours, grad, size)
-    return max(relative_error(got, want) for got, want in zip(found, (wanted, *(tensor.grad for tensor in theirs))))
+    return largest(relative_error(got, want) for got, want in zip(found, (wanted, *(tensor.grad for tensor in theirs))))
 
 
 @pytest.mark.claim("Context-parallel attention has the outputs and gradients of the whole sequence.")
