@@ -27,9 +27,10 @@ COPY tests tests
 
 # The image's own constraints keep its torch, numpy and Transformer Engine; ours would replace them. The last step ends
 # the build if pip has replaced or removed one of them nevertheless.
-RUN python docker/image_libraries.py record /tmp/image_libraries.json \
+RUN python docker/image_libraries.py record before.json \
     && pip install --no-cache-dir --no-build-isolation --editable '.[dev]' \
-    && python docker/image_libraries.py compare /tmp/image_libraries.json \
+    && python docker/image_libraries.py compare before.json \
+    && rm before.json \
     && python -c "import megatron_moe"
 
 # Checkpoints and logs of a container belong to this user on the host: docker run --user "$(id -u)" for another.

@@ -21,13 +21,10 @@ FLAGS = (
 )
 
 
-def trained(
-    program: list[str], folder: Path, iterations: int, flags: str = FLAGS, **environment: str
-) -> tuple[str, list[dict[str, Any]]]:
-    """Run the program up to this iteration; return what it printed, and the metrics of all steps so far."""
-    command = [sys.executable, "-W", "ignore", *program, *flags.split(), "--train-iters", str(iterations)]
+def printed(program: list[str], folder: Path, **environment: str) -> str:
+    """Run a program in `folder`; return what it printed. It has to succeed."""
     ran = subprocess.run(
-        [*command, "--metrics-file", "metrics.jsonl"],
+        [sys.executable, "-W", "ignore", *program],
         cwd=folder,
         env={**rank_environment(), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -35,8 +32,17 @@ def trained(
         timeout=120,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def trained(
+    program: list[str], folder: Path, iterations: int, flags: str = FLAGS, **environment: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run the program up to this iteration; return what it printed, and the metrics of all steps so far."""
+    command = [*program, *flags.split(), "--train-iters", str(iterations), "--metrics-file", "metrics.jsonl"]
+    output = printed(command, folder, **environment)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return ran.stdout, [step for step in map(json.loads, lines) if "loss" in step]
+    return output, [step for step in map(json.loads, lines) if "loss" in step]
 
 
 @pytest.mark.claim("A run started on a CPU goes on with CUDA, and the other way round.")
@@ -78,16 +84,7 @@ def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they
 def verified(folder: Path, *flags: str) -> str:
     """Replay the recorded steps as the one rank of a launched world; return the last line."""
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", *VERIFY, "steps", *flags],
-        cwd=folder,
-        env={**rank_environment(), "PYTHONPATH": str(ROOT), **launched},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout.splitlines()[-1]
+    return printed([*VERIFY, "steps", *flags], folder, **launched).splitlines()[-1]
 
 
 @pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,11 +83,20 @@ def _number(cell: str) -> int | None:
         return None
 
 
-def gpu_clocks(place: Place) -> Finding:
+def _of_gpus(judge: Callable[[list[Gpu]], Finding]) -> Callable[[Place], Finding]:
+    """Make a check of what judges the node's GPUs; where nvidia-smi reports none, its finding says why."""
+
+    @functools.wraps(judge)
+    def look(place: Place) -> Finding:
+        found = gpus()
+        return found if isinstance(found, Finding) else judge(found)
+
+    return look
+
+
+@_of_gpus
+def gpu_clocks(found: list[Gpu]) -> Finding:
     """Check that no GPU is slowed down, and that all may reach the same clock."""
-    found = gpus()
-    if isinstance(found, Finding):
-        return found
     slowed = {gpu.number: [word for bit, word in _SLOWED.items() if (gpu.throttled or 0) & bit] for gpu in found}
     if any(slowed.values()):
         text = "; ".join(f"GPU {index}: {', '.join(words)}" for index, words in slowed.items() if words)
@@ -97,11 +108,9 @@ def gpu_clocks(place: Place) -> Finding:
     return Finding(PASS, f"{len(found)} GPUs, none slowed down, up to {max(clocks, default=0)} MHz")
 
 
-def gpu_temperature(place: Place) -> Finding:
+@_of_gpus
+def gpu_temperature(found: list[Gpu]) -> Finding:
     """Check that the GPUs are cool enough before the work begins."""
-    found = gpus()
-    if isinstance(found, Finding):
-        return found
     known = [(gpu.temperature, gpu.number) for gpu in found if gpu.temperature is not None]
     if not known:
         return Finding(IMPOSSIBLE, "nvidia-smi reports no temperature")
@@ -113,11 +122,9 @@ def gpu_temperature(place: Place) -> Finding:
     return Finding(PASS, text, figures=figures)
 
 
-def gpu_memory_errors(place: Place) -> Finding:
+@_of_gpus
+def gpu_memory_errors(found: list[Gpu]) -> Finding:
     """Check that no GPU has had an uncorrected memory error since the driver was loaded."""
-    found = gpus()
-    if isinstance(found, Finding):
-        return found
     wrong = [f"GPU {gpu.number}: {gpu.uncorrected}" for gpu in found if gpu.uncorrected]
     if wrong:
         return Finding(FAIL, f"uncorrected memory errors: {', '.join(wrong)}", "reset these GPUs, or replace them")
@@ -126,11 +133,9 @@ def gpu_memory_errors(place: Place) -> Finding:
     return Finding(PASS, "no uncorrected memory error")
 
 
-def gpu_in_use(place: Place) -> Finding:
+@_of_gpus
+def gpu_in_use(found: list[Gpu]) -> Finding:
     """Check that no other process has memory of the GPUs; what this tool's own ranks took is little."""
-    found = gpus()
-    if isinstance(found, Finding):
-        return found
     used = [f"GPU {gpu.number}: {gpu.used_mib} MiB" for gpu in found if (gpu.used_mib or 0) > _USED_MIB]
     if used:
         return Finding(WARN, f"memory is in use: {', '.join(used)}", "end what runs there: see nvidia-smi")
