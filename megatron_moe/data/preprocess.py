@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -134,6 +134,12 @@ class DatasetWriter:
         Path(sidecar_path(self.aside)).write_text(sidecar.to_json(), encoding="utf-8")
         return sidecar
 
+    def close(self) -> None:
+        """Close the file of tokens, which `finish` has done unless an error came first: it is thrown away then."""
+        if "builder" in vars(self):
+            with suppress(OSError):  # of a full disk, which the error before it has named
+                self.builder.data_file.close()
+
     def renames(self) -> list[tuple[Path, Path]]:
         """Return each file with its place; the index is last, for a dataset without one does not open."""
         return [(Path(self.aside + suffix), Path(self.prefix + suffix)) for suffix in (".bin", ".json", ".idx")]
@@ -155,14 +161,13 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     if options.train_tokenizer:
         _train_tokenizer(options, files)
     tokenizer = _tokenizer(options)
-    units = work_units(files)
+    units, dtype = work_units(files), token_dtype(tokenizer.vocab_size)
     folder = os.path.dirname(os.path.abspath(options.output_prefix))
     os.makedirs(folder, exist_ok=True)
     aside = tempfile.mkdtemp(prefix=f".{os.path.basename(options.output_prefix)}-", dir=folder)
     started = time.monotonic()
+    writers = [DatasetWriter(prefix, os.path.join(aside, str(i)), dtype) for i, prefix in enumerate(prefixes)]
     try:
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = [DatasetWriter(prefix, os.path.join(aside, str(i)), dtype) for i, prefix in enumerate(prefixes)]
         with closing(encode_units(options, units)) as encoded:
             _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
         sidecars = {writer.prefix: writer.finish(tokenizer, options.append_eod) for writer in writers}
@@ -170,6 +175,8 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         older = [Path(writer.prefix + suffix) for writer in writers for suffix in (".idx", ".json")]
         publish_files([rename for writer in writers for rename in writer.renames()], older)
     finally:
+        for writer in writers:
+            writer.close()
         shutil.rmtree(aside, ignore_errors=True)
     if show_progress:
         _print_summary(sidecars, sum(unit.num_bytes for unit in units), time.monotonic() - started)

@@ -144,6 +144,8 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         run([str(tmp_path / "good.jsonl"), str(source)], tmp_path / "new" / "out", workers=workers)
     assert words in str(caught.value)
     assert list((tmp_path / "new").iterdir()) == []
+    still_open = {os.path.realpath(number) for number in Path("/proc/self/fd").iterdir()}
+    assert not [file for file in still_open if file.startswith(str(tmp_path))]
 
 
 def test_invalid_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:

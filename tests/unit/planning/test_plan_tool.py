@@ -22,7 +22,9 @@ def test_text_and_json_agree(tmp_path, capsys, recwarn):
     words = f"{TINY} --world-size 2 --expert-model-parallel-size 2 --json {path}"
     assert cli.main(words.split()) == 0
     text, plan = capsys.readouterr().out, json.loads(path.read_text())
-    assert [str(warning.message) for warning in recwarn if "megatron" in warning.filename] == []
+    # Not of files that something else left open, which are told wherever they are found.
+    warned = [one for one in recwarn if "megatron" in one.filename and one.category is not ResourceWarning]
+    assert [str(one.message) for one in warned] == []
     assert {"total_params", "active_params", "max_memory_gib", "ranks"} <= set(plan)
     assert f"{plan['total_params']:,}" in text
     assert [rank["ranks"] for rank in plan["ranks"]] == [[0, 1]]
