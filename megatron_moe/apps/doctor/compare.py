@@ -237,7 +237,13 @@ def factor_text(got: Tensor, wanted: Tensor) -> str:
     if float(got.abs().max()) == 0.0:
         return "all zeros"
     scale = factor(got, wanted)
-    return f"{scale:.4g} times the oracle's" if scale is not None and abs(scale - 1) > 1e-3 else ""
+    return f"{times(scale)} the oracle's" if scale is not None and abs(scale - 1) > 1e-3 else ""
+
+
+def times(scale: float) -> str:
+    """Return words for a factor: the power of two that it is to 0.1 per cent, as a loss's scale is, or three digits."""
+    power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale) if scale else scale
+    return f"{power:g} times" if math.isclose(scale, power, rel_tol=1e-3) else f"{scale:.3g} times"
 
 
 # Patterns in a set of differences.
@@ -324,10 +330,10 @@ def _gradients(here: list[LayoutDifference], got: AssembledModel, wanted: Assemb
     scales = {name: factor(mine[name].double(), theirs[name].double()) for name in names if name in mine}
     shared = _shared(list(scales.values()))
     if names == set(theirs) and shared is not None:
-        yield f"every gradient is {shared:.4g} times the oracle's: the loss's scale, or what gradients are divided by"
+        yield f"every gradient is {times(shared)} the oracle's: the loss's scale, or what gradients are divided by"
     elif names == experts and experts:
-        times = f" and {shared:.4g} times the oracle's" if shared is not None else ""
-        yield f"the gradients of all routed experts are off{times}, no other: expert data parallelism, or its scale"
+        multiple = f" and {times(shared)} the oracle's" if shared is not None else ""
+        yield f"the gradients of all routed experts are off{multiple}, no other: expert data parallelism, or its scale"
     elif names == routers:
         yield "only router weights are off: their sum over TP (the sequence_parallel mark), or an auxiliary loss"
     elif got.cut_over_tp and not names & got.cut_over_tp and not names & experts:
@@ -355,8 +361,9 @@ def _square(tensor: Tensor) -> float:
 
 
 def _shared(scales: list[float | None]) -> float | None:
-    """Return the factor that all have in common, to one per cent; None where there is none."""
-    known = [scale for scale in scales if scale is not None]
+    """Return the middle one of factors that agree to one per cent; None where they do not, or one is no factor."""
+    known = sorted(scale for scale in scales if scale is not None)
     if not known or len(known) < len(scales):
         return None
-    return known[0] if all(math.isclose(scale, known[0], rel_tol=0.01) for scale in known) else None
+    middle = known[len(known) // 2]
+    return middle if all(math.isclose(scale, middle, rel_tol=0.01) for scale in known) else None

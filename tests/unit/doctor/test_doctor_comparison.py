@@ -175,6 +175,18 @@ def test_a_pattern_of_gradients_is_said(oracle, scaled, by, said):
     assert found == [] if said is None else any(said in one for one in found)
 
 
+@pytest.mark.parametrize(("by", "said"), [(2048.0, "2048 times"), (3.0, "3 times"), (1000.0, "1e+03 times")])
+@pytest.mark.parametrize("noisy", [EXPERTS, DENSE, WHOLE, ROUTER])
+def test_a_scale_is_named_whichever_tensor_was_rounded(oracle, noisy, by, said):
+    got = assemble(two_ranks())
+    for name in (EXPERTS, DENSE, WHOLE, ROUTER):
+        got.tensors["gradient, step 1"][name] *= by * (1.0005 if name == noisy else 1.0)
+    comparison = compare(got, oracle)
+    assert f"every gradient is {said} the oracle's" in matching_patterns(got, oracle, comparison)[0]
+    details = {one.name: one.detail for one in comparison.differences if one.quantity == "gradient, step 1"}
+    assert details == dict.fromkeys((EXPERTS, DENSE, WHOLE, ROUTER), f"{said} the oracle's")
+
+
 def test_a_norm_alone_is_traced_to_the_experts(oracle):
     gradients = tensors(0.5)
     squares = {name: float(tensor.double().square().sum()) for name, tensor in gradients.items()}

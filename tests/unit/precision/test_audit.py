@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_moe.apps.audit.findings import Audit
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.step import audit_module
+from megatron_moe.platform import numerics
 from megatron_moe.precision import contract
 from megatron_moe.precision.contract import mixes_dtypes, returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
@@ -246,11 +247,21 @@ def test_fp32_state_that_was_replaced_in_bf16_is_a_violation():
     ]
 
 
-def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which():
-    reduction = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+@pytest.fixture
+def sums_in_bf16():
+    """Let torch round the partial sums of bf16 products, with no run's switches: another test may have set them."""
+    numerics.restore()
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = True
+    yield "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+    products.allow_bf16_reduced_precision_reduction = before
+
+
+def test_a_model_that_is_not_a_runs_keeps_its_switches_and_the_report_says_which(sums_in_bf16):
     report = audit_module(Counter(lambda self, x: x), (torch.ones(4),)).as_dict()
-    assert report["fp32_state_violations"] == [] and report["switches"][reduction] is True
-    assert f"{reduction} True" in text_report(report)
+    assert report["fp32_state_violations"] == [] and report["switches"][sums_in_bf16] is True
+    assert f"{sums_in_bf16} True" in text_report(report)
 
 
 def test_reading_fp32_state_as_it_is_violates_nothing():
