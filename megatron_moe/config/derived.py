@@ -119,6 +119,16 @@ class DerivedSettings:
         return "float16" if self._run.precision.fp16 else "float32"
 
     @cached_property
+    def zero_stage(self) -> int:
+        """What data-parallel ranks share: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+        if self._run.parallel.use_torch_fsdp2:
+            return 3
+        strategy = self._run.parallel.data_parallel_sharding_strategy
+        if strategy is None:
+            return int(self._run.optimizer.use_distributed_optimizer)
+        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(strategy)
+
+    @cached_property
     def grads_in_fp32(self) -> bool:
         """Whether weight gradients are accumulated over micro-batches, and reduced over ranks, in fp32."""
         given = self._run.precision.accumulate_allreduce_grads_in_fp32

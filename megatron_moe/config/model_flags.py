@@ -166,6 +166,22 @@ class ParallelConfig:
     cp_comm_type: str = flag(
         "all_gather", "how context-parallel ranks share keys and values: all are gathered", choices=("all_gather",)
     )
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "ZeRO: spread the optimizer (stage 1, as --use-distributed-optimizer), gradients too (2), weights too (3) over "
+        "the data-parallel ranks; default: no_shard, or optim with --use-distributed-optimizer",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
+    use_torch_fsdp2: bool = flag(False, "as --data-parallel-sharding-strategy optim_grads_params")
+    zero_quantized_weights: bool = flag(
+        False, "ZeRO++ qwZ: gather weights as int8 blocks; needs a strategy that shards gradients"
+    )
+    zero_hpz_partition_size: int | None = flag(
+        None, "ZeRO++ hpZ: after the forward pass keep weights spread over this many ranks only, a machine's"
+    )
+    zero_quantized_gradients: str | None = flag(
+        None, "ZeRO++ qgZ: send gradients as blocks of this integer type, and add them in fp32", choices=("int8", "int4")
+    )
 
 
 @dataclass(frozen=True)

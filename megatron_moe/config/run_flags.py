@@ -28,6 +28,9 @@ class OptimizerConfig:
     adam_eps: float = flag(1e-8, "epsilon of Adam")
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
+    optimizer_cpu_offload: bool = flag(
+        False, "keep master weights and moments in host memory; needs a strategy that shards gradients"
+    )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 
 
