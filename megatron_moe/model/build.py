@@ -21,6 +21,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
@@ -154,8 +155,8 @@ def build_model(
         pg_collection: process groups from `parallel.groups.initialize`.
         vocab_size: tokens of the vocabulary. The tables are padded to rows that divide among the TP ranks; the padding
             has logits that take no part in the softmax.
-        wrap: whether to wrap in Float16Module where the run is bf16 or fp16, and in the engine's
-            DistributedDataParallel.
+        wrap: whether to wrap in Float16Module where the run is bf16 or fp16, and for data parallelism: in the engine's
+            DistributedDataParallel, or in FullyShardedDataParallel from ZeRO's stage 2 on.
         guard: checks the dtypes after building and after each wrapping; a new one if None.
         draw: whether to draw the weights, on this machine's device. Otherwise they stay as they were allocated, for a
             model on torch's meta device, which has shapes and no storage.
@@ -184,10 +185,18 @@ def build_model(
 def _wrapped(
     run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
 ) -> list[torch.nn.Module]:
-    """Return the chunks in Float16Module where the run is bf16 or fp16, and in the engine's DistributedDataParallel."""
+    """Return the chunks in Float16Module where the run is bf16 or fp16, and in what makes them data parallel."""
     if run.precision.bf16 or run.precision.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         guard.check("wrapping in Float16Module", model_dtypes(run, chunks))
+    if run.derived.zero_stage >= 2:
+        kept = run.derived.zero_stage == 2
+        chunks = [
+            FullyShardedDataParallel(config, ddp_config(run), chunk, kept, pg_collection=pg_collection)
+            for chunk in chunks
+        ]
+        guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
+        return chunks
     chunks = [
         DistributedDataParallel(
             config=config,

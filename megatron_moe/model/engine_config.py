@@ -193,7 +193,7 @@ def ddp_config(run: Run) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=run.derived.grads_in_fp32,
         overlap_grad_reduce=run.parallel.overlap_grad_reduce,
         overlap_param_gather=run.parallel.overlap_param_gather,
-        use_distributed_optimizer=run.optimizer.use_distributed_optimizer,
+        use_distributed_optimizer=run.derived.zero_stage == 1,
         bucket_size=run.parallel.ddp_bucket_size,
         average_in_collective=False,  # per-token loss divides by the global token count instead
         check_for_nan_in_grad=False,  # the step decides, for all ranks together
@@ -212,7 +212,7 @@ def optimizer_config(run: Run) -> OptimizerConfig:
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
         clip_grad=options.clip_grad,
-        use_distributed_optimizer=options.use_distributed_optimizer,
+        use_distributed_optimizer=run.derived.zero_stage == 1,
         overlap_param_gather=run.parallel.overlap_param_gather,
         bf16=precision.bf16,
         fp16=precision.fp16,

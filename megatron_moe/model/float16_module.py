@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import Float16Module as EngineFloat16Module
+from torch.distributed.tensor import DTensor
 
 from megatron_moe.config import module_names
 from megatron_moe.config.model_parts import INPUT, MODEL, OWN, RESIDUAL, ROUTER, SHORT, dtype_words
@@ -115,11 +116,13 @@ def model_dtypes(run: Run, chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor
             model = inner
         for name, parameter in model.named_parameters():
             is_kept = module_names.is_inside(global_name(model, name), kept)
-            wanted = torch.float32 if is_kept else _TORCH[words["model"]]
+            # A shard is the master weight; what is gathered of it has the model's dtype.
+            wide = is_kept or isinstance(parameter, DTensor)
+            wanted = torch.float32 if wide else _TORCH[words["model"]]
             yield TensorDtype(prefix + name, "weight", parameter.dtype, wanted)
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None:
-                summed = torch.float32 if is_kept else _TORCH[words["gradients"]]
+                summed = torch.float32 if wide else _TORCH[words["gradients"]]
                 yield TensorDtype(prefix + name, "accumulated gradient", gradient.dtype, summed)
         for name, tensor in declared_fp32_state(model):
             yield TensorDtype(prefix + name, "fp32 state", tensor.dtype, torch.float32)

@@ -31,11 +31,16 @@ def build_optimizer(
 
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
     """
+    sharded = run.derived.zero_stage >= 2
+    chunks: Any = [_Shards(chunk) for chunk in model] if sharded else list(model)
     optimizer = get_megatron_optimizer(
-        optimizer_config(run), list(model), use_gloo_process_groups=False, pg_collection=pg_collection
+        optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
     )
     scale = None
     for part in parts(optimizer):
+        if sharded:
+            # Where the norm is summed: each element of a weight is on one data-parallel rank.
+            part.grad_stats_parallel_group = torch.distributed.group.WORLD
         if part.is_stub_optimizer:
             continue
         _settle_positions(part)
@@ -45,6 +50,22 @@ def build_optimizer(
             scale = SharedLossScale(part.grad_scaler) if scale is None else scale
             part.grad_scaler = scale
     return optimizer
+
+
+class _Shards:
+    """The shards of a fully sharded chunk for the engine's optimizers, which take them for fp32 weights.
+
+    An optimizer of fp32 weights has no copies of them, and takes their gradients from `main_grad`.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self.ddp_config = chunk.ddp_config
+        self._chunk = chunk
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield each weight's shard under the weight's name."""
+        for name, parameter in self._chunk.named_parameters():
+            yield name, parameter.main_param
 
 
 def _settle_positions(part: Any) -> None:

@@ -1,0 +1,202 @@
+"""Sharded data parallelism (ZeRO stages 2 and 3): a model chunk's weights and gradients, spread over ranks.
+
+Each rank keeps a shard of every weight in fp32: it is the master weight, and the optimizer updates it where it is.
+torch's `fully_shard` gathers the weights of a layer in the model's dtype before the layer computes, and adds up and
+spreads their gradients after its backward pass. At stage 3 the gathered weights are freed after the layer's forward
+pass and gathered again for its backward pass; at stage 2 they stay until then.
+
+Dense weights are spread over the DP x CP ranks, routed experts over the ranks that hold the same experts. Every layer
+is a unit that is gathered as a whole; its experts are a unit of their own, and so is each module that `--keep-fp32`
+names, whose dtype is another one. What belongs to no layer is the root's: it is gathered with the first layer and stays
+until the end of the backward pass, as the output layer is the last to compute and the first to be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_moe import platform
+from megatron_moe.moe.experts import LocalExperts
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.parallel.copying import CopiesShareGroups
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose weights, without those of the units within, are gathered and freed together.
+
+    group: the ranks that its weights are spread over. dtype: the one that they are gathered in.
+    """
+
+    module: torch.nn.Module
+    group: ProcessGroup
+    dtype: torch.dtype
+
+
+class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
+    """A wrapper that spreads a chunk's weights, gradients and optimizer state over the data-parallel ranks.
+
+    It has the methods of the engine's DistributedDataParallel that a training step calls. Weights are DTensors in fp32
+    with the names and attributes that they had; each has
+
+        main_param: this rank's shard as a plain fp32 parameter in the same memory, which the optimizer updates,
+        main_grad: the shard's reduced gradient, fp32, from `finish_grad_sync` to `zero_grad_buffer`; the shard has it
+            too.
+
+    Args:
+        config: the engine's TransformerConfig.
+        ddp_config: the engine's configuration of data parallelism.
+        module: the chunk, in Float16Module where the run is bf16 or fp16, with its weights drawn.
+        keep_gathered: whether gathered weights stay from a layer's forward to its backward pass (stage 2).
+        pg_collection: the engine's process groups.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        keep_gathered: bool,
+        pg_collection: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.ddp_config = ddp_config
+        self.module = module
+        # Gradients are summed over the ranks. A loss per token is divided by the global batch's tokens at the end of
+        # the step; any other is a mean over the ranks, for experts too, which get tokens of EP times as many ranks.
+        self._scale = 1.0 if config.calculate_per_token_loss else 1.0 / pg_collection.dp_cp.size()
+        model = module
+        while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+            model = inner
+        self._units = [_shard(unit, keep_gathered) for unit in units(model, pg_collection)]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return what the wrapped module returns."""
+        output = self.module(*inputs, **named)
+        if not torch.is_grad_enabled():
+            self._free_gathered()  # no backward pass does, and the next update would not reach what stays
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gathered weights from one micro-batch to the next in the block, at stage 2.
+
+        The engine's schedules enter it for all micro-batches but the last. Gradients are reduced at each of them: they
+        would not be spread over the ranks otherwise.
+        """
+        self._reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            self._reshard_after_backward(True)
+
+    def _reshard_after_backward(self, enabled: bool) -> None:
+        for unit in self._units:
+            unit.set_reshard_after_backward(enabled, recurse=False)
+
+    def _free_gathered(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients."""
+        self._free_gathered()  # where an error ended a pass before its end
+        for parameter in self.parameters():
+            parameter.grad = None
+            parameter.main_grad = parameter.main_param.main_grad = None
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Do nothing: each unit's gradients are reduced as soon as they are there."""
+
+    def finish_grad_sync(self, *unused: Any, **named: Any) -> None:
+        """Put each shard's reduced gradient into `main_grad`; zeros where no rank's backward pass reached the weight."""
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            shard = torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
+            parameter.main_grad = parameter.main_param.main_grad = shard.mul_(self._scale)
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all reduced gradients by a factor."""
+        for parameter in self.parameters():
+            parameter.main_grad.mul_(scaling_factor)
+
+    def broadcast_params(self) -> None:
+        """Do nothing: each element of a weight is on one data-parallel rank."""
+
+
+def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
+    """Yield the units of a language model, each after those within it; the last one is the model itself."""
+    dtype = model.config.params_dtype
+    layers = [*model.decoder.layers]
+    if getattr(model, "mtp", None) is not None:
+        layers += [depth.transformer_layer for depth in model.mtp.layers]
+    for part in model.modules():
+        weights = list(part.parameters(recurse=False))
+        if isinstance(part, LocalExperts):
+            yield Unit(part, pg_collection.expt_dp, weights[0].dtype)
+        elif any(weight.dtype != dtype for weight in weights):
+            yield Unit(part, pg_collection.dp_cp, torch.float32)
+    for layer in layers:
+        yield Unit(layer, pg_collection.dp_cp, dtype)
+    yield Unit(model, pg_collection.dp_cp, dtype)
+
+
+def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
+    """Spread a unit's weights over its ranks, and give the shards the attributes of the weights."""
+    own = [
+        (part, name, parameter)
+        for part in unit.module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor)
+    ]
+    attributes = [(part, name, dict(vars(parameter))) for part, name, parameter in own]
+    for parameter in {id(parameter): parameter for *_, parameter in own}.values():
+        parameter.data = parameter.data.float()
+    size = unit.group.size()
+    sharded = fully_shard(
+        unit.module,
+        mesh=DeviceMesh.from_group(unit.group, platform.device().type),
+        reshard_after_forward=not keep_gathered,
+        shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
+        mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
+    )
+    if isinstance(unit.module, TopKRouter):
+        register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`
+    # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights, also
+    # where no token of a rank reached one of them.
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+    sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    for part, name, values in attributes:
+        parameter = part._parameters[name]
+        vars(parameter).update(values)
+        master = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
+        vars(master).update(values)
+        parameter.main_param = master
+        parameter.main_grad = master.main_grad = None
+    return sharded
+
+
+def shard_axis(shape: tuple[int, ...], ranks: int) -> int:
+    """Return the axis along which a weight is cut: the first one that divides among the ranks, else the first.
+
+    Other axes than the first have to divide; along the first one the last ranks get less, or nothing.
+    """
+    return next((axis for axis, length in enumerate(shape) if length % ranks == 0), 0)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
