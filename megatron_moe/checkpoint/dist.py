@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -135,6 +136,69 @@ def shards(state: Any) -> list[Shard]:
             Shard(tensor.key, tuple(tensor.global_offset), tuple(tensor.global_shape), values, not any(replica))
         )
     return found
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of one of the model's tensors that is a part of this rank's shard of a weight.
+
+    whole: the engine's description of the tensor, of which `start` and `shape` are the box. where: the box's place in
+    the shard.
+    """
+
+    whole: ShardedTensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    where: tuple[slice, ...]
+
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the box's elements of a tensor of the shard's shape, in the same memory."""
+        return shard[self.where]
+
+    def tensor(self, shard: torch.Tensor, prefix: str = "") -> ShardedTensor:
+        """Return the box as a sharded tensor with its elements of a tensor of the shard's shape."""
+        values = self.part_of(shard)
+        # Of the ranks with the same elements, which are not data-parallel ones, the engine's first one writes them.
+        replica = (*self.whole.replica_id[:-1], 0) if isinstance(self.whole.replica_id, tuple) else 0
+        return ShardedTensor(
+            prefix + self.whole.key,
+            values,
+            values.dtype,
+            self.shape,
+            self.whole.global_shape,
+            self.start,
+            None,  # shards need not be equal
+            replica,
+        )
+
+
+def box_of(tensor: ShardedTensor, axis: int, begin: int, end: int) -> Box | None:
+    """Return the box of a sharded tensor that is in the part [begin, end) of a weight along an axis; None if none is.
+
+    Args:
+        tensor: its data is a view of the whole weight, on any device.
+    """
+    assert tensor.data is not None and tensor.prepend_axis_num == 0 and tensor.flattened_range is None, tensor.key
+    weight = tensor.data if tensor.data._base is None else tensor.data._base
+    strides, offset = weight.stride(), tensor.data.storage_offset()
+    first = [offset // stride % length for stride, length in zip(strides, weight.shape)]
+    assert tensor.data.stride() == strides and weight.is_contiguous(), f"{tensor.key} is no box of its weight"
+    shape, start = list(tensor.data.shape), list(tensor.global_offset)
+    low, high = max(first[axis], begin), min(first[axis] + shape[axis], end)
+    if low >= high or 0 in shape:
+        return None
+    start[axis] += low - first[axis]
+    first[axis], shape[axis] = low - begin, high - low
+    where = tuple(slice(place, place + length) for place, length in zip(first, shape))
+    return Box(tensor, tuple(start), tuple(shape), where)
+
+
+def values_of(tensor: ShardedTensor | torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a sharded tensor holds, or that was loaded in its place."""
+    if isinstance(tensor, ShardedTensor):
+        assert tensor.data is not None
+        return tensor.data
+    return tensor
 
 
 @contextlib.contextmanager

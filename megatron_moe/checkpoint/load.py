@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, manifest, optimizer
+from megatron_moe.checkpoint import dist, manifest
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import UntrustedError
@@ -21,9 +21,10 @@ from megatron_moe.checkpoint.state import (
     TrainingProgress,
     fp32_state_keys,
     layout,
-    metadata,
     model_state,
+    optimizer_state,
     put_model_state,
+    put_optimizer_state,
 )
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
@@ -137,8 +138,7 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     request = model_state(trained)
     chunks = list(request)
     if with_optimizer:
-        settings = metadata(trained.pg_collection)
-        request["optimizer"] = optimizer.sharded_state(trained.optimizer, request, settings, loading=True)
+        request["optimizer"] = optimizer_state(trained, request, loading=True)
     loaded, rounded = dist.load_tensors(
         request,
         source.step,
@@ -148,7 +148,7 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
     put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
-        optimizer.load(trained.optimizer, loaded["optimizer"], run)
+        put_optimizer_state(trained, loaded["optimizer"], run)
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()

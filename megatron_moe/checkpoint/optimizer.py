@@ -76,9 +76,14 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
         optimizer.load_state_dict(state)
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the engine's optimizers in a chain, or the one optimizer there is."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _parts(optimizer: Any, state: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Return the engine's optimizers in a chain with their states, which have no number for a single optimizer."""
-    chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    chain = parts_of(optimizer)
     states = [state] if len(chain) == 1 else [state[index] for index in range(len(chain))]
     return [(part, own) for part, own in zip(chain, states) if own]
 
@@ -135,7 +140,7 @@ def _every_main_weight(optimizer: Any) -> Iterator[None]:
     The distributed one saves a main weight for every parameter anyway, so both formats hold the same.
     """
     changed: list[tuple[Any, list[Any], list[Any]]] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         # Only this kind of optimizer has the attribute, and without fp32 parameters there is nothing to correct.
         if any(getattr(part, "fp32_from_fp32_groups", ())):
             changed.append((part, part.float16_groups, part.fp32_from_float16_groups))
@@ -163,7 +168,7 @@ def _compact_buckets(optimizer: Any) -> Iterator[None]:
     the first would be saved shifted. The positions are corrected while the state dict is built.
     """
     changed: list[tuple[Any, dict[Any, Any]]] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         for buffer in getattr(part, "buffers", None) or []:
             changed.append((buffer, buffer.param_index_map))
             buffer.param_index_map = _positions_without_padding(buffer)

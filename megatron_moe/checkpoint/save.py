@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, gather, optimizer, publish, writer
+from megatron_moe.checkpoint import folder, gather, publish, writer
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
 from megatron_moe.checkpoint.gather import Buffers, Gathered
@@ -30,11 +30,12 @@ from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
-from megatron_moe.checkpoint.state import Trained, TrainingProgress, layout, metadata, model_state
+from megatron_moe.checkpoint.state import Trained, TrainingProgress, layout, model_state, optimizer_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io.files import new_file, write_json
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.model.fully_sharded import local
 from megatron_moe.parallel.groups import rank_facts
 
 
@@ -255,11 +256,10 @@ def begin(
     hidden = folder.hidden_folder(where.root, iteration)
     state, gathered = model_state(trained), Gathered()
     if not run.checkpoint.no_save_optim:
-        options = metadata(trained.pg_collection)
         with gather.into(
             trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
         ) as gathered:
-            state["optimizer"] = optimizer.sharded_state(trained.optimizer, state, options, loading=False)
+            state["optimizer"] = optimizer_state(trained, state, loading=False)
     steady = changed_by_updates(run, trained)
     staged = writer.stage(
         state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies, steady=steady
@@ -296,7 +296,7 @@ def changed_by_updates(run: Run, trained: Trained) -> set[int]:
     """
     steady: list[torch.Tensor] = []
     if not run.parallel.overlap_param_gather:
-        steady += [weight for chunk in trained.model for weight in chunk.parameters()]
+        steady += [local(weight) for chunk in trained.model for weight in chunk.parameters()]
     for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
         for group in part.param_groups:
             steady += group["params"]

@@ -15,9 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, pickles
-from megatron_moe.checkpoint import optimizer as optimizer_state
+from megatron_moe.checkpoint import dist, pickles, sharded
+from megatron_moe.checkpoint import optimizer as optimizer_tensors
+from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import Float16Module
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import declared_fp32_state
 
@@ -51,15 +53,23 @@ class Trained:
 
 def metadata(pg_collection: ProcessGroupCollection) -> dict[str, Any]:
     """Return how the engine is to name and shard tensors: one key per layer, independent of the layout."""
-    return {**optimizer_state.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
+    return {**optimizer_tensors.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
 
 
 def model_state(trained: Trained) -> dict[str, Any]:
-    """Return the model's sharded state dict, one entry per chunk; its tensors are the live ones: loading fills them."""
-    chunks = [unwrapped(chunk) for chunk in trained.model]
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    """Return the model's sharded state dict, one entry per chunk; loading fills its tensors.
+
+    They are the live ones, but for the weights of a fully sharded model in bf16 or fp16, which `put_model_state` puts
+    into the shards.
+    """
+    names = ["model"] if len(trained.model) == 1 else [f"model{index}" for index in range(len(trained.model))]
     options = metadata(trained.pg_collection)
-    return {name: chunk.sharded_state_dict(metadata=options) for name, chunk in zip(names, chunks)}
+    return {
+        name: sharded.model_state(unwrapped(chunk), options)
+        if isinstance(chunk, FullyShardedDataParallel)
+        else unwrapped(chunk).sharded_state_dict(metadata=options)
+        for name, chunk in zip(names, trained.model)
+    }
 
 
 def fp32_state_keys(trained: Trained, state: dict[str, Any]) -> frozenset[str]:
@@ -71,12 +81,41 @@ def fp32_state_keys(trained: Trained, state: dict[str, Any]) -> frozenset[str]:
 def put_model_state(trained: Trained, loaded: dict[str, Any]) -> None:
     """Load tensors into the chunks; every tensor of the model has to be among them."""
     for chunk, state in zip(trained.model, loaded.values()):
-        unwrapped(chunk).load_state_dict(state)
+        if isinstance(chunk, FullyShardedDataParallel):
+            sharded.put_weights(unwrapped(chunk), state, metadata(trained.pg_collection))
+        else:
+            unwrapped(chunk).load_state_dict(state)
+
+
+def optimizer_state(trained: Trained, state: dict[str, Any], *, loading: bool) -> Any:
+    """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards.
+
+    Args:
+        state: what `model_state` returned.
+    """
+    options = metadata(trained.pg_collection)
+    if (model := fully_sharded(trained)) is not None:
+        return sharded.optimizer_state(model, trained.optimizer, options, loading=loading)
+    return optimizer_tensors.sharded_state(trained.optimizer, state, options, loading=loading)
+
+
+def put_optimizer_state(trained: Trained, loaded: Any, run: Run) -> None:
+    """Load main weights, moments, step count and loss scale into the optimizer."""
+    if (model := fully_sharded(trained)) is not None:
+        sharded.put_optimizer_state(model, trained.optimizer, loaded, metadata(trained.pg_collection))
+    else:
+        optimizer_tensors.load(trained.optimizer, loaded, run)
+
+
+def fully_sharded(trained: Trained) -> torch.nn.Module | None:
+    """Return the model within the wrappers where its weights are spread over data-parallel ranks; it is one chunk."""
+    (chunk, *_) = trained.model
+    return unwrapped(chunk) if isinstance(chunk, FullyShardedDataParallel) else None
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside its wrappers."""
-    while isinstance(chunk, (DistributedDataParallel, Float16Module)):
+    while isinstance(chunk, (DistributedDataParallel, FullyShardedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
 

@@ -51,6 +51,7 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
     It has the methods of the engine's DistributedDataParallel that a training step calls. Weights are DTensors in fp32
     with the names and attributes that they had; each has
 
+        gathered_dtype: the dtype in which the model computes with it,
         main_param: this rank's shard as a plain fp32 parameter in the same memory, which the optimizer updates,
         main_grad: the shard's reduced gradient, fp32, from `finish_grad_sync` to `zero_grad_buffer`; the shard has it
             too.
@@ -184,7 +185,7 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
         vars(parameter).update(values)
         master = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
         vars(master).update(values)
-        parameter.main_param = master
+        parameter.main_param, parameter.gathered_dtype = master, unit.dtype
         parameter.main_grad = master.main_grad = None
     return sharded
 
@@ -200,3 +201,11 @@ def shard_axis(shape: tuple[int, ...], ranks: int) -> int:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, in the same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_range(parameter: DTensor) -> tuple[int, int, int]:
+    """Return the axis along which a weight is cut, and the first and the last + 1 index that this rank has of it."""
+    (placement,) = parameter.placements
+    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    length, share = parameter.shape[placement.dim], -(-parameter.shape[placement.dim] // ranks)
+    return placement.dim, min(rank * share, length), min((rank + 1) * share, length)

@@ -1,0 +1,156 @@
+"""The tensors of a fully sharded model in a checkpoint: each rank's shards, as boxes of the model's tensors.
+
+They have the names, shapes and dtypes that any other kind of data parallelism writes (`optimizer.py`), and every rank
+writes and reads what it has: nothing is gathered. In a bf16 or fp16 run a shard is the main weight, and the model's
+weight is a copy of it in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.checkpoint import dist
+from megatron_moe.checkpoint.dist import Box
+from megatron_moe.checkpoint.optimizer import parts_of
+from megatron_moe.model.fully_sharded import local, own_range
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Boxes = dict[str, list[Box]]
+"""Parameter name -> the boxes of the model's tensors that this rank's shard of it fills; none for an empty shard."""
+
+
+def model_state(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a chunk's sharded state dict, with a list of tensors for each weight. Loading fills them.
+
+    In bf16 and fp16 the weights in it are copies in the model's dtype, which `put_weights` puts into the shards.
+
+    Args:
+        model: the model within the wrappers.
+        options: how the engine is to name and shard tensors.
+    """
+    state, boxes = _state_and_boxes(model, options)
+    for name, parameter in model.named_parameters():
+        shard = local(parameter).detach().to(parameter.gathered_dtype)
+        state[name] = [box.tensor(shard) for box in boxes[name]]
+    return state
+
+
+@torch.no_grad()
+def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Put the weights of a state dict of `model_state` into the shards, which are fp32."""
+    _, boxes = _state_and_boxes(model, options)
+    for name, parameter in model.named_parameters():
+        for box, values in zip(boxes[name], state[name], strict=True):
+            box.part_of(local(parameter)).copy_(dist.values_of(values))
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: Any, options: dict[str, Any], *, loading: bool) -> Any:
+    """Return the sharded state of the engine's optimizers in the form that all kinds share, by their numbers in a chain.
+
+    Args:
+        model: the model within the wrappers.
+        loading: main weights are then memory to load into, which `put_optimizer_state` copies from: the model's weights
+            are loaded too, and are the coarser ones.
+    """
+    states = [_part_state(model, part, options, loading) for part in parts_of(optimizer)]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], loading: bool) -> dict[str, Any]:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+    state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
+    if getattr(part, "grad_scaler", None) is not None:
+        state["grad_scaler"] = part.grad_scaler.state_dict()
+    for name, master, boxes in _of_part(model, part, options):
+        tensors = {key: part.optimizer.state[master][key] for key in _MOMENTS}
+        if part.config.bf16 or part.config.fp16:
+            tensors["param"] = torch.empty_like(master) if loading else master.detach()
+        state["param_state"][name] = {
+            key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
+        }
+    return state
+
+
+@torch.no_grad()
+def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, options: dict[str, Any]) -> None:
+    """Take over what was loaded: main weights, step counts and the loss scale; moments are in their place already.
+
+    Learning rate, betas and epsilon are settings, not state: those of the present run stay.
+    """
+    parts = parts_of(optimizer)
+    for part, own in zip(parts, [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]):
+        for group, saved in zip(part.param_groups, _matching(part.param_groups, own["optimizer"]["param_groups"])):
+            group["step"] = saved["step"]
+        if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
+            part.grad_scaler.load_state_dict(own["grad_scaler"])
+        if part.config.bf16 or part.config.fp16:
+            for name, master, boxes in _of_part(model, part, options):
+                for box, values in zip(boxes, own["param_state"][name]["param"], strict=True):
+                    box.part_of(master).copy_(dist.values_of(values))
+
+
+def _matching(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield for each group the saved one of the same kind of parameters."""
+
+    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[key] for key in ("is_expert_parallel", "wd_mult", "lr_mult", "is_decoupled_lr"))
+
+    by_kind = {kind(group): group for group in saved}
+    for group in groups:
+        yield by_kind[kind(group)]
+
+
+def _of_part(model: torch.nn.Module, part: Any, options: dict[str, Any]) -> Iterator[tuple[str, Tensor, list[Box]]]:
+    """Yield name, shard and boxes of each weight that this optimizer updates."""
+    masters = {id(master) for master in part.get_parameters()}
+    _, boxes = _state_and_boxes(model, options)
+    for name, parameter in model.named_parameters():
+        if id(parameter.main_param) in masters:
+            yield name, parameter.main_param, boxes[name]
+
+
+def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[dict[str, Any], Boxes]:
+    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes."""
+    names = dict(model.named_parameters())
+    with _whole_weights(model) as stand_ins:
+        state = model.sharded_state_dict(metadata=options)
+        boxes: Boxes = {name: [] for name in names}
+        for tensor in list(dist.sharded_tensors(state)):
+            name = stand_ins.get(tensor.data.untyped_storage()._cdata)
+            if name is not None and (box := dist.box_of(tensor, *own_range(names[name]))) is not None:
+                boxes[name].append(box)
+    return {key: value for key, value in state.items() if key not in names}, boxes
+
+
+@contextmanager
+def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
+    """Put a weight of the whole shape, without memory, in each shard's place; yield storage -> parameter name.
+
+    What the engine makes of it, whose parts are views of it, says where each element of the weight belongs.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    replaced: list[tuple[torch.nn.Module, str, Any]] = []
+    stand_ins: dict[int, str] = {}
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in model.modules():
+        for own, parameter in part._parameters.items():
+            if parameter is not None:
+                replaced.append((part, own, parameter))
+                if id(parameter) not in made:
+                    whole = torch.empty(parameter.shape, dtype=parameter.gathered_dtype, device="meta")
+                    made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                    vars(stand_in).update(vars(parameter))
+                    stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
+    try:
+        for part, own, parameter in replaced:
+            part._parameters[own] = made[id(parameter)]
+        yield stand_ins
+    finally:
+        for part, own, parameter in replaced:
+            part._parameters[own] = parameter
