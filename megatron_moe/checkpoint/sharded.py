@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
 from megatron_moe.checkpoint.optimizer import parts_of
-from megatron_moe.model.fully_sharded import local, own_range
+from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range, shard_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,7 +36,7 @@ def model_state(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, An
     """
     state, boxes = _state_and_boxes(model, options)
     for name, parameter in model.named_parameters():
-        shard = local(parameter).detach().to(parameter.gathered_dtype)
+        shard = local(parameter).detach().to(gathered_dtype(parameter))
         state[name] = [box.tensor(shard) for box in boxes[name]]
     return state
 
@@ -51,7 +51,7 @@ def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Any, options: dict[str, Any], *, loading: bool) -> Any:
-    """Return the sharded state of the engine's optimizers in the form that all kinds share, by their numbers in a chain.
+    """Return the sharded state of the engine's optimizers in the form that all kinds of them share.
 
     Args:
         model: the model within the wrappers.
@@ -111,8 +111,8 @@ def _of_part(model: torch.nn.Module, part: Any, options: dict[str, Any]) -> Iter
     masters = {id(master) for master in part.get_parameters()}
     _, boxes = _state_and_boxes(model, options)
     for name, parameter in model.named_parameters():
-        if id(parameter.main_param) in masters:
-            yield name, parameter.main_param, boxes[name]
+        if id(shard_of(parameter)) in masters:
+            yield name, shard_of(parameter), boxes[name]
 
 
 def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[dict[str, Any], Boxes]:
@@ -143,7 +143,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             if parameter is not None:
                 replaced.append((part, own, parameter))
                 if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=parameter.gathered_dtype, device="meta")
+                    whole = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
                     made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     vars(stand_in).update(vars(parameter))
                     stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]

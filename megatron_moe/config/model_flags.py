@@ -180,7 +180,9 @@ class ParallelConfig:
         None, "ZeRO++ hpZ: after the forward pass keep weights spread over this many ranks only, a machine's"
     )
     zero_quantized_gradients: str | None = flag(
-        None, "ZeRO++ qgZ: send gradients as blocks of this integer type, and add them in fp32", choices=("int8", "int4")
+        None,
+        "ZeRO++ qgZ: send gradients as blocks of this integer type, and add them in fp32",
+        choices=("int8", "int4"),
     )
 
 

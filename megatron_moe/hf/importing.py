@@ -21,7 +21,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint import dist, origin
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.origin import Origin
-from megatron_moe.checkpoint.state import Trained, model_state
+from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import settings_of
@@ -30,6 +30,7 @@ from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
+from megatron_moe.model.fully_sharded import local
 
 ROUND_SECONDS = 10.0
 """Seconds after which the ranks report their progress to each other, so that none times out in a collective."""
@@ -109,11 +110,15 @@ def fill(run: Run, source: Import, trained: Trained, report: Callable[[str], Non
         ConfigError: raised on every rank if one cannot read a tensor, a tensor is not finite, or not all was filled.
     """
     started = time.monotonic()
-    shards = dist.shards(model_state(trained))
-    for values in (*(shard.values for shard in shards), *(p for chunk in trained.model for p in chunk.parameters())):
+    state = model_state(trained)
+    shards = dist.shards(state)
+    weights = (local(parameter) for chunk in trained.model for parameter in chunk.parameters())
+    for values in (*(shard.values for shard in shards), *weights):
         values.fill_(torch.nan)
     filling = _Filling(run, source, shards)
     _rounds(filling, source, report, started)
+    if fully_sharded(trained) is not None:
+        put_model_state(trained, state)
     filling.require_coverage(shards, trained)
     # fp32 main weights are copies of the model's, which have been replaced.
     trained.optimizer.reload_model_params()
@@ -261,7 +266,7 @@ class _Filling:
         wrong += [f"{name} was not used" for name in self.names if name not in used]
         wrong += [f"{shard.key} was not filled" for shard in shards if bool(shard.values.isnan().any())]
         parameters = ((name, value) for chunk in trained.model for name, value in chunk.named_parameters())
-        wrong += [f"{name} was not filled" for name, value in parameters if bool(value.isnan().any())]
+        wrong += [f"{name} was not filled" for name, value in parameters if bool(local(value).isnan().any())]
         everywhere = sorted({line for lines in from_all(wrong[:10]) for line in lines})
         if everywhere:
             raise ConfigError(f"{path}: not all was converted: {'; '.join(everywhere[:10])}")

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +28,6 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_moe import platform
 from megatron_moe.moe.experts import LocalExperts
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.parallel.copying import CopiesShareGroups
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Unit:
     dtype: torch.dtype
 
 
-class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
+class FullyShardedDataParallel(torch.nn.Module):
     """A wrapper that spreads a chunk's weights, gradients and optimizer state over the data-parallel ranks.
 
     It has the methods of the engine's DistributedDataParallel that a training step calls. Weights are DTensors in fp32
@@ -67,12 +64,13 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
     def __init__(
         self,
         config: Any,
-        ddp_config: DistributedDataParallelConfig,
+        ddp_config: Any,
         module: torch.nn.Module,
         keep_gathered: bool,
         pg_collection: Any,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__()
+        self.config = config
         self.ddp_config = ddp_config
         self.module = module
         # Gradients are summed over the ranks. A loss per token is divided by the global batch's tokens at the end of
@@ -81,7 +79,7 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
         model = module
         while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
             model = inner
-        self._units = [_shard(unit, keep_gathered) for unit in units(model, pg_collection)]
+        self._units: list[Any] = [_shard(unit, keep_gathered) for unit in units(model, pg_collection)]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return what the wrapped module returns."""
@@ -111,6 +109,26 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
         for unit in self._units:
             unit.reshard()
 
+    def gathered(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield each weight as the model computes with it, under its name. Collective over the data-parallel ranks.
+
+        One unit's weights are gathered at a time, and have no memory afterwards; the parameters stay the same ones.
+        """
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for unit in self._units:
+            places = {
+                names[id(parameter)]: (part, key)
+                for part in unit.modules()
+                for key, parameter in part._parameters.items()
+                if parameter is not None
+            }
+            unit.unshard()
+            for name, (part, key) in places.items():
+                parameter = part._parameters[key]
+                if parameter is not None and not isinstance(parameter, DTensor):  # else another unit's
+                    yield name, parameter
+            unit.reshard()
+
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""
         self._free_gathered()  # where an error ended a pass before its end
@@ -122,7 +140,7 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
         """Do nothing: each unit's gradients are reduced as soon as they are there."""
 
     def finish_grad_sync(self, *unused: Any, **named: Any) -> None:
-        """Put each shard's reduced gradient into `main_grad`; zeros where no rank's backward pass reached the weight."""
+        """Put each shard's reduced gradient into `main_grad`; zeros where no backward pass reached it."""
         for parameter in self.parameters():
             gradient = parameter.grad
             shard = torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
@@ -140,9 +158,9 @@ class FullyShardedDataParallel(CopiesShareGroups, MegatronModule):
 def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
     """Yield the units of a language model, each after those within it; the last one is the model itself."""
     dtype = model.config.params_dtype
-    layers = [*model.decoder.layers]
+    layers: list[Any] = [*cast(Any, model).decoder.layers]
     if getattr(model, "mtp", None) is not None:
-        layers += [depth.transformer_layer for depth in model.mtp.layers]
+        layers += [depth.transformer_layer for depth in cast(Any, model).mtp.layers]
     for part in model.modules():
         weights = list(part.parameters(recurse=False))
         if isinstance(part, LocalExperts):
@@ -163,8 +181,8 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
         if parameter is not None and not isinstance(parameter, DTensor)
     ]
     attributes = [(part, name, dict(vars(parameter))) for part, name, parameter in own]
-    for parameter in {id(parameter): parameter for *_, parameter in own}.values():
-        parameter.data = parameter.data.float()
+    for _, _, weight in own:
+        weight.data = weight.data.float()
     size = unit.group.size()
     sharded = fully_shard(
         unit.module,
@@ -181,9 +199,9 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
     sharded.set_force_sum_reduction_for_comms(True)
     sharded.set_reduce_scatter_unused_params(True, recurse=False)
     for part, name, values in attributes:
-        parameter = part._parameters[name]
+        parameter: Any = part._parameters[name]
         vars(parameter).update(values)
-        master = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
+        master: Any = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
         vars(master).update(values)
         parameter.main_param, parameter.gathered_dtype = master, unit.dtype
         parameter.main_grad = master.main_grad = None
@@ -205,7 +223,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def own_range(parameter: DTensor) -> tuple[int, int, int]:
     """Return the axis along which a weight is cut, and the first and the last + 1 index that this rank has of it."""
-    (placement,) = parameter.placements
-    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-    length, share = parameter.shape[placement.dim], -(-parameter.shape[placement.dim] // ranks)
-    return placement.dim, min(rank * share, length), min((rank + 1) * share, length)
+    axis, mesh = cast(Shard, parameter.placements[0]).dim, parameter.device_mesh
+    length, rank = parameter.shape[axis], mesh.get_local_rank()
+    share = -(-length // mesh.size())
+    return axis, min(rank * share, length), min((rank + 1) * share, length)
+
+
+def gathered_dtype(parameter: Any) -> torch.dtype:
+    """Return the dtype in which the model computes with a sharded weight."""
+    return parameter.gathered_dtype
+
+
+def shard_of(parameter: Any) -> torch.nn.Parameter:
+    """Return this rank's shard of a sharded weight, which the optimizer updates."""
+    return parameter.main_param

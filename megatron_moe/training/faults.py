@@ -22,6 +22,7 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import BatchIterator
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutedTokens
 from megatron_moe.moe.state import routers
@@ -87,7 +88,9 @@ class NonFiniteHooks:
                 for name, module in chunk.named_modules():
                     hook = partial(self._output, index, names[name])
                     stack.callback(module.register_forward_hook(hook).remove)
-                for name, parameter in chunk.named_parameters():
+                # Of a fully sharded model: the gathered weights, which stay the same objects.
+                sharded = isinstance(chunk, FullyShardedDataParallel)
+                for name, parameter in chunk.gathered() if sharded else chunk.named_parameters():
                     if parameter.requires_grad:
                         hook = partial(self._gradient, index, None, f"the gradient of {names[name]}")
                         stack.callback(parameter.register_hook(hook).remove)

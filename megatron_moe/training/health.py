@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
 from megatron_moe.moe.state import routers
@@ -171,8 +172,10 @@ class HealthProbe:
 
 
 def _gradient_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors in which the engine's DDP wrapper adds up gradients."""
+    """Yield the tensors in which the engine's DDP wrapper adds up gradients; a fully sharded model has none in half."""
     for chunk in model:
+        if isinstance(chunk, FullyShardedDataParallel):
+            continue
         wrapper: Any = chunk  # a DistributedDataParallel, whose `buffers` is a list
         for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
             yield buffer.grad_data

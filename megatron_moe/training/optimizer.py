@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -18,10 +18,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
+from megatron_moe.model.fully_sharded import own_range, shard_of
 
 
 def build_optimizer(
@@ -65,7 +67,7 @@ class _Shards:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield each weight's shard under the weight's name."""
         for name, parameter in self._chunk.named_parameters():
-            yield name, parameter.main_param
+            yield name, shard_of(parameter)
 
 
 def _settle_positions(part: Any) -> None:
@@ -86,17 +88,33 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Return the first and last + 1 element of the flattened parameter whose reduced gradient this rank has.
+class OwnedPart(NamedTuple):
+    """A range of a weight along an axis, or of all its elements in their order where the axis is None."""
 
-    It is the whole parameter; with a distributed optimizer it is the rank's shard, which may be empty.
+    axis: int | None
+    begin: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
+        along = tensor.view(-1) if self.axis is None else tensor
+        return along.narrow(self.axis or 0, self.begin, self.end - self.begin)
+
+
+def owned_part(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> OwnedPart:
+    """Return the part of a parameter whose reduced gradient this rank has, and which it updates.
+
+    It is the whole parameter; with a distributed optimizer or in a fully sharded model it is the rank's shard, which
+    may be empty.
     """
+    if isinstance(parameter, DTensor):
+        return OwnedPart(*own_range(parameter))
     sharded = [part for part in parts(optimizer) if hasattr(part, "model_param_gbuf_map")]
     for part in sharded:
         if parameter in part.model_param_gbuf_map:
             owned = part._get_model_param_range_map(parameter)["param"]
-            return owned.start, owned.end
-    return (0, 0) if sharded else (0, parameter.numel())
+            return OwnedPart(None, owned.start, owned.end)
+    return OwnedPart(None, 0, 0 if sharded else parameter.numel())
 
 
 class SharedLossScale:

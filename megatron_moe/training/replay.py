@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_moe import platform
 from megatron_moe.data.batches import Batch, BatchIterator
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.global_batch import same_random_states
@@ -89,8 +90,11 @@ class StepReplay:
 
 @contextmanager
 def without_reduction(model: Model) -> Iterator[None]:
-    """Keep every gradient on its rank in the block, also where its reduction overlaps with the backward pass."""
-    wrappers: list[Any] = list(model)  # DistributedDataParallel
+    """Keep every gradient on its rank in the block, also where its reduction overlaps with the backward pass.
+
+    A fully sharded model has no room for that: its gradients are reduced as ever.
+    """
+    wrappers: list[Any] = [chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)]
     groups = [group for chunk in wrappers for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     for group in groups:
         group.is_last_microbatch = False

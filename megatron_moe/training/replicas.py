@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
+from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.training.state_checks import global_names
@@ -112,19 +114,23 @@ def _by_group(trained: Trained) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]
     """Yield each group of ranks that have copies, with the tensors copied, in the same order on all of its ranks."""
     groups = trained.pg_collection
     split: list[tuple[str, Tensor]] = []
-    whole, experts, biases, tied = split[:], split[:], split[:], split[:]
+    whole, experts, biases, tied, shards = split[:], split[:], split[:], split[:], split[:]
     for chunk in trained.model:
         shown = global_names(chunk)
         for name, parameter in chunk.named_parameters():
-            entry = (shown[name], parameter)
-            if not getattr(parameter, "allreduce", True):
+            entry = (shown[name], local(parameter))
+            if isinstance(parameter, DTensor):
+                # Data-parallel ranks have different shards, tensor-parallel ones the same of what they all hold.
+                if getattr(parameter, "allreduce", True) and not getattr(parameter, "tensor_model_parallel", False):
+                    shards.append(entry)
+            elif not getattr(parameter, "allreduce", True):
                 experts.append(entry)
             elif getattr(parameter, "tensor_model_parallel", False):
                 split.append(entry)
             else:
                 whole.append(entry)
             if getattr(parameter, "shared_embedding", False):
-                tied.append(("the tied embedding", parameter))
+                tied.append(("the tied embedding", local(parameter)))
         modules = {id(module): shown[name] for name, module in chunk.named_modules()}
         for router in routers([chunk]):
             if router.expert_bias is not None:
@@ -132,6 +138,7 @@ def _by_group(trained: Trained) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]
     yield groups.dp_cp, split
     yield groups.tp_dp_cp, whole + biases
     yield groups.expt_dp, experts
+    yield groups.tp, shards
     if trained.pg_collection.pp.size() > 1:
         yield groups.embd, tied[:1]
 

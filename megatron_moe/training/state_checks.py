@@ -16,6 +16,7 @@ from megatron_moe.checkpoint.state import Trained
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.model.float16_module import model_dtypes, without_wrappers
+from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
@@ -69,8 +70,8 @@ def non_finite_state(trained: Trained) -> Iterator[tuple[str, Tensor]]:
                 yield f"expert_bias of {modules[id(router)]}", router.expert_bias
         for name, parameter in chunk.named_parameters():
             owners[id(parameter)] = shown[name]
-            if not is_finite(parameter):
-                yield f"the weight {shown[name]}", parameter
+            if not is_finite(local(parameter)):
+                yield f"the weight {shown[name]}", local(parameter)
     for parameter, kind, tensor in named_moments_and_masters(trained.model, trained.optimizer):
         is_the_weight = kind == "master weight" and tensor.dtype == parameter.dtype
         if not is_the_weight and not is_finite(tensor):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, Batch, BatchIterator, hex_of
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
 from megatron_moe.moe.state import RouterSnapshot
 from megatron_moe.platform.host_copy import HostCopy
@@ -115,8 +116,11 @@ class StepProbe(Protocol):
 
 
 def connect(model: Model, optimizer: MegatronOptimizer) -> None:
-    """Set how the engine's schedules scale the loss and when they delay gradient reduction. Call it once per run."""
-    overlap = model[0].ddp_config.overlap_grad_reduce
+    """Set how the engine's schedules scale the loss and what they do from micro-batch to micro-batch.
+
+    Call it once per run.
+    """
+    overlap = model[0].ddp_config.overlap_grad_reduce or isinstance(model[0], FullyShardedDataParallel)
     for chunk in model:
         config = get_model_config(chunk)
         config.grad_scale_func = optimizer.scale_loss

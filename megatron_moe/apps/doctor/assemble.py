@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.training.optimizer import OwnedPart
 
 # Shards: which part of which tensor of the whole model a rank holds.
 
@@ -161,33 +162,32 @@ def step_of(quantity: str) -> int:
 def _assemble_tensor(
     whole: AssembledModel, quantity: str, name: str, owners: list[Any], coordinates: list[Any]
 ) -> Tensor:
-    """Return the full tensor, given (rank, cuts, local tensor, begin, end) of every rank that has some of it."""
+    """Return the full tensor, given (rank, cuts, local tensor, owned part) of every rank that has some of it."""
     by_cut: dict[tuple[Cut, ...], list[Any]] = {}
-    for rank, cuts, local, begin, end in owners:
-        by_cut.setdefault(tuple(Cut(*cut) for cut in cuts), []).append((rank, local, begin, end))
+    for rank, cuts, local, part in owners:
+        by_cut.setdefault(tuple(Cut(*cut) for cut in cuts), []).append((rank, local, OwnedPart(*part)))
     first = owners[0]
     full = torch.full(full_shape(first[2], next(iter(by_cut))), torch.nan, dtype=first[2].dtype)
     for cuts, holders in by_cut.items():
         if cuts and len(cuts) == 1 and cuts[0].parts > 1:
             whole.cut_over_tp.add(name)
-        local = torch.full_like(holders[0][1], torch.nan).flatten()
+        local = torch.full_like(holders[0][1], torch.nan)
         source = torch.full(local.shape, -1, dtype=torch.int16)
-        for rank, tensor, begin, end in holders:
-            mine, known = tensor.flatten()[begin:end], source[begin:end]
+        for rank, tensor, part in holders:
+            mine, other, known = part.of(tensor), part.of(local), part.of(source)
             twice = known >= 0
             if bool(twice.any()):
-                other = local[begin:end]
                 unlike = twice & (mine != other) & ~(mine.isnan() & other.isnan())
                 if bool(unlike.any()):
                     _record_disagreement(
                         whole, quantity, name, mine, other, unlike, (int(known[unlike][0]), rank), coordinates
                     )
             fresh = ~twice
-            local[begin:end] = torch.where(fresh, mine, local[begin:end])
-            source[begin:end] = torch.where(fresh, torch.full_like(known, rank), known)
+            other.copy_(torch.where(fresh, mine, other))
+            known.copy_(torch.where(fresh, torch.full_like(known, rank), known))
         if bool((source < 0).any()):
             whole.missing.append((quantity, name))
-        for target, own in matching_views(full, local.view_as(holders[0][1]), cuts):
+        for target, own in matching_views(full, local, cuts):
             target.copy_(own)
     return full
 

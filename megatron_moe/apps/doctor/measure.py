@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, default_collate
 
-from megatron_moe.apps.doctor.assemble import parameter_shards, router_names
+from megatron_moe.apps.doctor.assemble import ParameterShard, parameter_shards, router_names
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.io.local_ranks import LocalRanks
 from megatron_moe.model.build import build_model
+from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range
 from megatron_moe.moe.routing import (
     RoutedTokens,
     balanced_scores,
@@ -36,7 +38,13 @@ from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler, named_moments_and_masters, owned_range
+from megatron_moe.training.optimizer import (
+    OwnedPart,
+    build_optimizer,
+    build_scheduler,
+    named_moments_and_masters,
+    owned_part,
+)
 from megatron_moe.training.step import connect, forward_step, train_step
 from megatron_moe.training.step_sums import take_further_losses
 
@@ -79,19 +87,20 @@ def values_of_masters(
     """Return `value` of every main weight, or of this rank's shard of it, under its parameter's name.
 
     Returns:
-        name -> (cuts, fp32 tensor of the parameter's shape, first and last + 1 of the flattened elements that it
-        holds). The other elements are not initialised.
+        name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
+        initialised.
     """
     found = named_moments_and_masters(chunks, optimizer)
     masters = {id(parameter): master for parameter, kind, master in found if kind == "master weight"}
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
-            begin, end = owned_range(optimizer, parameter)
+            part = owned_part(optimizer, parameter)
             full = torch.empty(parameter.shape, dtype=torch.float32)
-            if begin < end and (own := value(masters[id(parameter)])) is not None:
-                full.view(-1)[begin:end] = own.flatten()
-            values[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), full, begin, end)
+            if part.begin < part.end and (own := value(masters[id(parameter)])) is not None:
+                there = part.of(full)
+                there.copy_(own.view_as(there))
+            values[shard.name] = (tuple(tuple(cut) for cut in shard.cuts), full, tuple(part))
     return values
 
 
@@ -351,17 +360,26 @@ def _last_weights(
 
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {
-        shard.name: (tuple(tuple(cut) for cut in shard.cuts), parameter.detach().clone(), 0, parameter.numel())
-        for chunk in chunks
-        for shard, parameter in parameter_shards(chunk)
+        shard.name: _record_of(shard, parameter) for chunk in chunks for shard, parameter in parameter_shards(chunk)
     }
+
+
+def _record_of(shard: ParameterShard, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    """Return a weight as `values_of_masters` does; of a fully sharded one, what this rank has."""
+    if not isinstance(parameter, DTensor):
+        weight, part = parameter.detach().clone(), OwnedPart(None, 0, parameter.numel())
+    else:
+        weight, part = torch.empty(parameter.shape, dtype=gathered_dtype(parameter)), OwnedPart(*own_range(parameter))
+        part.of(weight).copy_(local(parameter))
+    return tuple(tuple(cut) for cut in shard.cuts), weight, tuple(part)
 
 
 @torch.no_grad()
 def _round_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
     for chunk in chunks:
         for parameter in chunk.parameters():
-            parameter.copy_(parameter.to(dtype))
+            own = local(parameter)
+            own.copy_(own.to(dtype))
 
 
 def _clearest(chunk: torch.nn.Module, samples: MadeUpSamples, candidates: Sequence[int], wanted: int) -> list[int]:
