@@ -80,6 +80,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
             model = inner
         self._units: list[Any] = [_shard(unit, keep_gathered) for unit in units(model, pg_collection)]
+        self._weights: list[Any] = list(model.parameters())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return what the wrapped module returns."""
@@ -132,7 +133,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""
         self._free_gathered()  # where an error ended a pass before its end
-        for parameter in self.parameters():
+        for parameter in self._weights:
             parameter.grad = None
             parameter.main_grad = parameter.main_param.main_grad = None
 
@@ -141,14 +142,14 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def finish_grad_sync(self, *unused: Any, **named: Any) -> None:
         """Put each shard's reduced gradient into `main_grad`; zeros where no backward pass reached it."""
-        for parameter in self.parameters():
+        for parameter in self._weights:
             gradient = parameter.grad
             shard = torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
             parameter.main_grad = parameter.main_param.main_grad = shard.mul_(self._scale)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all reduced gradients by a factor."""
-        for parameter in self.parameters():
+        for parameter in self._weights:
             parameter.main_grad.mul_(scaling_factor)
 
     def broadcast_params(self) -> None:
