@@ -40,6 +40,57 @@ def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gl
     assert wrong == []
 
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# Mode -> of each stop ZeRO's stage, the ranks and the layout; two stops beside each other are a pair.
+STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+    "bf16": [
+        (3, 4, cases.layout(ep=2)),
+        (2, 4, cases.layout(tp=2)),
+        (0, 2, cases.layout(pp=2)),
+        (3, 1, cases.layout()),
+        (1, 4, cases.layout(tp=2, ep=2)),
+        (2, 2, cases.layout()),
+        (3, 4, cases.layout(ep=2)),
+    ],
+    "fp16": [
+        # three ranks: shards that are not equal
+        (2, 3, cases.layout(global_batch_size=6)),
+        (1, 3, cases.layout(global_batch_size=6)),
+        (3, 3, cases.layout(global_batch_size=6)),
+        (2, 3, cases.layout(global_batch_size=6)),
+    ],
+    "fp32": [(3, 2, cases.layout()), (1, 2, cases.layout(ep=2)), (2, 4, cases.layout(ep=4)), (3, 2, cases.layout())],
+}
+
+
+@pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
+@pytest.mark.parametrize("mode", STAGES)
+def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
+    scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if mode == "fp16" else {}
+    flags = {mode: True} if mode != "fp32" else {}
+    flags |= {**SHORT, **scale, "keep_fp32": ("router",), "data_path": (cases.corpus(tmp_path),)}
+    if mode == "fp32":
+        del flags["keep_fp32"]
+    (stage, ranks, sizes), *others = STAGES[mode]
+    first = {**flags, **sizes, "data_parallel_sharding_strategy": STRATEGIES[stage]}
+    gloo.run(ranks, cases.trained, flags={**first, "save_interval": 2, "save": str(tmp_path / "0")})
+    saved, recorded = (
+        tmp_path / "0" / "iter_0000002",
+        cases.state_of(tmp_path / "0" / "iter_0000003")["records"][-1],
+    )
+    known = cases.tensors(saved)
+    wrong = []
+    for number, (stage, ranks, sizes) in enumerate(others, start=1):
+        target = tmp_path / str(number)
+        here = {**flags, **sizes, "data_parallel_sharding_strategy": STRATEGIES[stage], "ckpt_step": 2}
+        here |= {"load": str(tmp_path / str(number - 1)), "save": str(target)}
+        record = gloo.run(ranks, cases.moved, flags=here)[0][-1]
+        wrong += [f"{number}: {what}" for what in cases.compared(saved, target / "iter_0000002", known)]
+        told = cases.next_step_differs(recorded, record, to_the_bit=number == len(others), fp32=mode == "fp32")
+        wrong += [f"{number}: next step: {what}" for what in told]
+    assert wrong == []
+
+
 DENSE_FIRST = {"moe_layer_freq": "[0,1]"}
 CROSSINGS = {
     # dtype, distributed before, model, pipeline stages after

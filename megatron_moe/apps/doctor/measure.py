@@ -358,6 +358,7 @@ def _last_weights(
     return {quantity: values_of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
 
 
+@torch.no_grad()
 def _weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {
         shard.name: _record_of(shard, parameter) for chunk in chunks for shard, parameter in parameter_shards(chunk)
