@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "expert_tensor_parallel_size": _POSITIVE_COUNT,
     "distributed_timeout_minutes": _POSITIVE,
     "ddp_bucket_size": _POSITIVE_COUNT,
+    "zero_hpz_partition_size": Range(low=2),
     "loss_scale": _POSITIVE,
     "initial_loss_scale": _POSITIVE,
     "min_loss_scale": _POSITIVE,
