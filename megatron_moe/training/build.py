@@ -221,6 +221,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
     cuda = platform.has_cuda()
     known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
+        *run.notes,
         *platform.unusable_libraries(),
         *ranks.lock_notes,
         *planned.data_notes,
