@@ -73,6 +73,7 @@ class _Merge:
 
     def __init__(self, file: DeepSpeedFile, below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
         self.file, self.above = file, above
+        self._without = {**below, **above}
         self.flat: dict[str, Any] = {**below, **above}
         self.notes: list[str] = []
         self._origins: dict[str, str] = {}
@@ -106,8 +107,11 @@ class _Merge:
 
     def result(self) -> MergedSettings:
         """Return the settings, with notes: what the file sets, what it leaves to defaults, what has no meaning."""
-        sets = [_typed(field, self.flat[field]) for field in self._origins if self.flat[field] != _default(field)]
-        first = f"{self.file.name} sets {' '.join(sets) if sets else 'nothing but defaults'}"
+        sets = []
+        for field, value in self.flat.items():
+            if value != self._without.get(field, _default(field)):
+                sets.append(_typed(field, value))
+        first = f"{self.file.name} sets {' '.join(sets) if sets else 'nothing that is not so already'}"
         notes = [first, *self.notes, *self._left_to_defaults(), *self.file.notes]
         return MergedSettings(self.flat, tuple(notes), self._origins)
 
@@ -150,8 +154,6 @@ def _take_plain_settings(merge: _Merge) -> None:
         elif taken.sets is not None:
             found[key] = {taken.sets: value}
     schedule, notes = scheduler_settings(file)
-    if any("lr" in settings for settings in schedule.values()):
-        found.pop("optimizer.params.lr", None)
     for key, settings in {**found, **optimizer_settings(file), **schedule}.items():
         merge.take(key, settings)
     merge.notes += notes
@@ -192,12 +194,6 @@ def _take_loss_scale(merge: _Merge) -> None:
         if dynamic:
             merge.note(f"{', '.join(dynamic)}: a constant loss scale does not change")
         return
-    hysteresis = merge.flat.get("hysteresis", _default("hysteresis")) if "fp16.hysteresis" not in values else 0
-    if values.get("fp16.consecutive_hysteresis") and (hysteresis or values["fp16.hysteresis"]) != 1:
-        raise file.refusal(
-            "fp16.consecutive_hysteresis",
-            "overflows are counted over a whole loss_scale_window here; use false, or a hysteresis of 1",
-        )
     power = values.get("fp16.initial_scale_power")
     if power is not None:
         if not 0 <= power <= _MAX_SCALE_POWER:
@@ -209,6 +205,12 @@ def _take_loss_scale(merge: _Merge) -> None:
         field = TAKEN[key].sets
         if field is not None:
             merge.take(key, {field: values[key]})
+    # Refilled after every step without an overflow, a count of one is what it is without.
+    if values.get("fp16.consecutive_hysteresis") and merge.flat.get("hysteresis", _default("hysteresis")) != 1:
+        raise file.refusal(
+            "fp16.consecutive_hysteresis",
+            "overflows are counted over a whole loss_scale_window here; use false, or a hysteresis of 1",
+        )
 
 
 def _take_gradient_dtype(merge: _Merge) -> None:

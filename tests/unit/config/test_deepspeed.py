@@ -118,6 +118,7 @@ def test_a_key_that_asks_for_something_else_is_refused_with_what_works(parse, re
         (FP16, {"fp16": True}),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {"fp16": True, "loss_scale": 128.0}),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, {"fp16": True}),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 4}}, {"fp16": True, "loss_scale": 8.0}),
         ({"fp16": {"enabled": True, "initial_scale_power": 5}}, {"fp16": True, "initial_loss_scale": 32.0}),
         ({"fp16": {"enabled": True, "loss_scale_window": 1e2}}, {"fp16": True, "loss_scale_window": 100}),
         ({"fp16": {"enabled": True, "hysteresis": 4}}, {"fp16": True, "hysteresis": 4}),

@@ -67,6 +67,8 @@ def test_a_flag_wins_over_a_key_that_says_the_opposite(parse, content, flags, fi
 def test_one_dtype_of_the_file_takes_the_place_of_a_presets(parse, ours, other):
     run = parse({ours: {"enabled": True}, other: {"enabled": "auto"}}, "--preset", "demo")
     assert getattr(run.precision, ours) and not getattr(run.precision, other)
+    # the preset is bf16
+    assert run.notes[0] == f"ds.json sets {'nothing that is not so already' if ours == 'bf16' else '--no-bf16 --fp16'}"
 
 
 def test_stage_zero_takes_the_place_of_a_presets_distributed_optimizer(parse):
@@ -207,6 +209,14 @@ def test_other_programs_spellings_of_the_flag_are_known(tmp_path, words):
     path = tmp_path / "ds.json"
     path.write_text('{"seed": 7}')
     assert cli.parse(words.replace("FILE", str(path)).split()).training.seed == 7
+
+
+def test_the_help_says_what_wins(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Flags win over --config, --config over --deepspeed-config, and that over --preset." in text
 
 
 @pytest.mark.parametrize(
