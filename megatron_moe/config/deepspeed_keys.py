@@ -131,7 +131,8 @@ LOSS_SCALE_KEYS = (
 """What a run without fp16 does not read; DeepSpeed does not either."""
 
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    "each layer is gathered and reduced as a whole, and overlaps with the next by itself (torch's fully_shard)": (
+    "from stage 2 on each layer is gathered and reduced as a whole, behind the computation of its neighbours; below, "
+    "--overlap-grad-reduce and --ddp-bucket-size say it": (
         "zero_optimization.allgather_partitions",
         "zero_optimization.allgather_bucket_size",
         "zero_optimization.overlap_comm",
@@ -165,7 +166,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "zero_optimization.leaf_module",
         "sparse_gradients",
     ),
-    "host memory is pinned where there is a GPU, and nothing is kept on NVMe": (
+    "the offload to host memory has no settings of its own": (
         "zero_optimization.offload_optimizer.pin_memory",
         "zero_optimization.offload_optimizer.buffer_count",
         "zero_optimization.offload_optimizer.fast_init",
@@ -188,6 +189,9 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "zero_optimization.enable_sanity_checks",
         "zero_optimization.compute_grad_norm",
         "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "seq_parallel_comm_data_type",
+        "seq_parallel_communication_data_type",
+        "bf16.immediate_grad_update",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
         "managed_gradient_accumulation",
@@ -208,14 +212,8 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "dump_state",
         "use_data_before_expert_parallelism",
     ),
-    "a gradient is averaged over ranks in one division, in fp32": (
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "seq_parallel_comm_data_type",
-        "seq_parallel_communication_data_type",
-        "bf16.immediate_grad_update",
-        "bf16.check_grad_overflow",
-    ),
+    "a gradient is averaged over ranks by one division": ("prescale_gradients", "gradient_predivide_factor"),
+    "gradients are looked at in every step and dtype (--on-nan)": ("bf16.check_grad_overflow",),
     "a model reads token ids, which are no numbers to cast": ("fp16.auto_cast", "bf16.auto_cast"),
     "bf16 has the range of fp32 and no loss scale": (
         "bf16.loss_scale",
