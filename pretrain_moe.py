@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        run = cli.parse(argv, architecture.filled_in)
+        run = cli.parse(argv, architecture.filled_in, world_size)
         if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
             if rank == 0:

@@ -1,12 +1,13 @@
 """The command line and the YAML file, made from the schema: one field is one flag and one key.
 
-Precedence: flags, then `--config FILE`, then `--preset NAME`, then the folder of `--load-hf` or
-`--use-checkpoint-args`, then the schema's defaults. Overriding a folder's architecture is an error.
+Precedence: flags, then `--config FILE`, then `--deepspeed-config FILE`, then `--preset NAME`, then the folder of
+`--load-hf` or `--use-checkpoint-args`, then the schema's defaults. Overriding a folder's architecture is an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_moe.config import schema
+from megatron_moe.config import deepspeed, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
 from megatron_moe.config.presets import PRESETS
@@ -87,11 +88,16 @@ def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | N
     flat[field.name] = from_file(field, value, where)
 
 
-def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
+def parse(
+    argv: Sequence[str],
+    filled_in: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    world_size: int | None = None,
+) -> Run:
     """Return the run of a command line. Values are typed here; `rules.check` checks their combination.
 
     Args:
         filled_in: adds the architecture of a folder that the settings name, and refuses settings that contradict it.
+        world_size: ranks of the run, by which the batch sizes of a DeepSpeed file are checked and completed.
 
     Raises:
         ConfigError: for an unknown flag or key, a value of the wrong type, a missing file or an unknown preset.
@@ -102,12 +108,25 @@ def parse(argv: Sequence[str], filled_in: Callable[[dict[str, Any]], dict[str, A
     if extra:
         raise ConfigError(_unknown(extra[0], parser))
     given = vars(words)
-    preset, path = given.pop("preset", None), given.pop("config", None)
-    flat = dict(_preset(preset)) if preset is not None else {}
-    if path is not None:
-        flat |= read_yaml(path)
-    flat |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
-    return schema.build(flat if filled_in is None else filled_in(flat))
+    preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
+    below = _preset(preset) if preset is not None else {}
+    above = read_yaml(path) if path is not None else {}
+    above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    read = deepspeed.MergedSettings({**below, **above}, (), {})
+    if deepspeed_path is not None:
+        read = deepspeed.merged(deepspeed_path, below, above, world_size)
+    run = schema.build(read.flat if filled_in is None else filled_in(read.flat))
+    return dataclasses.replace(run, notes=read.notes, origins=read.origins)
+
+
+def _deepspeed_path(given: dict[str, Any]) -> str | None:
+    """Take the path of a DeepSpeed file out of the words: by `--deepspeed-config`, or as transformers' programs do."""
+    path, switch = given.pop("deepspeed_config", None), given.pop("deepspeed", "")
+    if switch is None and path is None:
+        raise ConfigError("--deepspeed: names no file; use --deepspeed-config FILE")
+    if switch and path not in (None, switch):
+        raise ConfigError(f"--deepspeed {switch}, --deepspeed-config {path}: name two files; keep one")
+    return path or switch or None
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,9 +151,11 @@ def _build_parser() -> Parser:
     """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
         prog="pretrain_moe.py",
-        usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--config FILE] [flags]",
+        usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--deepspeed-config FILE] [--config FILE]"
+        " [flags]",
         description="Pre-train a mixture-of-experts transformer.",
-        epilog="Flags win over --config, --config over --preset. The word `none` unsets a flag that has no default.",
+        epilog="Flags win over --config, --config over --deepspeed-config, and that over --preset. The word `none`"
+        " unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_Formatter,
@@ -142,6 +163,18 @@ def _build_parser() -> Parser:
     start = parser.add_argument_group("start from")
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
     start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
+    start.add_argument(
+        "--deepspeed-config",
+        "--deepspeed_config",
+        metavar="FILE",
+        help="a DeepSpeed configuration (JSON); the run says at its start what is taken and what is not",
+    )
+    start.add_argument(
+        "--deepspeed",
+        metavar="FILE",
+        nargs="?",
+        help="as --deepspeed-config; without FILE, next to it, it says nothing",
+    )
     for section, cls in schema.sections().items():
         group = parser.add_argument_group(section, " ".join((cls.__doc__ or "").split()))
         for field in all_fields().values():

@@ -6,6 +6,7 @@ import ast
 from functools import cached_property
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.run_flags import RunSections
 
 
@@ -126,7 +127,7 @@ class DerivedSettings:
         strategy = self._run.parallel.data_parallel_sharding_strategy
         if strategy is None:
             return int(self._run.optimizer.use_distributed_optimizer)
-        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(strategy)
+        return SHARDING_STRATEGIES.index(strategy)
 
     @cached_property
     def grads_in_fp32(self) -> bool:

@@ -61,6 +61,14 @@ class Field:
         stem = self.flag[2:]
         return "--" + (stem[3:] if stem.startswith("no-") else "no-" + stem)
 
+    def typed(self, value: Any) -> str:
+        """Return the field as it would be typed: `--num-layers 4`, `--bf16`, `--no-swiglu`, or `no --save` if unset."""
+        if value is None:
+            return f"no {self.flag}"
+        if self.is_bool:
+            return self.flag if value else self.negative_flag
+        return f"{self.flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
 
 @lru_cache(maxsize=1)
 def all_fields() -> dict[str, Field]:

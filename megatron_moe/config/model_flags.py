@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megatron_moe.config.flag import flag, free
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS, SCORE_FUNCTIONS
 
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""What data-parallel ranks share, by ZeRO stage: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -170,7 +173,7 @@ class ParallelConfig:
         None,
         "ZeRO: spread the optimizer (stage 1, as --use-distributed-optimizer), gradients too (2), weights too (3) over "
         "the data-parallel ranks; default: no_shard, or optim with --use-distributed-optimizer",
-        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        choices=SHARDING_STRATEGIES,
     )
     use_torch_fsdp2: bool = flag(False, "as --data-parallel-sharding-strategy optim_grads_params")
     zero_quantized_weights: bool = flag(

@@ -9,7 +9,8 @@ parsed by `cli.py`; this file does not import torch.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,17 @@ from megatron_moe.config.run_flags import RunSections
 
 @dataclass(frozen=True)
 class Run(RunSections):
-    """The settings of a run. Read a value as `run.moe.moe_router_topk`; `flatten(run)` gives the flat dict."""
+    """The settings of a run. Read a value as `run.moe.moe_router_topk`; `flatten(run)` gives the flat dict.
+
+    How the settings were read is no part of them: runs are equal, and stored, without it.
+
+    Args:
+        notes: what to report of it at the start of the run, a line each.
+        origins: field -> "key in file", of values that come from a DeepSpeed file.
+    """
+
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
     def derived(self) -> DerivedSettings:
@@ -29,7 +40,7 @@ class Run(RunSections):
 
 def sections() -> dict[str, type]:
     """Return section name -> its dataclass, in the order of `Run`."""
-    return {name: f.default_factory for name, f in Run.__dataclass_fields__.items()}  # type: ignore[misc]
+    return {name: f.default_factory for name, f in RunSections.__dataclass_fields__.items()}  # type: ignore[misc]
 
 
 def fields_by_name() -> dict[str, tuple[str, dataclasses.Field]]:
@@ -70,4 +81,5 @@ def build(flat: dict[str, Any]) -> Run:
 
 def replace(run: Run, **changes: Any) -> Run:
     """Return a copy of `run` with the named fields changed, whichever section they are in."""
-    return build({**flatten(run), **changes})
+    origins = {name: key for name, key in run.origins.items() if name not in changes}
+    return dataclasses.replace(build({**flatten(run), **changes}), notes=run.notes, origins=origins)

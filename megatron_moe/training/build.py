@@ -221,6 +221,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
     cuda = platform.has_cuda()
     known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
+        *run.notes,
         *platform.unusable_libraries(),
         *ranks.lock_notes,
         *planned.data_notes,
@@ -228,6 +229,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *built.loaded.notes,
         *built.origin_notes,
         *_precision_notes(run),
+        *_sharding_notes(run, ranks.facts.world_size),
         *_balancing_notes(trainer),
         *known,
     ):
@@ -272,6 +274,25 @@ def _precision_notes(run: Run) -> list[str]:
     if kept := kept_in_fp32(run):
         more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
         notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")
+    return notes
+
+
+def _sharding_notes(run: Run, world_size: int) -> list[str]:
+    """Say where the layout leaves a sharding flag without an effect, a line each."""
+    notes: list[str] = []
+    if run.derived.zero_stage < 2:
+        return notes
+    if run.moe.num_experts is not None and run.derived.expert_data_parallel_size(world_size) == 1:
+        notes.append(
+            f"ZeRO stage {run.derived.zero_stage}: there is one copy of each expert (expert-DP 1), and so nothing of "
+            "the experts to share; the other weights are sharded"
+        )
+    size = run.parallel.zero_hpz_partition_size
+    if size == run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size:
+        notes.append(
+            f"--zero-hpz-partition-size {size}: these are all ranks that share weights, as without the flag; with the "
+            "ranks of one machine, the backward pass gathers within it"
+        )
     return notes
 
 

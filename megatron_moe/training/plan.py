@@ -38,7 +38,12 @@ class RunPlan:
     @property
     def notes(self) -> list[str]:
         """All notes of the plan, in the order to show."""
-        return [*self.start_from.notes, *(self.imported.notes if self.imported else ()), *self.data_notes]
+        return [
+            *self.run.notes,
+            *self.start_from.notes,
+            *(self.imported.notes if self.imported else ()),
+            *self.data_notes,
+        ]
 
 
 def plan_run(run: Run) -> RunPlan:

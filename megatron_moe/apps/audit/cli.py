@@ -64,7 +64,7 @@ def _main(argv: list[str]) -> int:
     if flags.module is not None or flags.hf is not None:
         audit = _foreign(flags, rest)
     else:
-        run = with_made_up_data(cli.parse(rest, filled_in))
+        run = with_made_up_data(cli.parse(rest, filled_in, 1))
         rules.check(run, 1)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS,
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.tracer import Tracer
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import build_tokenizer
@@ -202,8 +201,7 @@ def write(report: dict[str, Any], prefix: str) -> list[Path]:
 
 def facts(run: Run) -> dict[str, Any]:
     """Return the report's head: what was traced, with which flags and versions."""
-    flags = {name: value for section in asdict(run).values() for name, value in section.items()}
-    defaults = {name: value for section in asdict(Run()).values() for name, value in section.items()}
+    flags, defaults = flatten(run), flatten(Run())
     return {
         "subject": "one training step of megatron_moe",
         "dtype": run.derived.params_dtype_name,

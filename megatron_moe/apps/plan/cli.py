@@ -77,7 +77,9 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if flags.mfu > 1:
         raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
-    run = _traceable(cli.parse(rest, filled_in))
+    run = _traceable(cli.parse(rest, filled_in, flags.world_size))
+    for note in run.notes:
+        say(note)
     vocabulary(run)
     _check(run, flags.world_size)
     with warnings.catch_warnings(), _progress():

@@ -58,8 +58,8 @@ def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
     if _rank() == 0:  # which writes it; its folder need not be on the other nodes
         require_writable("--json", flags.json)
-    run = cli.parse(rest, filled_in)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    run = cli.parse(rest, filled_in, world_size)
     if rest:
         rules.check_model(run, world_size)
     thresholds = Thresholds(flags.inside, flags.across, flags.least_share, flags.least_write)

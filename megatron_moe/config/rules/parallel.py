@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
 
@@ -217,12 +218,120 @@ def world_divides_by_experts(run: Run, world_size: int) -> None:
         )
 
 
+def sharding_flags_agree(run: Run, world_size: int) -> None:
+    """Refuse two flags that say what data-parallel ranks share, and differ in it."""
+    strategy = run.parallel.data_parallel_sharding_strategy
+    if run.parallel.use_torch_fsdp2 and strategy not in (None, "optim_grads_params"):
+        raise refuse(
+            run,
+            ("use_torch_fsdp2", "data_parallel_sharding_strategy"),
+            "the first is another name of optim_grads_params; drop one of the two",
+        )
+    if run.optimizer.use_distributed_optimizer and strategy == "no_shard":
+        raise refuse(
+            run,
+            ("data_parallel_sharding_strategy", "use_distributed_optimizer"),
+            "one shards the optimizer and the other does not; use --data-parallel-sharding-strategy optim, or"
+            " --no-use-distributed-optimizer over a preset",
+        )
+
+
+def zero_flags_fit_the_stage(run: Run, world_size: int) -> None:
+    """Require of each ZeRO++ switch, and of the offload, a stage that sends or keeps what it changes."""
+    needed = {
+        "zero_quantized_weights": (2, "weights are gathered"),
+        "zero_quantized_gradients": (2, "gradients are reduced to shards"),
+        "zero_hpz_partition_size": (3, "weights are gathered again in the backward pass"),
+        "optimizer_cpu_offload": (2, "each rank has its own shard of weights and moments"),
+    }
+    stage = run.derived.zero_stage
+    for name in set_among(run, needed):
+        lowest, why = needed[name]
+        if stage < lowest:
+            works = " or ".join(SHARDING_STRATEGIES[lowest:])
+            raise refuse(
+                run,
+                (name, *_stage_flags(run)),
+                f"needs ZeRO stage {' or '.join(map(str, range(lowest, 4)))}, where {why}, and this is stage {stage};"
+                f" use --data-parallel-sharding-strategy {works}, or drop it",
+            )
+
+
+def _stage_flags(run: Run) -> tuple[str, ...]:
+    """Return the flags that made the ZeRO stage what it is."""
+    if run.parallel.use_torch_fsdp2:
+        return ("use_torch_fsdp2",)
+    if run.parallel.data_parallel_sharding_strategy is None and run.optimizer.use_distributed_optimizer:
+        return ("use_distributed_optimizer",)
+    return ("data_parallel_sharding_strategy",)
+
+
+def sharded_gradients_need_one_stage(run: Run, world_size: int) -> None:
+    """Refuse sharded gradients with pipeline parallelism."""
+    if run.derived.zero_stage >= 2 and run.parallel.pipeline_model_parallel_size > 1:
+        raise refuse(
+            run,
+            (*_stage_flags(run), "pipeline_model_parallel_size"),
+            "a pipeline's schedule has several micro-batches in flight, and each would gather and reduce every layer"
+            " again; use --data-parallel-sharding-strategy optim, or --pipeline-model-parallel-size 1",
+        )
+
+
+def sharded_gradients_overlap_by_themselves(run: Run, world_size: int) -> None:
+    """Refuse the flags of the engine's gradient buckets where there are none."""
+    stray = set_among(run, ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"))
+    if stray and run.derived.zero_stage >= 2:
+        raise refuse(
+            run,
+            (*stray, *_stage_flags(run)),
+            "from ZeRO stage 2 on each layer is gathered and reduced behind the computation of the next, without"
+            " buckets; drop it",
+        )
+
+
+def sharded_gradients_are_reduced_in_fp32(run: Run, world_size: int) -> None:
+    """Refuse gradients in half precision where they are sharded: shards are fp32."""
+    half = run.precision.bf16 or run.precision.fp16
+    if run.derived.zero_stage >= 2 and half and not run.derived.grads_in_fp32:
+        raise refuse(
+            run,
+            (
+                *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")),
+                *_stage_flags(run),
+            ),
+            "from ZeRO stage 2 on gradients are reduced in fp32; drop it, and use --zero-quantized-gradients int8 to"
+            " send fewer bytes",
+        )
+
+
+def secondary_partition_divides(run: Run, world_size: int) -> None:
+    """Require that groups of the secondary partition's size make up the ranks that share weights.
+
+    Dense weights are shared by DP x CP ranks, experts by expert-DP ranks. Where experts have one copy there is nothing
+    to share, and their part of the rule does not apply.
+    """
+    size = run.parallel.zero_hpz_partition_size
+    if size is None:
+        return
+    cp = run.parallel.context_parallel_size
+    dense = run.derived.data_parallel_size(world_size) * cp
+    experts = run.derived.expert_data_parallel_size(world_size) if run.moe.num_experts is not None else 1
+    shared = dense if experts == 1 else math.gcd(dense, experts)
+    if shared % size == 0:
+        return
+    common = [d for d in range(2, shared + 1) if shared % d == 0]
+    works = f"use one of {', '.join(map(str, common))}" if common else "drop it"
+    also = "" if experts == 1 else f", and {experts}, those that share each expert"
+    names = ["zero_hpz_partition_size", *set_among(run, ("context_parallel_size", "expert_model_parallel_size"))]
+    raise refuse(run, names, f"must divide DP x CP = {dense}, the ranks that share the dense weights{also}; {works}")
+
+
 def parameter_gather_overlap_needs_its_base(run: Run, world_size: int) -> None:
     """Require the distributed optimizer and its overlap for gathering parameters behind the forward pass."""
     missing = [
         name
         for name, there in (
-            ("use_distributed_optimizer", run.optimizer.use_distributed_optimizer),
+            ("use_distributed_optimizer", run.derived.zero_stage >= 1),
             ("overlap_grad_reduce", run.parallel.overlap_grad_reduce),
         )
         if not there

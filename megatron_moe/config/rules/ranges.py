@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, suggestion
-from megatron_moe.config.rules.wording import value
+from megatron_moe.config.rules.wording import origin, value
 from megatron_moe.config.schema import Run
 
 
@@ -103,6 +103,7 @@ RANGES: dict[str, Range] = {
     "expert_tensor_parallel_size": _POSITIVE_COUNT,
     "distributed_timeout_minutes": _POSITIVE,
     "ddp_bucket_size": _POSITIVE_COUNT,
+    "zero_hpz_partition_size": Range(low=2),
     "loss_scale": _POSITIVE,
     "initial_loss_scale": _POSITIVE,
     "min_loss_scale": _POSITIVE,
@@ -154,7 +155,8 @@ def numbers_are_in_range(run: Run, world_size: int) -> None:
         for number in given if isinstance(given, tuple) else (given,):
             if number is not None and not allowed.holds(number):
                 raise ConfigError(
-                    f"{all_fields()[name].flag} {number}: must be {allowed}; e.g. {_working(name, allowed)}"
+                    f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {allowed};"
+                    f" e.g. {_working(name, allowed)}"
                 )
 
 

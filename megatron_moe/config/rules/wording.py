@@ -26,13 +26,13 @@ def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
 
 
 def spelled(run: Run, name: str) -> str:
-    """Return a field as it would be typed: `--num-layers 4`, `--bf16`, `--no-swiglu`, or `no --save` if unset."""
-    field, current = all_fields()[name], value(run, name)
-    if current is None:
-        return f"no {field.flag}"
-    if field.is_bool:
-        return field.flag if current else field.negative_flag
-    return f"{field.flag} {' '.join(map(str, current)) if isinstance(current, tuple) else current}"
+    """Return a field as it would be typed, with the key of a DeepSpeed file that it comes from."""
+    return all_fields()[name].typed(value(run, name)) + origin(run, name)
+
+
+def origin(run: Run, name: str) -> str:
+    """Return ` (key in file)` for a value that a DeepSpeed file has set; else an empty string."""
+    return f" ({run.origins[name]})" if name in run.origins else ""
 
 
 def set_among(run: Run, names: Iterable[str]) -> list[str]:

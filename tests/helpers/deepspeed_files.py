@@ -1,0 +1,29 @@
+"""DeepSpeed configuration files for tests: what they hold, and what they change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.config import cli, schema
+
+
+def parsed(path: Path, content: dict[str, Any] | str, *flags: str, world: int | None = 4) -> schema.Run:
+    """Parse flags with a DeepSpeed file of this content, on so many ranks."""
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return cli.parse(["--deepspeed-config", str(path), *flags], world_size=world)
+
+
+def changed(run: schema.Run, *flags: str) -> dict[str, Any]:
+    """The settings in which a run differs from one with these flags alone."""
+    plain = schema.flatten(cli.parse(flags))
+    return {name: value for name, value in schema.flatten(run).items() if value != plain[name]}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": settings}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}

@@ -1,0 +1,301 @@
+"""Keys of a DeepSpeed file: what each sets, what wins over it, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_moe.config import deepspeed_keys as keys
+from megatron_moe.config.deepspeed_file import read
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
+from tests.helpers.deepspeed_files import changed, parsed, scheduler, zero
+
+ADAMW = {"type": "AdamW", "params": {}}
+FP16 = {"fp16": {"enabled": True}}
+
+
+@pytest.fixture
+def parse(tmp_path):
+    return partial(parsed, tmp_path / "ds.json")
+
+
+@pytest.fixture
+def refusal(parse):
+    """The message with which such a file is refused."""
+
+    def refused(content: dict[str, Any] | str, *flags: str, world: int | None = 4) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parse(content, *flags, world=world)
+        message = str(caught.value)
+        assert "ds.json: " in message and "\n" not in message
+        return message
+
+    return refused
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+# ---- the tables
+
+
+def test_every_key_is_in_one_table_and_sets_fields_that_exist():
+    reasons = [key for of_reason in keys.MEANINGLESS.values() for key in of_reason]
+    everything = [*keys.TAKEN, *keys.REFUSED, *reasons]
+    assert len(everything) == len(set(everything))
+    fields = {taken.sets for taken in keys.TAKEN.values() if taken.sets is not None}
+    for taken in keys.TAKEN.values():
+        for settings in taken.means.values():
+            fields |= settings.keys()
+    for table in (*keys.DEFAULTS.values(), *keys.RIVALS.values(), *keys.IMPLIED.values()):
+        fields |= table.keys()
+    assert fields <= all_fields().keys()
+
+
+@pytest.mark.parametrize("key", sorted(keys.TAKEN))
+def test_auto_and_null_are_as_if_the_key_were_not_there(parse, key):
+    if key in ("optimizer.type", "scheduler.type"):
+        assert changed(parse(nested(key, "auto"))) == {}
+        return
+    assert changed(parse(nested(key, None))) == {}
+    content = nested(key, "auto")
+    if key.startswith("optimizer."):
+        content = {"optimizer": {"type": "AdamW", "params": {key.rpartition(".")[2]: "auto"}}}
+    if key.startswith("scheduler."):
+        content["scheduler"]["type"] = "auto"
+    assert changed(parse(content)) == {}
+
+
+@pytest.mark.parametrize("key", [key for of_reason in keys.MEANINGLESS.values() for key in of_reason])
+def test_a_key_without_a_meaning_is_named_with_its_reason(parse, key):
+    run = parse(nested(key, True))
+    assert changed(run) == {}
+    [reason] = [reason for reason, of_reason in keys.MEANINGLESS.items() if key in of_reason]
+    assert f"ds.json: {key}: no meaning here: {reason}" in run.notes
+
+
+@pytest.mark.parametrize("key", sorted(keys.REFUSED))
+def test_a_key_that_asks_for_something_else_is_refused_with_what_works(parse, refusal, key):
+    refused = keys.REFUSED[key]
+    asking: Any = {"enabled": True} if refused.switched else {False: True, True: False}.get(refused.harmless[0], 7)
+    message = refusal(nested(key, asking))
+    assert f"ds.json: {key} {json.dumps(asking)}: " in message
+    assert refused.works in message
+    harmless = {"enabled": False, "level": 3} if refused.switched else refused.harmless[0]
+    assert changed(parse(nested(key, harmless))) == {}
+
+
+# ---- taken
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (zero(stage=0), {"data_parallel_sharding_strategy": "no_shard"}),
+        (zero(stage=1), {"data_parallel_sharding_strategy": "optim"}),
+        (zero(stage=2), {"data_parallel_sharding_strategy": "optim_grads"}),
+        (zero(stage=3), {"data_parallel_sharding_strategy": "optim_grads_params"}),
+        ({"zero_optimization": True}, {"data_parallel_sharding_strategy": "optim"}),
+        (zero(zero_quantized_weights=True), {"zero_quantized_weights": True}),
+        (zero(zero_quantized_gradients=True), {"zero_quantized_gradients": "int8"}),
+        (zero(zero_quantized_gradients=False), {}),
+        (zero(zero_hpz_partition_size=8), {"zero_hpz_partition_size": 8}),
+        (zero(zero_hpz_partition_size=1), {}),
+        (zero(offload_optimizer={"device": "cpu"}), {"optimizer_cpu_offload": True}),
+        (zero(offload_param={"device": "cpu"}), {"optimizer_cpu_offload": True}),
+        (zero(offload_optimizer={"device": "none"}, offload_param={"device": "none"}), {}),
+        (zero(cpu_offload=True), {"optimizer_cpu_offload": True}),
+        (zero(cpu_offload=False), {}),
+        ({"bf16": {"enabled": True}}, {"bf16": True}),
+        ({"bfloat16": {"enabled": "True"}}, {"bf16": True}),
+        (FP16, {"fp16": True}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"fp16": True, "loss_scale": 128.0}),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"fp16": True}),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 4}}, {"fp16": True, "loss_scale": 8.0}),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5}}, {"fp16": True, "initial_loss_scale": 32.0}),
+        ({"fp16": {"enabled": True, "loss_scale_window": 1e2}}, {"fp16": True, "loss_scale_window": 100}),
+        ({"fp16": {"enabled": True, "hysteresis": 4}}, {"fp16": True, "hysteresis": 4}),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0.5}}, {"fp16": True, "min_loss_scale": 0.5}),
+        ({"fp16": {"enabled": True, "hysteresis": 1, "consecutive_hysteresis": True}}, {"fp16": True, "hysteresis": 1}),
+        ({"fp16": {"enabled": False, "initial_scale_power": 5, "hysteresis": 7}}, {}),
+        ({"gradient_clipping": 0.3}, {"clip_grad": 0.3}),
+        ({"seed": 42}, {"seed": 42}),
+        ({"steps_per_print": 2000}, {"log_interval": 2000}),
+        ({"wall_clock_breakdown": True}, {"timing_log_level": 1}),
+        ({"tensorboard": {"enabled": True, "output_path": "logs"}}, {"tensorboard_dir": "logs/DeepSpeedJobName"}),
+        ({"tensorboard": {"enabled": False, "output_path": "logs", "job_name": "x"}}, {}),
+        ({"optimizer": {"type": "adamw", "params": {"lr": 2e-4}}}, {"lr": 2e-4}),
+        ({"optimizer": {"type": "Adam", "params": {"eps": 1e-6}}}, {"adam_eps": 1e-6}),
+        ({"optimizer": {**ADAMW, "params": {"betas": [0.8, 0.9]}}}, {"adam_beta1": 0.8, "adam_beta2": 0.9}),
+        ({"optimizer": {**ADAMW, "params": {"weight_decay": 0}}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {"weight_decay": 0.0}),
+        ({"optimizer": {**ADAMW, "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, {"weight_decay": 0.1}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, {"accumulate_allreduce_grads_in_fp32": True}),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "bfp16"},
+            {"bf16": True, "grad_reduce_in_bf16": True},
+        ),
+        (
+            {**FP16, "data_types": {"grad_accum_dtype": "fp16"}},
+            {"fp16": True, "accumulate_allreduce_grads_in_fp32": False},
+        ),
+        (
+            scheduler("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-4, warmup_num_steps=7, warmup_type="linear"),
+            {"lr_decay_style": "constant", "lr_warmup_init": 1e-5, "lr": 1e-4, "lr_warmup_iters": 7},
+        ),
+        (
+            scheduler("WarmupDecayLR", warmup_max_lr=1e-4, warmup_num_steps=1, warmup_type="linear", total_num_steps=9),
+            {"lr_decay_style": "linear", "lr": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 9},
+        ),
+        (
+            scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4, cycle_first_step_size=5, cycle_momentum=False),
+            {
+                "lr_decay_style": "linear",
+                "lr_warmup_init": 1e-5,
+                "min_lr": 1e-5,
+                "lr": 1e-4,
+                "lr_warmup_iters": 5,
+                "lr_decay_iters": 10,
+            },
+        ),
+        (
+            scheduler("WarmupDecayLR", warmup_max_lr="auto", warmup_num_steps="auto", total_num_steps="auto"),
+            {"lr_decay_style": "linear"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_key_sets_its_field_and_no_other(parse, content, expected):
+    assert changed(parse(content)) == expected
+
+
+def test_the_schedules_rate_is_the_peak_and_the_optimizers_is_named(parse):
+    warmup = scheduler("WarmupLR", warmup_max_lr=1e-4, warmup_type="linear")
+    run = parse({**warmup, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}})
+    assert (run.optimizer.lr, run.optimizer.lr_warmup_iters) == (1e-4, 1000)
+    assert any("optimizer.params.lr 3e-05 is not used: warmup_max_lr 0.0001" in note for note in run.notes)
+    without = parse({**scheduler("WarmupLR", warmup_type="linear"), "optimizer": {**ADAMW, "params": {"lr": 3e-5}}})
+    assert without.optimizer.lr == 3e-5
+
+
+def test_a_parameter_that_is_left_out_is_named_where_the_defaults_differ(parse):
+    notes = "\n".join(parse({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": "auto"}}}).notes)
+    for text in (
+        "--adam-beta2 0.999, here --adam-beta2 0.95",
+        "--clip-grad 0.0, here --clip-grad 1.0",
+        "scheduler.type",
+    ):
+        assert text in notes
+    assert "leaves out optimizer.params.weight_decay" not in notes and "beta1" not in notes
+    assert "clip" not in "\n".join(parse({"gradient_clipping": "auto"}).notes)
+    assert "clip" not in "\n".join(parse({}, "--clip-grad", "2").notes)
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            ["fp16.enabled true", "bf16.enabled true", "one dtype"],
+        ),
+        (zero(stage=4), ["zero_optimization.stage 4", "0, 1, 2, 3"]),
+        (zero(stage="three"), ["zero_optimization.stage", '"three"', "whole number", '"auto"']),
+        (zero(stage=True), ["zero_optimization.stage true", "whole number"]),
+        (zero(zero_quantized_weights="int8"), ["zero_quantized_weights", '"int8"', "true or false"]),
+        (zero(offload_optimizer={"device": "nvme"}), ["offload_optimizer.device", "nvme", "--optimizer-cpu-offload"]),
+        (zero(offload_optimizer={"device": "disk"}), ["offload_optimizer.device", '"disk"', '"cpu", "none"']),
+        (zero(offload_optimizer=True), ["zero_optimization.offload_optimizer true", '{"offload_optimizer": {...}}']),
+        ({"fp16": {"enabled": True, "initial_scale_power": 200}}, ["initial_scale_power 200", "at most 127"]),
+        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, ["consecutive_hysteresis true", "use false"]),
+        ({"gradient_clipping": "often"}, ["gradient_clipping", '"often"', "a number"]),
+        ({"communication_data_type": "int8"}, ["communication_data_type", '"int8"', "fp32, bf16, fp16"]),
+        ({"communication_data_type": "fp16"}, ["communication_data_type", '"fp16"', "float32", '"fp32"']),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+            ["grad_accum_dtype", "communication_data_type", "one dtype"],
+        ),
+        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", '"Lamb"', "AdamW"]),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 1}}}, ["OneBitAdam", "one bit", "AdamW"]),
+        ({"optimizer": {"type": "MyOptimizer"}}, ["MyOptimizer", "AdamW"]),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, ["optimizer.params.lr", "type"]),
+        ({"optimizer": {**ADAMW, "params": {"betas": [0.9]}}}, ["betas [0.9]", "two numbers"]),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+            ["adam_w_mode false", "weight_decay of 0.1", "L2", "use true"],
+        ),
+        (scheduler("WarmupLR", warmup_num_steps=10), ["warmup_type", "logarithmic", '"warmup_type": "linear"']),
+        (scheduler("WarmupLR", warmup_num_steps=10, warmup_type="log"), ['warmup_type "log"', '"linear"']),
+        (scheduler("WarmupLR", warmup_num_steps="auto", warmup_type="log"), ['warmup_type "log"', '"linear"']),
+        (scheduler("WarmupLR", warmup_num_steps=0, warmup_type="linear"), ["warmup_num_steps 0", "at least 1"]),
+        (scheduler("WarmupLR", total_num_steps=5, warmup_type="linear"), ["total_num_steps 5", "WarmupLR has no such"]),
+        (scheduler("WarmupDecayLR", warmup_type="linear"), ["scheduler.type", "total_num_steps"]),
+        (scheduler("WarmupCosineLR", cos_min_ratio=0.1), ["WarmupCosineLR", "one step", "--lr-decay-style cosine"]),
+        (scheduler("LRRangeTest", lr_range_test_min_lr=0.1), ["LRRangeTest", "--lr-warmup-iters"]),
+        (scheduler("WarmupLr"), ['"WarmupLr"', "did you mean WarmupLR?"]),
+        (scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3), ["cycle_momentum", "use false"]),
+        (scheduler("OneCycle", cycle_momentum=False, cycle_max_lr=1e-3), ["scheduler.type", "needs cycle_min_lr"]),
+        (
+            scheduler("OneCycle", cycle_momentum=False, cycle_first_stair_count=3),
+            ["cycle_first_stair_count 3", "use 0"],
+        ),
+        (
+            scheduler("OneCycle", cycle_momentum=False, decay_lr_rate=0.1, decay_step_size=10),
+            ["decay_lr_rate 0.1", "use 0"],
+        ),
+        ({"scheduler": {"params": {"warmup_min_lr": 0}}}, ["warmup_min_lr", "type"]),
+        ({"compression_training": {"weight_quantization": {"shared": {"enabled": True}}}}, ["compression_training"]),
+    ],
+)
+def test_a_value_is_refused_with_file_key_value_and_what_works(refusal, content, fragments):
+    message = refusal(content)
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        ({"gradient_cliping": 1}, ["gradient_cliping: unknown key", "did you mean gradient_clipping?"]),
+        (zero(stagee=3), ["zero_optimization.stagee: unknown key", "did you mean zero_optimization.stage?"]),
+        ({"stage": 3}, ["stage: unknown key", "did you mean zero_optimization.stage?"]),
+        ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, ["did you mean optimizer.params.adam_w_mode?"]),
+        ({"qqq": 3}, ["qqq: unknown key", "remove it"]),
+        ({"": 3}, ["unknown key"]),
+        ('{"seed": 1, "seed": 2}', ["key seed is given twice"]),
+        ('{"bf16": {"enabled": true}, "bfloat16": {"enabled": true}}', ["key bf16.enabled is given twice"]),
+        ("[1]", ["holds no mapping"]),
+        ("{seed: 1}", ["not JSON", "double quotes"]),
+        ("", ["not JSON"]),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(refusal, content, fragments):
+    message = refusal(content)
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
+        read(str(tmp_path / "absent.json"))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.json: is not text"):
+        read(str(tmp_path / "binary.json"))
+
+
+def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '\ufeff// one\n{ # two\n "_why": 1, "//": "x", /* three\n */ "tensorboard": {"enabled": true,'
+        ' "output_path": "http://a#b /* c */", "job_name": "x,}"},}'
+    )
+    values = read(str(path)).values
+    assert values["tensorboard.output_path"] == "http://a#b /* c */" and values["tensorboard.job_name"] == "x,}"
