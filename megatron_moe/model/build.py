@@ -159,7 +159,8 @@ def build_model(
             DistributedDataParallel, or in FullyShardedDataParallel from ZeRO's stage 2 on.
         guard: checks the dtypes after building and after each wrapping; a new one if None.
         draw: whether to draw the weights, on this machine's device. Otherwise they stay as they were allocated, for a
-            model on torch's meta device, which has shapes and no storage.
+            model on torch's meta device, which has shapes and no storage. What has no storage cannot be spread over
+            ranks: such a model has no wrapper for data parallelism from ZeRO's stage 2 on.
         padded_vocab_size: rows of the tables, a multiple of TP; default: `derived.padded_vocab_size`.
 
     Returns:
@@ -179,24 +180,30 @@ def build_model(
     guard.check("building", model_dtypes(run, chunks))
     if not wrap:
         return chunks
-    return _wrapped(run, config, pg_collection, chunks, guard)
-
-
-def _wrapped(
-    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
-) -> list[torch.nn.Module]:
-    """Return the chunks in Float16Module where the run is bf16 or fp16, and in what makes them data parallel."""
     if run.precision.bf16 or run.precision.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         guard.check("wrapping in Float16Module", model_dtypes(run, chunks))
     if run.derived.zero_stage >= 2:
-        kept = run.derived.zero_stage == 2
-        chunks = [
-            FullyShardedDataParallel(config, ddp_config(run), chunk, kept, pg_collection=pg_collection)
-            for chunk in chunks
-        ]
-        guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
-        return chunks
+        return _fully_sharded(run, config, pg_collection, chunks, guard) if draw else chunks
+    return _replicated(run, config, pg_collection, chunks, guard)
+
+
+def _fully_sharded(
+    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
+) -> list[torch.nn.Module]:
+    """Return the chunks with their weights spread over the data-parallel ranks."""
+    kept = run.derived.zero_stage == 2
+    chunks = [
+        FullyShardedDataParallel(config, ddp_config(run), chunk, kept, pg_collection=pg_collection) for chunk in chunks
+    ]
+    guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
+    return chunks
+
+
+def _replicated(
+    run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
+) -> list[torch.nn.Module]:
+    """Return the chunks in the engine's DistributedDataParallel."""
     chunks = [
         DistributedDataParallel(
             config=config,

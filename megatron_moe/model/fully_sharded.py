@@ -159,18 +159,21 @@ class FullyShardedDataParallel(torch.nn.Module):
 def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
     """Yield the units of a language model, each after those within it; the last one is the model itself."""
     dtype = model.config.params_dtype
-    layers: list[Any] = [*cast(Any, model).decoder.layers]
-    if getattr(model, "mtp", None) is not None:
-        layers += [depth.transformer_layer for depth in cast(Any, model).mtp.layers]
     for part in model.modules():
         weights = list(part.parameters(recurse=False))
         if isinstance(part, LocalExperts):
             yield Unit(part, pg_collection.expt_dp, weights[0].dtype)
         elif any(weight.dtype != dtype for weight in weights):
             yield Unit(part, pg_collection.dp_cp, torch.float32)
-    for layer in layers:
+    for layer in layers_of(model):
         yield Unit(layer, pg_collection.dp_cp, dtype)
     yield Unit(model, pg_collection.dp_cp, dtype)
+
+
+def layers_of(model: Any) -> list[torch.nn.Module]:
+    """Return the transformer layers of a language model, those of multi-token prediction last."""
+    further = [] if getattr(model, "mtp", None) is None else [depth.transformer_layer for depth in model.mtp.layers]
+    return [*model.decoder.layers, *further]
 
 
 def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:

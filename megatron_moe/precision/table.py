@@ -44,6 +44,8 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     """Return every class of tensor of this run, in the order of the forward and then of the backward pass."""
     words = dtype_words(run)
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
+    if run.derived.zero_stage >= 2:
+        words["masters"] = f"the weights' shards; what is gathered of them is {words['model']}"
     # The product of a micro-batch has the weight's dtype before DistributedDataParallel adds it to main_grad.
     half = words["model"] != "fp32"
     words["per_micro_batch"] = f", a sum of what each micro-batch rounds to {words['model']}" if half else ""

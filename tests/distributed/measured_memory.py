@@ -14,6 +14,7 @@ from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import build_tokenizer
 from megatron_moe.model.build import build_model
+from megatron_moe.model.fully_sharded import local
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform import switches
@@ -68,7 +69,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             held = live.live
             live.restart_peak()
-        weights = [parameter for chunk in model for parameter in chunk.parameters()]
+        weights = [local(parameter) for chunk in model for parameter in chunk.parameters()]
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         masters = [m for part in parts(optimizer) if not part.is_stub_optimizer for m in part.get_parameters()]
         masters = [m for m in masters if m.untyped_storage().data_ptr() not in own]
@@ -82,7 +83,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
     counts = result.router_update.tokens_per_expert
     return {
         "weights": storage_bytes(weights),
-        "gradients": storage_bytes(weight.main_grad for weight in weights),
+        "gradients": storage_bytes(p.main_grad for chunk in model for p in chunk.parameters()),
         "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
         "held": held,
         "peak": min(peaks[1:]),

@@ -47,6 +47,9 @@ LAYOUTS = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "EP2, all-gather": (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
     "EP2, capacity": (2, {"expert_model_parallel_size": 2, "moe_expert_capacity_factor": 1.5}),
+    "DP4, ZeRO 2": (4, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "DP4, ZeRO 3, one micro-batch": (4, {"use_torch_fsdp2": True, "micro_batch_size": 2}),
+    "DP2 x EP2, ZeRO 3": (4, {"use_torch_fsdp2": True, "expert_model_parallel_size": 2}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
 }

@@ -55,6 +55,8 @@ _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 _FUSED = {"cross_entropy_loss_fusion": True}
 _LOOP = {"moe_expert_backend": "loop"}
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+_ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _PADDED = {"moe_pad_expert_input_to_capacity": True}
 _UNEVEN = {"decoder_first_pipeline_num_layers": 1}
 _VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
@@ -80,20 +82,20 @@ DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("tp2-cp2-ep2-etp2", "capacity", _PADDED),
     ("tp2-cp2-ep2-etp1", "sinkhorn", _PLAIN),
     ("tp2-dp2", "demo", _ALL_AGAIN),
-    ("tp2-dp2-ep2-etp2", "demo", _PLAIN),
-    ("tp2-dp2-ep2-etp1", "mtp", _PLAIN),
+    ("tp2-dp2-ep2-etp2", "demo", _ZERO3),
+    ("tp2-dp2-ep2-etp1", "mtp", _ZERO2),
     ("pp2-cp2", "sinkhorn", _UNEVEN),
     ("pp2-cp2-ep2", "demo", _PARTS_AGAIN),
     ("pp2-dp2", "demo", _VIRTUAL),
     ("pp2-dp2-ep2", "capacity", _PLAIN),
     ("cp2-dp2", "mtp", _OVERLAP),
-    ("cp2-dp2-ep2", "demo", _PLAIN),
+    ("cp2-dp2-ep2", "demo", _ZERO2),
     ("cp2-dp2-ep2-no-distributed-optimizer", "demo", _PLAIN),
-    ("tp2-dp2-ep2-etp1", "bf16", _PLAIN),
+    ("tp2-dp2-ep2-etp1", "bf16", _ZERO3),
     ("pp2-cp2-ep2", "bf16", _PLAIN),
     ("dp2-ep2", "fp16", _PLAIN),
     ("tp2-pp2", "fp16", _PLAIN),
-    ("cp2-dp2-ep2", "fp16", _PLAIN),
+    ("cp2-dp2-ep2", "fp16", _ZERO3),
 ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.model_flags import ParallelConfig
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig
 from megatron_moe.config.schema import Run, replace
 
 # Features: what the default layouts have to cover, and what layouts that fail may have in common.
@@ -46,7 +46,9 @@ _MODEL_FEATURES: dict[str, Callable[[Run], object]] = {
     "per-token loss": lambda run: run.optimizer.calculate_per_token_loss,
     "full recomputation": lambda run: run.training.recompute_granularity == "full",
     "selective recomputation": lambda run: run.training.recompute_granularity == "selective",
-    "distributed optimizer": lambda run: run.optimizer.use_distributed_optimizer,
+    "distributed optimizer": lambda run: run.derived.zero_stage == 1,
+    "sharded gradients": lambda run: run.derived.zero_stage == 2,
+    "sharded weights": lambda run: run.derived.zero_stage == 3,
     "overlapped reduction": lambda run: run.parallel.overlap_grad_reduce,
     "uneven stages": lambda run: run.parallel.decoder_first_pipeline_num_layers is not None,
     "virtual stages": lambda run: run.parallel.num_layers_per_virtual_pipeline_stage is not None,
@@ -274,7 +276,11 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
         elif p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None:
             first = p.decoder_first_pipeline_num_layers is not None
             flags[f"decoder_{'first' if first else 'last'}_pipeline_num_layers"] = 1
-    if own.optimizer.use_distributed_optimizer:
+    # ZeRO++ is left out: what it rounds is meant to differ from one process.
+    stage = own.derived.zero_stage
+    if stage >= 2 and "PP" not in chosen:
+        flags["data_parallel_sharding_strategy"] = SHARDING_STRATEGIES[stage]
+    elif stage:
         flags["use_distributed_optimizer"] = True
     for name in ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"):
         if getattr(p, name) != getattr(ParallelConfig(), name):
@@ -289,6 +295,7 @@ def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
     """Yield the fullest layout without one of the run's extras, for each, to see whether that one is at fault."""
     extras = {
         "distributed-optimizer": ("use_distributed_optimizer", "overlap_param_gather"),
+        "sharded-gradients": ("data_parallel_sharding_strategy",),
         "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
         "virtual-stages": ("num_layers_per_virtual_pipeline_stage",),
         "uneven-stages": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

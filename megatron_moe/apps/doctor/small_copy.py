@@ -29,6 +29,7 @@ _RESET = (
     "exit_duration_in_mins",
     "exit_signal_handler",
     "use_distributed_optimizer",
+    "optimizer_cpu_offload",
     "lr_decay_iters",
     "lr_warmup_iters",
     "lr_warmup_fraction",

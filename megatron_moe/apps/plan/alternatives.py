@@ -9,6 +9,7 @@ from megatron_moe.apps.plan.plan import Machine, layout, peak_gib, recomputed
 from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.schema import Run, replace
 
 _SIZES = (
@@ -42,8 +43,10 @@ def neighbours(run: Run) -> Iterator[tuple[str, Run]]:
         if stages > 1 and layers != virtual:
             words = f"--num-layers-per-virtual-pipeline-stage {'none' if layers is None else layers}"
             yield words, replace(run, num_layers_per_virtual_pipeline_stage=layers)
-    if not run.optimizer.use_distributed_optimizer:
-        yield "--use-distributed-optimizer", replace(run, use_distributed_optimizer=True)
+    for stage, strategy in enumerate(SHARDING_STRATEGIES):
+        if stage != run.derived.zero_stage:
+            words = f"--data-parallel-sharding-strategy {strategy}"
+            yield words, _with_stage(run, strategy)
     if run.training.recompute_granularity != "full":
         words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         yield words, recomputed(run, "full")
@@ -129,6 +132,13 @@ def _with_sizes(run: Run, **sizes: int) -> Run:
             if last < 1:
                 per_stage, last = layers // stages, layers - layers // stages * (stages - 1)
             changes |= {"decoder_last_pipeline_num_layers": last, "num_layers_per_virtual_pipeline_stage": None}
+    return replace(run, **changes)
+
+
+def _with_stage(run: Run, strategy: str) -> Run:
+    """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
+    changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "use_torch_fsdp2": False}
+    changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False}
     return replace(run, **changes)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -81,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):  # which has no memory but its shard's
                 self._see(leaf)
         return result
 

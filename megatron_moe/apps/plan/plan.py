@@ -57,10 +57,12 @@ class PlannedMemory:
     """The memory of a rank, in bytes.
 
     Attributes:
-        weights: the engine's parameter buffers, padding included.
+        weights: the engine's parameter buffers, padding included; the fp32 shards of a fully sharded model, which are
+            its masters too.
         gradients: the engine's gradient buffers, padding included.
         optimizer: fp32 masters and moments.
-        activations: peak above these three during the forward and backward passes of a step.
+        activations: peak above these three during the forward and backward passes of a step, with the weights that a
+            fully sharded model gathers.
         in_flight: micro-batches (of one chunk each) that wait for their backward pass at once.
         logits: peak of the logits in one micro-batch, part of the activations.
         dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
@@ -86,9 +88,11 @@ class PlannedMemory:
 
 def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
+    if trace.units:
+        return _sharded_memory(run, trace, world_size)
     optimizer = update = 0
     for buffer in trace.buffers:
-        share = buffer.numel // len(buffer.ranks) if run.optimizer.use_distributed_optimizer else buffer.used
+        share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
         optimizer += share * (_MOMENTS + (_MASTER if buffer.parameter_bytes < 4 else 0))
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
     activations, in_flight = _activation_peak(run, trace, run.derived.num_microbatches(world_size))
@@ -102,6 +106,25 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update,
         saving=gathering_bytes(run, trace),
+    )
+
+
+def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
+    """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
+    shards = sum(unit.share for unit in trace.units)
+    micro_batches = run.derived.num_microbatches(world_size)
+    activations, in_flight = _activation_peak(run, trace, micro_batches)
+    return PlannedMemory(
+        weights=4 * shards,
+        gradients=4 * shards,
+        optimizer=_MOMENTS * shards,
+        # Of one micro-batch alone the gradients come about during its backward pass.
+        activations=activations if micro_batches > 1 else max(activations - 4 * shards, 0),
+        in_flight=in_flight,
+        logits=max(chunk.logits for chunk in trace.chunks),
+        dispatch=max(chunk.dispatch for chunk in trace.chunks),
+        update=0,
+        saving=0,
     )
 
 
@@ -181,9 +204,14 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
         for call in chunk.forward + chunk.backward:
             if call.kind != "broadcast":
                 add(_purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
-    for buffer in trace.buffers:
+    gathers = 2 if run.derived.zero_stage == 3 else 1 / micro_batches
+    for unit in trace.units:
+        name = "expert DP" if unit.expert else "DP"
+        add(name, "all-gather", unit.ranks, unit.whole * unit.parameter_bytes * gathers * micro_batches)
+        add(name, "reduce-scatter", unit.ranks, unit.whole * 4 * micro_batches)
+    for buffer in trace.buffers if not trace.units else ():
         name, size = "expert DP" if buffer.expert else "DP", buffer.numel
-        if run.optimizer.use_distributed_optimizer:
+        if run.derived.zero_stage == 1:
             add(name, "reduce-scatter", buffer.ranks, size * buffer.gradient_bytes)
             add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
         else:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_moe.apps.plan.tracing import Buffer, RankTrace
+from megatron_moe.apps.plan.tracing import Buffer, GatheredUnit, RankTrace
 from megatron_moe.checkpoint.gather import piece_numel
 from megatron_moe.config.schema import Run
 
@@ -33,7 +33,9 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
     """Return the memory that a save of the whole job takes; traces of all its stages."""
     by_rank: Counter[int] = Counter()
     for trace in traces:
-        for buffer in trace.buffers:
+        for rank in trace.ranks if trace.units else ():
+            by_rank[rank] += sum(_host_bytes_of_shards(run, unit) for unit in trace.units)
+        for buffer in trace.buffers if not trace.units else ():
             # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
             for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
                 by_rank[rank] += _host_bytes(run, buffer)
@@ -47,7 +49,7 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
     """Return what the first rank of a buffer's group holds in host memory for a save."""
     in_background, per_element = run.checkpoint.async_save, 0
     if not run.checkpoint.no_save_optim:
-        if run.optimizer.use_distributed_optimizer:
+        if run.derived.zero_stage == 1:
             per_element += 3 * _FP32  # main weights and moments are gathered there
         elif in_background:
             per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
@@ -56,9 +58,17 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
     return buffer.used * per_element
 
 
+def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
+    """Return what a rank holds in host memory for a save of its shards, which are written where they are."""
+    if not run.checkpoint.async_save:
+        return 0
+    optimizer = 0 if run.checkpoint.no_save_optim else 2 * _FP32 + (_FP32 if unit.parameter_bytes < _FP32 else 0)
+    return unit.share * (unit.parameter_bytes + optimizer)
+
+
 def gathering_bytes(run: Run, trace: RankTrace) -> int:
     """Return what a save takes on the device of the rank that gathers: two pieces received and two sent."""
-    if run.checkpoint.save is None or run.checkpoint.no_save_optim or not run.optimizer.use_distributed_optimizer:
+    if run.checkpoint.save is None or run.checkpoint.no_save_optim or run.derived.zero_stage != 1:
         return 0
     taken = [0]
     for buffer in trace.buffers:

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
+from megatron_moe.apps.plan.gathering import Gathering, PlannedUnit, planned_units
 from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 from megatron_moe.config.schema import Run
 from megatron_moe.model.build import build_model
+from megatron_moe.model.fully_sharded import units
 from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import residual_dtype
@@ -71,6 +73,17 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class GatheredUnit:
+    """Weights that a fully sharded model gathers together: elements of a rank's shards and of all, padding included."""
+
+    share: int
+    whole: int
+    parameter_bytes: int
+    ranks: tuple[int, ...]
+    expert: bool
+
+
+@dataclass(frozen=True)
 class RankTrace:
     """The counts of the ranks of one pipeline stage.
 
@@ -85,6 +98,7 @@ class RankTrace:
         groups: ranks of the first rank's groups, for the names of `_GROUPS`.
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
+        units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
         chunks: the model chunks.
         boundary: bytes of a micro-batch's hidden states between two stages.
     """
@@ -98,6 +112,7 @@ class RankTrace:
     groups: dict[str, tuple[int, ...]]
     weights: int
     buffers: tuple[Buffer, ...]
+    units: tuple[GatheredUnit, ...]
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
@@ -210,6 +225,7 @@ def _trace_stage(
         bare = [_bare(chunk) for chunk in chunks]
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
+        sharded = planned_units(units(bare[0], pg_collection)) if run.derived.zero_stage >= 2 else []
         traces: dict[Any, ChunkTrace] = {}
         keys = []
         for chunk, inner in zip(chunks, bare):
@@ -217,8 +233,11 @@ def _trace_stage(
             keys.append(key)
             if key not in traces:
                 # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
-                _trace_chunk(run, tracer, chunk, inner)
-                traces[key] = _trace_chunk(run, tracer, chunk, inner)
+                with Gathering(sharded, run.derived.zero_stage == 2, copies=device == "cpu") as gathering:
+                    _trace_chunk(run, tracer, chunk, inner, gathering)
+                    if run.derived.num_microbatches(world_size) == 1:
+                        gathering.forget_gradients()
+                    traces[key] = _trace_chunk(run, tracer, chunk, inner, gathering)
         tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
         whole: dict[str, int] = {}
         for chunk in bare:
@@ -238,7 +257,8 @@ def _trace_stage(
             whole=whole,
             groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
             weights=storage_bytes(parameters),
-            buffers=tuple(_buffers(chunks)),
+            buffers=() if sharded else tuple(_buffers(chunks)),
+            units=tuple(_gathered_unit(one) for one in sharded),
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
@@ -258,7 +278,7 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
         sys.excepthook = hook
 
 
-def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any) -> ChunkTrace:
+def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any, gathering: Gathering) -> ChunkTrace:
     start, calls, flops = tracer.live, len(tracer.collectives), tracer.flops
     tracer.restart_peak()
     shape = (run.training.micro_batch_size, run.model.seq_length // run.parallel.context_parallel_size)
@@ -280,6 +300,7 @@ def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: An
     kept, calls = tracer.live - start - freed, len(tracer.collectives)
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
+    gathering.end_backward()
     backward_peak = tracer.peak - start - freed
     backward = tuple(tracer.collectives[calls:])
     peaks = tracer.label_peaks
@@ -326,6 +347,16 @@ def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
                     ranks=_ranks(one.data_parallel_group),
                     expert=expert,
                 )
+
+
+def _gathered_unit(planned: PlannedUnit) -> GatheredUnit:
+    return GatheredUnit(
+        share=planned.share,
+        whole=planned.whole,
+        parameter_bytes=planned.unit.dtype.itemsize,
+        ranks=_ranks(planned.unit.group),
+        expert=any(not getattr(weight, "allreduce", True) for weight in planned.weights),
+    )
 
 
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:

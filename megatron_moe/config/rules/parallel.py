@@ -304,6 +304,18 @@ def sharded_gradients_are_reduced_in_fp32(run: Run, world_size: int) -> None:
         )
 
 
+def fp32_evaluation_needs_whole_weights(run: Run, world_size: int) -> None:
+    """Refuse evaluation in fp32 where weights are gathered in the model's dtype."""
+    half = run.precision.bf16 or run.precision.fp16
+    if run.derived.zero_stage >= 2 and half and run.precision.eval_in_fp32:
+        raise refuse(
+            run,
+            ("eval_in_fp32", *_stage_flags(run)),
+            "from ZeRO stage 2 on weights are gathered in the model's dtype; drop it, or use"
+            " --data-parallel-sharding-strategy optim",
+        )
+
+
 def secondary_partition_divides(run: Run, world_size: int) -> None:
     """Require that groups of the secondary partition's size make up the ranks that share weights.
 
