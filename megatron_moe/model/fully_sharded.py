@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     It has the methods of the engine's DistributedDataParallel that a training step calls. Weights are DTensors in fp32
     with the names and attributes that they had; each has
 
+        own_range: the axis along which it is cut, and the first and the last + 1 index of the shard,
         gathered_dtype: the dtype in which the model computes with it,
         main_param: this rank's shard as a plain fp32 parameter in the same memory, which the optimizer updates,
         main_grad: the shard's reduced gradient, fp32, from `finish_grad_sync` to `zero_grad_buffer`; the shard has it
@@ -208,8 +209,17 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
         master: Any = torch.nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
         vars(master).update(values)
         parameter.main_param, parameter.gathered_dtype = master, unit.dtype
+        # Not asked of the DTensor: torch's caches may give it the mesh of groups that a program has left.
+        parameter.own_range = _own_range(tuple(parameter.shape), unit.group)
         parameter.main_grad = master.main_grad = None
     return sharded
+
+
+def _own_range(shape: tuple[int, ...], group: ProcessGroup) -> tuple[int, int, int]:
+    axis = shard_axis(shape, group.size())
+    length, rank = shape[axis], group.rank()
+    share = -(-length // group.size())
+    return axis, min(rank * share, length), min((rank + 1) * share, length)
 
 
 def shard_axis(shape: tuple[int, ...], ranks: int) -> int:
@@ -225,12 +235,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_range(parameter: DTensor) -> tuple[int, int, int]:
+def own_range(parameter: Any) -> tuple[int, int, int]:
     """Return the axis along which a weight is cut, and the first and the last + 1 index that this rank has of it."""
-    axis, mesh = cast(Shard, parameter.placements[0]).dim, parameter.device_mesh
-    length, rank = parameter.shape[axis], mesh.get_local_rank()
-    share = -(-length // mesh.size())
-    return axis, min(rank * share, length), min((rank + 1) * share, length)
+    return parameter.own_range
 
 
 def gathered_dtype(parameter: Any) -> torch.dtype:
