@@ -87,7 +87,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Return what the wrapped module returns."""
         output = self.module(*inputs, **named)
         if not torch.is_grad_enabled():
-            self._free_gathered()  # no backward pass does, and the next update would not reach what stays
+            self._free_gathered()  # no backward pass does: a save that follows would find weights in shards' places
         return output
 
     @contextmanager

@@ -21,6 +21,7 @@ def trained(flags: dict[str, Any], crowd: bool) -> dict[str, Any]:
     """The losses, norms and counts of a few steps, with an evaluation between them, and the weights after them."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
 
     from megatron_moe.moe.state import routers
     from megatron_moe.training.evaluate import evaluation_mode
@@ -46,6 +47,9 @@ def trained(flags: dict[str, Any], crowd: bool) -> dict[str, Any]:
         counts = [one.tolist() for one in result.router_update.tokens_per_expert]
         with evaluation_mode(trainer.model):
             output, _ = forward_step(iter([next(trainer.batches[0])]), trainer.model[0])
+        if flags.get("data_parallel_sharding_strategy", "optim") != "optim":
+            # Nothing stays gathered: a save or a comparison of replicas that follows sees shards.
+            assert all(isinstance(weight, DTensor) for weight in trainer.model[0].parameters())
         evaluated = output.double().sum()
         dist.all_reduce(evaluated)
         said.append((result.committed, result.loss, result.grad_norm, result.loss_scale, counts, float(evaluated)))
