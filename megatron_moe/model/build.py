@@ -21,7 +21,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
-from megatron_moe.model.fully_sharded import FullyShardedDataParallel
+from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
@@ -192,10 +192,8 @@ def _fully_sharded(
     run: Run, config: Any, pg_collection: Any, chunks: list[torch.nn.Module], guard: PrecisionGuard
 ) -> list[torch.nn.Module]:
     """Return the chunks with their weights spread over the data-parallel ranks."""
-    kept = run.derived.zero_stage == 2
-    chunks = [
-        FullyShardedDataParallel(config, ddp_config(run), chunk, kept, pg_collection=pg_collection) for chunk in chunks
-    ]
+    sharding = Sharding.from_run(run)
+    chunks = [FullyShardedDataParallel(config, ddp_config(run), chunk, sharding, pg_collection) for chunk in chunks]
     guard.check("wrapping in FullyShardedDataParallel", model_dtypes(run, chunks))
     return chunks
 

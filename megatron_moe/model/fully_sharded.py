@@ -26,6 +26,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_moe import platform
+from megatron_moe.config.schema import Run
+from megatron_moe.model.zero_plus_plus import quantize_collectives, secondary_mesh
 from megatron_moe.moe.experts import LocalExperts
 from megatron_moe.moe.router import TopKRouter
 
@@ -34,12 +36,44 @@ from megatron_moe.moe.router import TopKRouter
 class Unit:
     """A module whose weights, without those of the units within, are gathered and freed together.
 
-    group: the ranks that its weights are spread over. dtype: the one that they are gathered in.
+    group: the ranks that its weights are spread over. dtype: the one that they are gathered in. is_island: whether
+    `--keep-fp32` names it.
     """
 
     module: torch.nn.Module
     group: ProcessGroup
     dtype: torch.dtype
+    is_island: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights and gradients are spread and sent.
+
+    keep_gathered: whether gathered weights stay from a layer's forward to its backward pass (stage 2).
+    quantized_weights: whether weights are gathered as int8 blocks. partition_size: ranks that keep gathered weights
+    among them after the forward pass; None: they are freed. gradient_bits: of the integers that gradients are sent as;
+    None: fp32. offload: whether shards and their moments are in host memory.
+    """
+
+    keep_gathered: bool
+    quantized_weights: bool = False
+    partition_size: int | None = None
+    gradient_bits: int | None = None
+    offload: bool = False
+
+    @classmethod
+    def from_run(cls, run: Run) -> Sharding:
+        """Return what a run's flags ask for."""
+        layout = run.parallel
+        bits = {None: None, "int8": 8, "int4": 4}[layout.zero_quantized_gradients]
+        return cls(
+            keep_gathered=run.derived.zero_stage == 2,
+            quantized_weights=layout.zero_quantized_weights,
+            partition_size=layout.zero_hpz_partition_size,
+            gradient_bits=bits,
+            offload=run.optimizer.optimizer_cpu_offload,
+        )
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -58,7 +92,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         config: the engine's TransformerConfig.
         ddp_config: the engine's configuration of data parallelism.
         module: the chunk, in Float16Module where the run is bf16 or fp16, with its weights drawn.
-        keep_gathered: whether gathered weights stay from a layer's forward to its backward pass (stage 2).
+        sharding: how weights and gradients are spread and sent.
         pg_collection: the engine's process groups.
     """
 
@@ -67,7 +101,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         config: Any,
         ddp_config: Any,
         module: torch.nn.Module,
-        keep_gathered: bool,
+        sharding: Sharding,
         pg_collection: Any,
     ) -> None:
         super().__init__()
@@ -80,7 +114,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         model = module
         while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
             model = inner
-        self._units: list[Any] = [_shard(unit, keep_gathered) for unit in units(model, pg_collection)]
+        self._units: list[Any] = [_shard(unit, sharding) for unit in units(model, pg_collection)]
         self._weights: list[Any] = list(model.parameters())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -163,9 +197,9 @@ def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
     for part in model.modules():
         weights = list(part.parameters(recurse=False))
         if isinstance(part, LocalExperts):
-            yield Unit(part, pg_collection.expt_dp, weights[0].dtype)
+            yield Unit(part, pg_collection.expt_dp, weights[0].dtype, is_island=weights[0].dtype != dtype)
         elif any(weight.dtype != dtype for weight in weights):
-            yield Unit(part, pg_collection.dp_cp, torch.float32)
+            yield Unit(part, pg_collection.dp_cp, torch.float32, is_island=True)
     for layer in layers_of(model):
         yield Unit(layer, pg_collection.dp_cp, dtype)
     yield Unit(model, pg_collection.dp_cp, dtype)
@@ -177,7 +211,7 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [*model.decoder.layers, *further]
 
 
-def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
+def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
     """Spread a unit's weights over its ranks, and give the shards the attributes of the weights."""
     own = [
         (part, name, parameter)
@@ -189,13 +223,14 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
     for _, _, weight in own:
         weight.data = weight.data.float()
     size = unit.group.size()
-    sharded = fully_shard(
-        unit.module,
-        mesh=DeviceMesh.from_group(unit.group, platform.device().type),
-        reshard_after_forward=not keep_gathered,
-        shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
-        mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
-    )
+    with secondary_mesh(unit.group, sharding.partition_size) as reshard:
+        sharded = fully_shard(
+            unit.module,
+            mesh=DeviceMesh.from_group(unit.group, platform.device().type),
+            reshard_after_forward=reshard and not sharding.keep_gathered,
+            shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
+            mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
+        )
     if isinstance(unit.module, TopKRouter):
         register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`
     # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights, also
@@ -203,6 +238,8 @@ def _shard(unit: Unit, keep_gathered: bool) -> FSDPModule:
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
     sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    if not unit.is_island:
+        quantize_collectives(sharded, unit.group, sharding)
     for part, name, values in attributes:
         parameter: Any = part._parameters[name]
         vars(parameter).update(values)

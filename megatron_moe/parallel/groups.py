@@ -157,6 +157,37 @@ def _build(run: Run) -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def partition(group: dist.ProcessGroup, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return this rank's part of a group, `size` neighbours, and the ranks of the same place in all parts.
+
+    Collective over the group; its size is a multiple of `size`. Equal parts are made once.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    part, place = divmod(group.rank(), size)
+    inside = tuple(ranks[part * size : (part + 1) * size])
+    across = tuple(ranks[place::size])
+    return _group_of(inside), _group_of(across)
+
+
+_parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if ranks not in _parts:
+        _parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _parts[ranks]
+
+
+def neighbours_on_machine(group: dist.ProcessGroup) -> int:
+    """Return how many ranks of a group share a machine; all of them where its machines have unequally many."""
+    ranks = dist.get_process_group_ranks(group)
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    machines = [rank // per_machine for rank in ranks]
+    size = machines.count(machines[0])
+    even = len(ranks) % size == 0 and all(len({*machines[i : i + size]}) == 1 for i in range(0, len(ranks), size))
+    return size if even else len(ranks)
+
+
 def rank_facts() -> RankFacts:
     """Return the ranks of this process in the layout that `initialize` built."""
     return RankFacts(
@@ -202,6 +233,7 @@ def destroy(abort: bool = False) -> None:
             others may be gone: NCCL would wait for them, gloo does not.
     """
     numerics.restore()
+    _parts.clear()
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()

@@ -1,0 +1,81 @@
+"""ZeRO++ (arXiv 2306.10209) on `fully_shard`: a secondary partition, and weights and gradients sent as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+from megatron_moe import platform
+from megatron_moe.moe.router import TopKRouter
+from megatron_moe.parallel.groups import neighbours_on_machine, partition
+from megatron_moe.parallel.quantization import Segments
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+
+
+class _Sending(Protocol):
+    """The part of `fully_sharded.Sharding` that says how weights and gradients are sent."""
+
+    @property
+    def quantized_weights(self) -> bool: ...
+
+    @property
+    def partition_size(self) -> int | None: ...
+
+    @property
+    def gradient_bits(self) -> int | None: ...
+
+
+@contextmanager
+def secondary_mesh(group: ProcessGroup, size: int | None) -> Iterator[bool | int]:
+    """Yield what `fully_shard` takes as `reshard_after_forward` in the block: the size of the secondary partition.
+
+    Its groups are made here. torch would make them itself, from the ranks of one group, while the world has several
+    such groups side by side, whose ranks would not agree on what is made.
+    """
+    if size is None or size >= group.size():
+        yield True
+        return
+    inside, across = partition(group, size)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, size)
+    mesh = DeviceMesh.from_group(
+        [across, inside], platform.device().type, mesh=ranks, mesh_dim_names=("parts", "ranks of a part")
+    )
+    with mock.patch.object(_fsdp_init, "DeviceMesh", lambda *_: mesh):
+        yield size
+
+
+def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Sending) -> None:
+    """Let a unit's gathers and reductions send integers where the flags ask for it and the group has several ranks."""
+    if group.size() == 1:
+        return
+    segments = cache(partial(_segments, module))
+    if sending.quantized_weights:
+        module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
+    if sending.gradient_bits is not None:
+        size = sending.partition_size or neighbours_on_machine(group)
+        parts = partition(group, size) if size < group.size() else (None, None)
+        module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sending.gradient_bits, *parts))
+
+
+def _segments(module: Any) -> Segments:
+    """Return the parts of a unit's flat shards in the order in which torch sends them.
+
+    Vectors (norms, biases, gates of one row) and router weights are not quantised.
+    """
+    (group,) = module._get_fsdp_state()._fsdp_param_groups
+    lengths, quantized = [], []
+    for parameter in group.fsdp_params:
+        lengths.append(parameter.padded_sharded_param_size.numel())
+        rows = parameter._orig_size[:-1].numel()
+        quantized.append(rows > 1 and not isinstance(parameter._module_info.module, TopKRouter))
+    return Segments(tuple(lengths), tuple(quantized))
