@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_moe import platform
@@ -230,6 +237,7 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
             reshard_after_forward=reshard and not sharding.keep_gathered,
             shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
             mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=platform.has_cuda()) if sharding.offload else OffloadPolicy(),
         )
     if isinstance(unit.module, TopKRouter):
         register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`

@@ -8,12 +8,15 @@ optimizers share one fp16 loss scale.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from megatron.core import optimizer as engine_optimizer
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +27,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
+from megatron_moe.platform.adam import Adam
 
 
 def build_optimizer(
@@ -35,9 +39,10 @@ def build_optimizer(
     """
     sharded = run.derived.zero_stage >= 2
     chunks: Any = [_Shards(chunk) for chunk in model] if sharded else list(model)
-    optimizer = get_megatron_optimizer(
-        optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
-    )
+    with _adam_on_host() if run.optimizer.optimizer_cpu_offload else nullcontext():
+        optimizer = get_megatron_optimizer(
+            optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
+        )
     scale = None
     for part in parts(optimizer):
         if sharded:
@@ -54,6 +59,13 @@ def build_optimizer(
     return optimizer
 
 
+@contextmanager
+def _adam_on_host() -> Iterator[None]:
+    """Let the engine build our Adam in the block: those of Transformer Engine and apex update memory of a GPU alone."""
+    with mock.patch.object(engine_optimizer, "Adam", Adam):
+        yield
+
+
 class _Shards:
     """The shards of a fully sharded chunk for the engine's optimizers, which take them for fp32 weights.
 
@@ -67,7 +79,11 @@ class _Shards:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield each weight's shard under the weight's name."""
         for name, parameter in self._chunk.named_parameters():
-            yield name, shard_of(parameter)
+            shard: Any = shard_of(parameter)
+            if shard.device.type != platform.device().type:
+                # The engine's half-precision optimizer asks for a GPU's type, which an offloaded shard does not have.
+                shard.type = lambda: "torch.cuda.FloatTensor"
+            yield name, shard
 
 
 def _settle_positions(part: Any) -> None:
@@ -220,12 +236,22 @@ def all_finite(tensors: Iterable[Tensor], exactly: bool = False) -> Tensor:
     Args:
         exactly: whether to look at each element.
     """
-    found = list(tensors)
-    if not found:
-        return torch.ones((), dtype=torch.bool, device=platform.device())
-    if exactly:
-        return torch.stack([tensor.isfinite().all() for tensor in found]).all()
-    return torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum().isfinite()
+    finite = torch.ones((), dtype=torch.bool, device=platform.device())
+    for found in _by_device(tensors):
+        if exactly:
+            whole = torch.stack([tensor.isfinite().all() for tensor in found]).all()
+        else:
+            whole = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum().isfinite()
+        finite &= whole.to(finite.device)
+    return finite
+
+
+def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors on one device each; offloaded ones are on the host."""
+    found: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.device].append(tensor)
+    yield from found.values()
 
 
 @torch.no_grad()
@@ -245,10 +271,11 @@ def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
         if part.is_stub_optimizer:
             continue
         part._copy_model_grads_to_main_grads()
-        part.found_inf.zero_()
-        gradients = part._collect_main_grad_data_for_unscaling()
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, part.found_inf, part.grad_scaler.inv_scale)
-        overflows += part.found_inf.squeeze()
+        for gradients in _by_device(part._collect_main_grad_data_for_unscaling()):
+            device = gradients[0].device
+            found = torch.zeros(1, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale.to(device))
+            overflows += found.squeeze().to(overflows.device)
     return overflows
 
 
@@ -302,9 +329,12 @@ def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
 def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
     for part in parts(optimizer):
-        params = [] if part.is_stub_optimizer else part.get_parameters()
-        if params and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(params, part.config.clip_grad, grad_norm)
+        gradients = [] if part.is_stub_optimizer else [p.grad for p in part.get_parameters() if p.grad is not None]
+        if not gradients or part.config.clip_grad <= 0.0:
+            continue
+        share = part.config.clip_grad / (grad_norm + 1e-6)  # the engine's formula
+        if share < 1.0:
+            torch._foreach_mul_(gradients, share)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

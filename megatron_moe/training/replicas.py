@@ -77,7 +77,7 @@ def compare_replicas(trained: Trained) -> list[ReplicaDifference]:
     for group, named in _by_group(trained):
         if group is None or group.size() == 1 or not named:
             continue
-        own = torch.stack([bit_hash(tensor) for _, tensor in named])
+        own = torch.stack([bit_hash(tensor).to(platform.device()) for _, tensor in named])
         every = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(every, own, group=group)
         table = torch.stack(every)

@@ -89,6 +89,7 @@ RULES: tuple[Rule, ...] = (
     training.bf16_reduction_needs_bf16,
     parallel.sharded_gradients_are_reduced_in_fp32,
     parallel.fp32_evaluation_needs_whole_weights,
+    parallel.offloaded_gradients_are_whole,
     training.fp32_exceptions_need_half_precision,
     model.fp32_patterns_name_modules,
     model.tied_weights_stay_together,

@@ -304,6 +304,17 @@ def sharded_gradients_are_reduced_in_fp32(run: Run, world_size: int) -> None:
         )
 
 
+def offloaded_gradients_are_whole(run: Run, world_size: int) -> None:
+    """Refuse to offload with tensor parallelism, whose ranks add up the gradients of what they all hold."""
+    if run.optimizer.optimizer_cpu_offload and run.parallel.tensor_model_parallel_size > 1:
+        raise refuse(
+            run,
+            ("optimizer_cpu_offload", "tensor_model_parallel_size"),
+            "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
+            " --tensor-model-parallel-size 1, or drop the offload",
+        )
+
+
 def fp32_evaluation_needs_whole_weights(run: Run, world_size: int) -> None:
     """Refuse evaluation in fp32 where weights are gathered in the model's dtype."""
     half = run.precision.bf16 or run.precision.fp16
