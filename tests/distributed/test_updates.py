@@ -98,7 +98,7 @@ def unwrapped(chunk: Any) -> Any:
 
 def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Master weights and moments by name of the weight, put together from the ranks' shards."""
-    from megatron_moe.training.optimizer import named_moments_and_masters, owned_range, parts
+    from megatron_moe.training.optimizer import named_moments_and_masters, owned_part, parts
 
     names = {id(p): name for name, p in unwrapped(chunk).named_parameters()}
     sharded = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
@@ -107,10 +107,10 @@ def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Ten
         if kind not in state:
             continue
         assert tensor.dtype == torch.float32
-        whole = torch.zeros(parameter.numel())
-        start, end = owned_range(optimizer, parameter)
-        whole[start:end] = tensor.detach().flatten()
-        state[kind][names[id(parameter)]] = whole.view(parameter.shape)
+        whole = torch.zeros(parameter.shape)
+        part = owned_part(optimizer, parameter).of(whole)
+        part.copy_(tensor.detach().view_as(part))
+        state[kind][names[id(parameter)]] = whole
     for name, parameter in unwrapped(chunk).named_parameters():
         for tensors in state.values():
             whole = tensors.setdefault(name, torch.zeros(parameter.shape))
