@@ -69,7 +69,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.evaluate import gathered_parameters
-    from megatron_moe.training.optimizer import build_optimizer, owned_range
+    from megatron_moe.training.optimizer import build_optimizer, owned_part
 
     seed_everything(run)
     chunks = build_model(run, pg_collection, run.model.vocab_size)
@@ -91,7 +91,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     with seen.watching():
         loss = model_cases.forward_backward(run, chunks, pg_collection, batch_of(run.model.vocab_size))
     gradients = {
-        place.name: (place.cuts, parameter.main_grad.detach().float().clone(), *owned_range(optimizer, parameter))
+        place.name: (place.cuts, parameter.main_grad.detach().float().clone(), tuple(owned_part(optimizer, parameter)))
         for place, parameter in places(chunks)
     }
     return {
@@ -116,13 +116,13 @@ def places(chunks: Any) -> Any:
 
 def masters_follow(chunks: Any, optimizer: Any) -> bool:
     """Whether every fp32 main weight is the model's weight."""
-    from megatron_moe.training.optimizer import named_moments_and_masters, owned_range
+    from megatron_moe.training.optimizer import named_moments_and_masters, owned_part
 
     good = True
     for parameter, quantity, value in named_moments_and_masters(chunks, optimizer):
         if quantity == "master weight":
-            first, last = owned_range(optimizer, parameter)
-            good = good and torch.equal(value.flatten(), parameter.detach().flatten()[first:last].float())
+            mine = owned_part(optimizer, parameter).of(parameter.detach())
+            good = good and torch.equal(value.flatten(), mine.flatten().float())
     return good
 
 

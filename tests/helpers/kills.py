@@ -34,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "EP2": (2, ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "ZeRO 2": (2, ["--data-parallel-sharding-strategy", "optim_grads"]),
+    "ZeRO 3 x EP2": (4, ["--use-torch-fsdp2", "--expert-model-parallel-size", "2", "--global-batch-size", "4"]),
     "TP2xEP2": (
         4,
         ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"],

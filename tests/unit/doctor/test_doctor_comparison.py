@@ -37,7 +37,7 @@ def record(rank=0, tp=(0, 1), dp_rank=0, begin=0.0, end=1.0):
                 axis, index, count, stride = cut
                 local = torch.cat([block.chunk(count, axis)[index] for block in local.chunk(stride, axis)], axis)
             span = (int(begin * local.numel()), int(end * local.numel())) if known else (0, local.numel())
-            held[name] = (cuts[name], local.clone(), *span)
+            held[name] = (cuts[name], local.clone(), (None, *span))
         return held
 
     layer = {
