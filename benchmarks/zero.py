@@ -82,9 +82,8 @@ def _memory(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]
     from megatron_moe.config.schema import build
 
     rows: list[dict[str, Any]] = []
-    print(
-        "bytes of a rank, bf16      weights  gradients    masters    moments      all  of plain   plan    peak  of plain"
-    )
+    columns = [f"{name:>11}" for name in (*KINDS, "all")]
+    print(f"{'bytes of a rank, bf16':<22}{''.join(columns)} of plain plan/it        peak of plain")
     number = 1
     while number <= args.ranks:
         plain: dict[str, Any] = {}

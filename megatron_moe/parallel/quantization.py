@@ -33,7 +33,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     if count % BLOCK:
         wide = torch.nn.functional.pad(wide, (0, blocks * BLOCK - count))
     wide = wide.reshape(rows, blocks, BLOCK)
-    scales = wide.abs().amax(dim=-1, keepdim=True) / _LARGEST[bits]
+    scales = torch.linalg.vector_norm(wide, ord=torch.inf, dim=-1, keepdim=True) / _LARGEST[bits]
     steps = wide / torch.where(scales > 0, scales, 1.0)
     whole = steps.nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-_LARGEST[bits], _LARGEST[bits]).to(torch.int8)
     stored = whole.view(torch.uint8)
@@ -43,8 +43,8 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def dequantize(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Return the numbers [rows, count] fp32 of what `quantize` returned."""
+def dequantize(packed: Tensor, count: int, bits: int, into: Tensor | None = None) -> Tensor:
+    """Return the numbers [rows, count] of what `quantize` returned: fp32, or in `into`, rounded to its dtype."""
     rows, blocks = packed.shape[0], -(-count // BLOCK)
     stored, scales = packed.split([blocks * BLOCK * bits // 8, blocks * 4], dim=1)
     if bits == 4:
@@ -53,39 +53,48 @@ def dequantize(packed: Tensor, count: int, bits: int) -> Tensor:
         whole = torch.stack([(pairs << 4) >> 4, pairs >> 4], dim=-1).view(rows, blocks, BLOCK)
     else:
         whole = stored.reshape(rows, blocks, BLOCK).view(torch.int8)
-    wide = whole.float() * scales.contiguous().view(torch.float32).view(rows, blocks, 1)
-    return wide.view(rows, -1)[:, :count]
+    steps = scales.contiguous().view(torch.float32).view(rows, blocks, 1)
+    found = packed.new_empty((rows, count), dtype=torch.float32) if into is None else into
+    full = count // BLOCK
+    if full:
+        torch.mul(whole[:, :full], steps[:, :full], out=found[:, : full * BLOCK].unflatten(1, (full, BLOCK)))
+    if count % BLOCK:
+        found[:, full * BLOCK :] = (whole[:, -1] * steps[:, -1])[:, : count % BLOCK]
+    return found
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The parts of each rank's row of numbers that are quantised, and those that are sent as they are.
+    """The parts of each rank's row of numbers: those that are quantised, and those that are sent as they are.
 
     Attributes:
         lengths: of the parts, in their order; together a row.
-        quantized: whether each of them is.
+        quantized: whether each of them is. Blocks do not reach over a part's end.
     """
 
     lengths: tuple[int, ...]
     quantized: tuple[bool, ...]
 
-    def _take(self, rows: Tensor, quantized: bool) -> Tensor:
-        parts = rows.split(self.lengths, dim=1)
-        return torch.cat([part for part, mine in zip(parts, self.quantized) if mine is quantized] or [rows[:, :0]], 1)
-
     def pack(self, rows: Tensor, bits: int) -> Tensor:
-        """Return rows [rows, sum(lengths)] as bytes, uint8: the quantised parts, then the others bit for bit."""
-        plain = self._take(rows, False).contiguous()
-        return torch.cat([quantize(self._take(rows, True), bits), plain.view(torch.uint8)], dim=1)
+        """Return rows [rows, sum(lengths)] as bytes, uint8, part by part."""
+        parts = zip(rows.split(self.lengths, dim=1), self.quantized)
+        return torch.cat([quantize(part, bits) if mine else _bytes_of(part) for part, mine in parts], dim=1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype, bits: int, into: Tensor | None = None) -> Tensor:
         """Return rows again, in `dtype`: what was not quantised has its bits."""
-        count = sum(length for length, mine in zip(self.lengths, self.quantized) if mine)
-        size = packed_bytes(count, bits)
-        found = {True: dequantize(packed[:, :size], count, bits), False: packed[:, size:].contiguous().view(dtype)}
         rows = packed.new_empty((packed.shape[0], sum(self.lengths)), dtype=dtype) if into is None else into
-        begin = {True: 0, False: 0}
-        for part, mine in zip(rows.split(self.lengths, dim=1), self.quantized):
-            part.copy_(found[mine][:, begin[mine] : begin[mine] + part.shape[1]])
-            begin[mine] += part.shape[1]
+        sizes = [
+            packed_bytes(length, bits) if mine else length * dtype.itemsize
+            for length, mine in zip(self.lengths, self.quantized)
+        ]
+        parts = zip(rows.split(self.lengths, dim=1), packed.split(sizes, dim=1), self.quantized)
+        for part, found, mine in parts:
+            if mine:
+                dequantize(found, part.shape[1], bits, into=part)
+            else:
+                part.copy_(found.contiguous().view(dtype))
         return rows
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)

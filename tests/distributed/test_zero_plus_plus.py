@@ -119,8 +119,8 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
     assert sent("fp32", "gradients", "exchange") < (0.27 + SMALL) * reduced
     assert sent("fp32", "gradients, int4", "exchange") < (0.15 + SMALL) * reduced
     away = ("gather, away", "reduce, away", "exchange, away")
-    # The tables are gathered once at stage 3 as well, for the output layer is the first in the backward pass. They are a
-    # ninth of this model, and the ratio of their bytes is 2.03 / 6, where a layer's is 2.03 / 8.
+    # The tables are gathered once at stage 3 as well, for the output layer is the first in the backward pass. They are
+    # a ninth of this model, and the ratio of their bytes is 2.03 / 6, where a layer's is 2.03 / 8.
     assert 0 < sent("bf16", "all", *away) < (0.27 + SMALL + 0.01) * sent("bf16", "none", *away)
 
 
