@@ -57,7 +57,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     Returns:
         place: this rank's coordinates. notes, warnings: of the import. loss: of the step. logits: [T, V / TP] per
         micro-batch of this rank. choices: layer -> [T, K] per micro-batch, T being this rank's tokens. tensors and
-        gradients: key -> (cuts, this rank's tensor, first and last + 1 element that it knows), as the doctor has them.
+        gradients: key -> (cuts, this rank's tensor, the part of it that it knows), as the doctor has them.
         biases: key -> the router's bias.
     """
     from dataclasses import asdict
@@ -78,7 +78,7 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
     told = fill(run, plan_import(run), trained, print)
     with gathered_parameters(chunks):
         tensors = {
-            place.name: (place.cuts, parameter.detach().clone(), 0, parameter.numel())
+            place.name: (place.cuts, parameter.detach().clone(), (None, 0, parameter.numel()))
             for place, parameter in places(chunks)
         }
     biases = {
