@@ -4,9 +4,9 @@
 
 Ranks are processes of this machine; `--per-machine` of them count as one machine. Weights, gradients, masters and
 moments are counted tensor by tensor and stand beside the planner's figures; the peak is that of the last of a few
-steps, of everything that torch allocated. Sent bytes are those of the tensors that are given to the collectives. The
-error of a gradient is relative to plain fp32 data parallelism, and stands beside the root mean square that blocks of
-this size and number of levels have, if the error of a number is uniform within half a step.
+steps, of everything that torch allocated. Sent bytes are those of the tensors that are given to the collectives. Each
+quantised gather and reduction of a few steps is compared with the same one in fp64: the error of a unit's numbers over
+their norm, and the largest error of a number over what its roundings to half a step allow.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WEIGHTS, INT8, INT4 = (
     {"zero_quantized_gradients": "int8"},
     {"zero_quantized_gradients": "int4"},
 )
+_STEPS = 10
 KINDS = ("weights", "gradients", "masters", "moments")
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.zero_ranks import measure
 
     with LocalRanks(measure, args.ranks, seconds=600, threads=1) as ranks:
-        found = {"memory": _memory(args, ranks), "sent": _sent(args, ranks), "gradients": _gradients(args, ranks)}
+        found = {"memory": _memory(args, ranks), "sent": _sent(args, ranks), "errors": _errors(args, ranks)}
     if args.json is not None:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -72,7 +73,7 @@ def _flags(args: argparse.Namespace, stage: int, **more: Any) -> dict[str, Any]:
 
 
 def _measured(args: argparse.Namespace, ranks: LocalRanks, number: int, flags: dict[str, Any], **more: Any) -> Any:
-    argument = {"flags": flags, "steps": 2, "per_machine": args.per_machine, "gradients": None, **more}
+    argument = {"flags": flags, "steps": 2, "per_machine": args.per_machine, "errors": False, **more}
     return ranks.call(argument, number)[0]
 
 
@@ -134,36 +135,28 @@ def _sent(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
     return rows
 
 
-def _gradients(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
-    import torch
-
-    from tests.reference.reference_quantization import bound
-
-    def gradients(name: str, stage: int, **more: Any) -> dict[str, torch.Tensor]:
-        path = ranks.folder / f"{name}.pt"
-        _measured(args, ranks, args.ranks, _flags(args, stage, **more), steps=0, gradients=str(path))
-        return torch.load(path, weights_only=True)
-
-    plain = gradients("plain", 0)
-    norm = float(torch.cat([one.double().flatten() for one in plain.values()]).norm())
-    print("\nerror of the first step's gradient, fp32, over its norm; expected of uniform errors")
-    rows = []
+def _errors(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
     machine = {"zero_hpz_partition_size": args.per_machine}
-    for name, bits, more in (
-        ("int8, one machine", 8, {**INT8, "zero_hpz_partition_size": None}),
-        ("int4, one machine", 4, INT4),
-        ("int8, machines", 8, {**INT8, **machine}),
-        ("int4, machines", 4, {**INT4, **machine}),
-        ("quantised weights", 8, WEIGHTS),
-        ("all, int8", 8, {**WEIGHTS, **INT8, **machine}),
-    ):
-        found = gradients(name.replace(" ", "_").replace(",", ""), 3, **more)
-        error = float(torch.cat([(found[key] - one).double().flatten() for key, one in plain.items()]).norm()) / norm
-        # One rounding of the sum: its blocks' half steps over the root of three.
-        wide = torch.cat([bound(one.flatten(), bits) for one in plain.values() if one.dim() > 1])
-        expected = float(wide.norm()) / 3**0.5 / norm
-        print(f"{name:<22} {error:.2e}   one rounding of the sum: {expected:.2e}")
-        rows.append({"case": name, "error": error, "one rounding": expected})
+    cases: dict[str, dict[str, Any]] = {
+        "int8, one machine": INT8,
+        "int4, one machine": INT4,
+        "int8, machines": {**INT8, **machine},
+        "int4, machines": {**INT4, **machine},
+        "all, int8": {**WEIGHTS, **INT8, **machine},
+        "all, int4": {**WEIGHTS, **INT4, **machine},
+    }
+    columns = [f"{name:>14}" for name in ("weights", "of its bound", "gradients", "of its bound")]
+    print(f"\nlargest error of {_STEPS} steps, bf16{''.join(columns)}")
+    rows = []
+    for name, more in cases.items():
+        flags = _flags(args, 3, bf16=True, **more)
+        every = ranks.call(
+            {"flags": flags, "steps": _STEPS, "per_machine": args.per_machine, "errors": True}, args.ranks
+        )
+        kinds = ("weights", "weights of bound", "gradients", "gradients of bound")
+        row = {kind: max(rank["errors"].get(kind, 0.0) for rank in every) for kind in kinds}
+        print(f"{name:<30}" + "".join(f"{row[kind]:14.4f}" for kind in kinds))
+        rows.append({"case": name, **row})
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,9 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
-from megatron_moe.training.optimizer import build_optimizer, build_scheduler, owned_part, parts
+from megatron_moe.parallel.quantization import BLOCK
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
 
 # Function of torch.distributed -> (what is measured, the tensor whose bytes are moved: 0 output, 1 input)
@@ -39,7 +41,8 @@ def measure(argument: dict[str, Any]) -> dict[str, Any]:
     """Train a few steps of a run on this rank and return what it held and sent in the last one.
 
     Args:
-        argument: flags, steps, per_machine (ranks), gradients (a path to write rank 0's to, or None).
+        argument: flags, steps, per_machine (ranks), and errors: whether each quantised collective is compared, in all
+            steps, with the same one in fp64.
     """
     run, chunks = build(argument["flags"]), []
     try:
@@ -48,18 +51,16 @@ def measure(argument: dict[str, Any]) -> dict[str, Any]:
         with LiveBytes() as live:
             chunks = build_model(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size or 0))
             step, optimizer = _stepper(run, chunks, pg_collection)
-            for _ in range(argument["steps"]):
-                step()
+            worst: dict[str, float] = {}
+            with errors_measured(worst) if argument["errors"] else nullcontext():
+                for _ in range(argument["steps"]):
+                    step()
             live.restart_peak()
             sent: Counter[str] = Counter()
             with counted(sent, argument["per_machine"]):
                 step()
             peak = live.peak
-        if argument["gradients"] is not None:
-            gradients = _gradients(chunks[0], optimizer)
-            if dist.get_rank() == 0:
-                torch.save(gradients, argument["gradients"])
-        return {**_held(chunks, optimizer), "peak": peak, "sent": dict(sent)}
+        return {**_held(chunks, optimizer), "peak": peak, "sent": dict(sent), "errors": worst}
     finally:
         chunks.clear()
         gc.collect()
@@ -103,23 +104,69 @@ def _held(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, int]:
     }
 
 
-def _gradients(chunk: torch.nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return the dense weights' reduced gradients, whole, on every rank: those of experts may be another rank's."""
-    whole = {}
-    for name, parameter in chunk.named_parameters():
-        found = torch.zeros(parameter.shape)
-        own = owned_part(optimizer, parameter).of(found)
-        mine: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        own.copy_(mine.view_as(own) if mine.numel() == own.numel() else own_of(mine, parameter, optimizer))
-        if own.numel() < found.numel():
-            dist.all_reduce(found)
-        whole[name.removeprefix("module.").removeprefix("module.")] = found
-    return whole
+@contextmanager
+def errors_measured(worst: dict[str, float]) -> Iterator[None]:
+    """Compare each quantised gather and reduction in the block with the same one in fp64.
+
+    worst gets: "weights" and "gradients", the largest error of a unit's numbers relative to their norm; "weights of
+    bound" and "gradients of bound", the largest error of a number over what roundings to half a step allow.
+    """
+
+    def note(kind: str, got: Tensor, exact: Tensor, bound: Tensor) -> None:
+        error = (got.double() - exact).abs()
+        relative = float(error.norm() / exact.norm().clamp_min(1e-300))
+        allowed = bound + 1e-6 * exact.abs().max()  # fp32's own rounding, and that of the gathered dtype below
+        if got.dtype != torch.float32:
+            allowed = allowed + torch.finfo(got.dtype).eps * exact.abs()
+        worst[kind] = max(worst.get(kind, 0.0), relative)
+        worst[f"{kind} of bound"] = max(worst.get(f"{kind} of bound", 0.0), float((error / allowed).nan_to_num().max()))
+
+    def gather(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        own = input_tensor.clone()  # it is a part of the output
+        real_gather(self, output_tensor, input_tensor, group, async_op)
+        if group.size() == self._ranks:
+            half = half_steps(self._segments(), own.view(1, -1), 8)
+            exact, bound = (_gathered(one, group) for one in (own.double(), half[0]))
+            note("weights", output_tensor, exact, bound)
+
+    def reduce(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **more: Any) -> None:
+        rows = input_tensor.view(group.size(), -1).clone()
+        real_reduce(self, output_tensor, input_tensor, group, op, **more)
+        half = half_steps(self._segments(), rows, self._bits)
+        # A machine's sum is at most as large as its ranks' numbers with their errors: its half steps add up to that.
+        twice = 1.0 + 1.0 / (2 * (2 ** (self._bits - 1) - 1))
+        bound = half * (1.0 + (twice if self._inside is not None else 0.0))
+        exact, allowed = (_reduced(one, group) for one in (rows.double(), bound))
+        note("gradients", output_tensor, exact, allowed)
+
+    real_gather, real_reduce = QuantizedAllGather.__call__, QuantizedReduceScatter.__call__
+    with (
+        mock.patch.object(QuantizedAllGather, "__call__", gather),
+        mock.patch.object(QuantizedReduceScatter, "__call__", reduce),
+    ):
+        yield
 
 
-def own_of(gradient: Tensor, parameter: torch.nn.Parameter, optimizer: Any) -> Tensor:
-    """Return the part of a whole gradient that this rank's optimizer uses."""
-    return owned_part(optimizer, parameter).of(gradient)
+def half_steps(segments: Any, rows: Tensor, bits: int) -> Tensor:
+    """Return half a step of each number's block, fp64, 0 for what is sent as it is."""
+    found = torch.zeros(rows.shape, dtype=torch.float64)
+    parts = zip(found.split(segments.lengths, dim=1), rows.double().split(segments.lengths, dim=1), segments.quantized)
+    for half, values, quantized in parts:
+        for start in range(0, values.shape[1] if quantized else 0, BLOCK):
+            block = values[:, start : start + BLOCK]
+            half[:, start : start + BLOCK] = block.abs().amax(dim=1, keepdim=True) / (2 * (2 ** (bits - 1) - 1))
+    return found
+
+
+def _gathered(own: Tensor, group: Any) -> Tensor:
+    every = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(every, own, group=group)
+    return torch.cat(every)
+
+
+def _reduced(rows: Tensor, group: Any) -> Tensor:
+    dist.all_reduce(rows, group=group)
+    return rows[group.rank()]
 
 
 @contextmanager

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
+
+_SECONDS_FOR_RANK_0 = 20.0
 
 
 def run_program(
@@ -34,14 +37,19 @@ def run_program(
         USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
     """
 
-    def report(text: str, of_machine: bool = False) -> None:
-        if rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0"):
+    def report(text: str, of_machine: bool = False) -> bool:
+        speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")
+        if speaks:
             print(f"{name}: {text}", file=sys.stderr, flush=True)
+        return speaks
 
     try:
         return main(argv)
     except errors as error:
-        report(f"error: {error_text(error)}", isinstance(error, MachineError))
+        said = report(f"error: {error_text(error)}", isinstance(error, MachineError))
+        if not said and "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun ends all ranks as soon as one has ended: the one that speaks may be slower.
+            time.sleep(_SECONDS_FOR_RANK_0)
         return USER_ERROR
     except RunFault as fault:
         report(f"stopped: {fault}")

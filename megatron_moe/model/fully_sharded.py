@@ -234,7 +234,7 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
         sharded = fully_shard(
             unit.module,
             mesh=DeviceMesh.from_group(unit.group, platform.device().type),
-            reshard_after_forward=reshard and not sharding.keep_gathered,
+            reshard_after_forward=False if sharding.keep_gathered else reshard,
             shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
             mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=platform.has_cuda()) if sharding.offload else OffloadPolicy(),

@@ -63,7 +63,8 @@ def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Send
         module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
     if sending.gradient_bits is not None:
         size = sending.partition_size or neighbours_on_machine(group)
-        parts = partition(group, size) if size < group.size() else (None, None)
+        # With one rank a machine nothing is added up inside it.
+        parts = partition(group, size) if 1 < size < group.size() else (None, None)
         module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sending.gradient_bits, *parts))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.plain_steps import write_step
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], root: Path) -> str:
@@ -119,3 +124,13 @@ def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     assert pretrain_moe.main(argv) == 0
     assert "the configuration is sound" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.claim("A mistake is printed once, also where rank 0 finds it later than the others.")
+def test_a_mistake_is_printed_where_rank_0_is_slow(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nos.environ.get('RANK') == '0' and time.sleep(2)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["pretrain_moe.py", "--preset", "tiny", "--mock-data", "--train-iters", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and done.stderr.count("pretrain_moe.py: error: --train-iters 0") == 1, done.stderr

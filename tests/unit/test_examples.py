@@ -49,10 +49,11 @@ def training_command(words):
 
 
 def check(command, folder, monkeypatch):
-    """Parse and check a training command where it would run: a repository with the configs and nothing else."""
+    """Parse and check a training command where it would run: a repository with configs and the pages' ds.json."""
     (folder / "examples").symlink_to(REPO / "examples", target_is_directory=True)
+    (folder / "ds.json").symlink_to(REPO / "tests" / "data" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json")
     monkeypatch.chdir(folder)
-    run = cli.parse([*command.flags, "--dry-run"], lambda given: {**_imported(given), **given})
+    run = cli.parse([*command.flags, "--dry-run"], lambda given: {**_imported(given), **given}, command.world_size)
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, command.world_size)
     else:
