@@ -58,14 +58,14 @@ class Sharding:
     """How weights and gradients are spread and sent.
 
     keep_gathered: whether gathered weights stay from a layer's forward to its backward pass (stage 2).
-    quantized_weights: whether weights are gathered as int8 blocks. partition_size: ranks that keep gathered weights
-    among them after the forward pass; None: they are freed. gradient_bits: of the integers that gradients are sent as;
-    None: fp32. offload: whether shards and their moments are in host memory.
+    quantized_weights: whether weights are gathered as int8 blocks. machine: ranks of the world, TP ranks included, that
+    keep gathered weights among them after the forward pass; None: they are freed. gradient_bits: of the integers that
+    gradients are sent as; None: fp32. offload: whether shards and their moments are in host memory.
     """
 
     keep_gathered: bool
     quantized_weights: bool = False
-    partition_size: int | None = None
+    machine: int | None = None
     gradient_bits: int | None = None
     offload: bool = False
 
@@ -73,11 +73,12 @@ class Sharding:
     def from_run(cls, run: Run) -> Sharding:
         """Return what a run's flags ask for."""
         layout = run.parallel
+        partition = layout.zero_hpz_partition_size
         bits = {None: None, "int8": 8, "int4": 4}[layout.zero_quantized_gradients]
         return cls(
             keep_gathered=run.derived.zero_stage == 2,
             quantized_weights=layout.zero_quantized_weights,
-            partition_size=layout.zero_hpz_partition_size,
+            machine=None if partition is None else partition * layout.tensor_model_parallel_size,
             gradient_bits=bits,
             offload=run.optimizer.optimizer_cpu_offload,
         )
@@ -230,7 +231,7 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
     for _, _, weight in own:
         weight.data = weight.data.float()
     size = unit.group.size()
-    with secondary_mesh(unit.group, sharding.partition_size) as reshard:
+    with secondary_mesh(unit.group, sharding.machine) as reshard:
         sharded = fully_shard(
             unit.module,
             mesh=DeviceMesh.from_group(unit.group, platform.device().type),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from megatron_moe import platform
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.parallel.groups import neighbours_on_machine, partition
+from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
 from megatron_moe.parallel.quantization import Segments
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
 
@@ -29,21 +29,25 @@ class _Sending(Protocol):
     def quantized_weights(self) -> bool: ...
 
     @property
-    def partition_size(self) -> int | None: ...
+    def machine(self) -> int | None: ...
 
     @property
     def gradient_bits(self) -> int | None: ...
 
 
 @contextmanager
-def secondary_mesh(group: ProcessGroup, size: int | None) -> Iterator[bool | int]:
+def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | int]:
     """Yield what `fully_shard` takes as `reshard_after_forward` in the block: the size of the secondary partition.
 
-    Its groups are made here. torch would make them itself, from the ranks of one group, while the world has several
-    such groups side by side, whose ranks would not agree on what is made.
+    It is the ranks of the group among `machine` neighbours of the world. Where that is one, as of experts that a
+    machine has once, weights stay gathered: False.
+
+    The partition's groups are made here. torch would make them itself, from the ranks of one group, while the world has
+    several such groups side by side, whose ranks would not agree on what is made.
     """
-    if size is None or size >= group.size():
-        yield True
+    size = group.size() if machine is None else neighbours(group, machine)
+    if size in (1, group.size()):
+        yield size == group.size()
         return
     inside, across = partition(group, size)
     ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, size)
@@ -62,7 +66,7 @@ def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Send
     if sending.quantized_weights:
         module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
     if sending.gradient_bits is not None:
-        size = sending.partition_size or neighbours_on_machine(group)
+        size = neighbours(group, sending.machine or ranks_of_machine())
         # With one rank a machine nothing is added up inside it.
         parts = partition(group, size) if 1 < size < group.size() else (None, None)
         module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sending.gradient_bits, *parts))

@@ -178,14 +178,21 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _parts[ranks]
 
 
-def neighbours_on_machine(group: dist.ProcessGroup) -> int:
-    """Return how many ranks of a group share a machine; all of them where its machines have unequally many."""
-    ranks = dist.get_process_group_ranks(group)
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    machines = [rank // per_machine for rank in ranks]
+def ranks_of_machine() -> int:
+    """Return how many ranks the launcher has started on this machine; all, where it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def neighbours(group: dist.ProcessGroup, machine: int) -> int:
+    """Return how many ranks of a group are on one machine; all of them where its machines have unequally many.
+
+    Args:
+        machine: ranks of the world on each machine, which are numbered machine by machine.
+    """
+    machines = [rank // machine for rank in dist.get_process_group_ranks(group)]
     size = machines.count(machines[0])
-    even = len(ranks) % size == 0 and all(len({*machines[i : i + size]}) == 1 for i in range(0, len(ranks), size))
-    return size if even else len(ranks)
+    even = len(machines) % size == 0 and all(len({*machines[i : i + size]}) == 1 for i in range(0, len(machines), size))
+    return size if even else len(machines)
 
 
 def rank_facts() -> RankFacts:

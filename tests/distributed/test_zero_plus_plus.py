@@ -16,12 +16,15 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": "int8"}
 MACHINES = {"zero_hpz_partition_size": 2}
+EXPERTS = {"expert_model_parallel_size": 2}  # each machine of two ranks has each expert once
 SWITCHES: dict[str, dict[str, Any]] = {
     "none": {},
     "weights": WEIGHTS,
     "gradients": GRADIENTS,
     "gradients, int4": {"zero_quantized_gradients": "int4"},
     "machines": MACHINES,
+    "experts": EXPERTS,
+    "machines, experts": {**MACHINES, **EXPERTS},
     "all": {**WEIGHTS, **GRADIENTS, **MACHINES},
 }
 # Each switch alone in one dtype, where its bytes are measured too; all of them in every dtype.
@@ -104,6 +107,10 @@ def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str)
     assert (found[0]["said"] == wanted) == (switches == "machines")
 
 
+def test_experts_that_a_machine_has_once_train_bit_for_bit_as_without_partitions(measured: Any) -> None:
+    assert measured("fp16", "machines, experts")[0]["said"] == measured("fp16", "experts")[0]["said"]
+
+
 # What is sent as it is, vectors and router weights, is 2 % of this small model's bytes.
 SMALL = 0.02
 
@@ -118,6 +125,9 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
     reduced = sent("fp32", "none", "reduce")
     assert sent("fp32", "gradients", "exchange") < (0.27 + SMALL) * reduced
     assert sent("fp32", "gradients, int4", "exchange") < (0.15 + SMALL) * reduced
+    # Experts that a machine has once stay there, and the backward pass gathers nothing of them.
+    assert sent("fp16", "machines, experts", "gather, away") < 0.56 * sent("fp16", "experts", "gather, away")
+    assert sent("fp16", "machines, experts", "gather") < 0.75 * sent("fp16", "experts", "gather")
     # The second of two gathers is among the two ranks of a machine. The tables, a ninth of this model, have one.
     assert sent("fp16", "machines", "gather, away") < 0.56 * sent("bf16", "none", "gather, away")
     away = ("gather, away", "reduce, away", "exchange, away")

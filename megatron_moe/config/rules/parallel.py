@@ -328,23 +328,28 @@ def fp32_evaluation_needs_whole_weights(run: Run, world_size: int) -> None:
 
 
 def secondary_partition_divides(run: Run, world_size: int) -> None:
-    """Require that groups of the secondary partition's size make up the ranks that share weights.
+    """Require that secondary partitions make up the DP x CP ranks, and hold each expert equally often.
 
-    Dense weights are shared by DP x CP ranks, experts by expert-DP ranks. Where experts have one copy there is nothing
-    to share, and their part of the rule does not apply.
+    A partition of N has N x TP ranks of the world, of which each EP x ETP neighbours hold different experts.
     """
     size = run.parallel.zero_hpz_partition_size
     if size is None:
         return
-    cp = run.parallel.context_parallel_size
-    dense = run.derived.data_parallel_size(world_size) * cp
-    experts = run.derived.expert_data_parallel_size(world_size) if run.moe.num_experts is not None else 1
-    shared = dense if experts == 1 else math.gcd(dense, experts)
-    if shared % size == 0:
+    dense = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    copies = run.derived.expert_data_parallel_size(world_size)
+    experts = run.derived.expert_ranks
+
+    def fits(candidate: int) -> bool:
+        ranks = candidate * run.parallel.tensor_model_parallel_size
+        return dense % candidate == 0 and (copies == 1 or ranks % experts == 0 or experts % ranks == 0)
+
+    if fits(size):
         return
-    common = [d for d in range(2, shared + 1) if shared % d == 0]
+    common = [candidate for candidate in range(2, dense + 1) if fits(candidate)]
     works = f"use one of {', '.join(map(str, common))}" if common else "drop it"
-    also = "" if experts == 1 else f", and {experts}, those that share each expert"
+    also = (
+        "" if copies == 1 else f", and with TP be a divisor or a multiple of the {experts} ranks of one set of experts"
+    )
     names = ["zero_hpz_partition_size", *set_among(run, ("context_parallel_size", "expert_model_parallel_size"))]
     raise refuse(run, names, f"must divide DP x CP = {dense}, the ranks that share the dense weights{also}; {works}")
 
