@@ -116,6 +116,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
+        self._keeps_gathered = sharding.keep_gathered
         # Gradients are summed over the ranks. A loss per token is divided by the global batch's tokens at the end of
         # the step; any other is a mean over the ranks, for experts too, which get tokens of EP times as many ranks.
         self._scale = 1.0 if config.calculate_per_token_loss else 1.0 / pg_collection.dp_cp.size()
@@ -139,7 +140,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         The engine's schedules enter it for all micro-batches but the last. Gradients are reduced at each of them: they
         would not be spread over the ranks otherwise.
         """
-        self._reshard_after_backward(False)
+        self._reshard_after_backward(not self._keeps_gathered)
         try:
             yield
         finally:

@@ -32,6 +32,13 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "moe")}
 FREED = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "moe_act", "layernorm")}
 GQA = {**PRESETS["tiny-gqa"], **{name: MLA[name] for name in ("vocab_size", "mock_data", "bf16", "eval_iters")}}
+STATE = {
+    "hidden_size": 256,
+    "moe_ffn_hidden_size": 128,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "global_batch_size": 6,
+}
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
     "one rank, fused loss": (1, {"cross_entropy_loss_fusion": True}),
@@ -50,6 +57,7 @@ LAYOUTS = {
     "DP4, ZeRO 2": (4, {"data_parallel_sharding_strategy": "optim_grads"}),
     "DP4, ZeRO 3, one micro-batch": (4, {"use_torch_fsdp2": True, "micro_batch_size": 2}),
     "DP2 x EP2, ZeRO 3": (4, {"use_torch_fsdp2": True, "expert_model_parallel_size": 2}),
+    "DP2, ZeRO 3, mostly state": (2, {"use_torch_fsdp2": True, **STATE}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
 }
