@@ -44,13 +44,14 @@ class Unit:
     """A module whose weights, without those of the units within, are gathered and freed together.
 
     group: the ranks that its weights are spread over. dtype: the one that they are gathered in. is_island: whether
-    `--keep-fp32` names it.
+    `--keep-fp32` names it. is_root: whether it is the whole model.
     """
 
     module: torch.nn.Module
     group: ProcessGroup
     dtype: torch.dtype
     is_island: bool = False
+    is_root: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def units(model: torch.nn.Module, pg_collection: Any) -> Iterator[Unit]:
             yield Unit(part, pg_collection.dp_cp, torch.float32, is_island=True)
     for layer in layers_of(model):
         yield Unit(layer, pg_collection.dp_cp, dtype)
-    yield Unit(model, pg_collection.dp_cp, dtype)
+    yield Unit(model, pg_collection.dp_cp, dtype, is_root=True)
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -236,7 +237,7 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
         sharded = fully_shard(
             unit.module,
             mesh=DeviceMesh.from_group(unit.group, platform.device().type),
-            reshard_after_forward=False if sharding.keep_gathered else reshard,
+            reshard_after_forward=False if sharding.keep_gathered or unit.is_root else reshard,
             shard_placement_fn=lambda parameter: Shard(shard_axis(tuple(parameter.shape), size)),
             mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=platform.has_cuda()) if sharding.offload else OffloadPolicy(),

@@ -32,7 +32,6 @@ class PlannedUnit:
     share: int
     """Elements of one rank's shards, padding included."""
     ranks: int
-    is_root: bool
     output: Tensor | None = None
     gathered: Tensor | None = None
     shards: Tensor | None = None
@@ -53,10 +52,7 @@ def planned_units(found: Iterator[Unit]) -> list[PlannedUnit]:
         weights = list({id(one): one for one in unit.module.parameters() if id(one) not in seen}.values())
         seen.update(map(id, weights))
         ranks = unit.group.size()
-        planned.append(
-            PlannedUnit(unit, weights, sum(largest_share(one.shape, ranks) for one in weights), ranks, False)
-        )
-    planned[-1].is_root = True
+        planned.append(PlannedUnit(unit, weights, sum(largest_share(one.shape, ranks) for one in weights), ranks))
     return planned
 
 
@@ -138,11 +134,11 @@ class Gathering:
 
     def _after_forward(self, unit: PlannedUnit, _: Any, __: Any, output: Any) -> None:
         if not _in_backward():
-            if not unit.is_root and not self._keep:
+            if not unit.unit.is_root and not self._keep:
                 unit.gathered = None
             unit.uses.append(len(self._order))
             self._order.append(unit)
-        if unit.is_root:
+        if unit.unit.is_root:
             self._last_output = None
         for leaf in _tensors(output):
             if leaf.requires_grad:
