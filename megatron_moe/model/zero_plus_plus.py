@@ -45,15 +45,15 @@ def secondary_mesh(group: ProcessGroup, machine: int | None) -> Iterator[bool | 
     The partition's groups are made here. torch would make them itself, from the ranks of one group, while the world has
     several such groups side by side, whose ranks would not agree on what is made.
     """
-    size = group.size() if machine is None else neighbours(group, machine)
+    ranks = dist.get_process_group_ranks(group)
+    size = group.size() if machine is None else neighbours(ranks, machine)
     if size in (1, group.size()):
         yield size == group.size()
         return
     inside, across = partition(group, size)
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, size)
-    mesh = DeviceMesh.from_group(
-        [across, inside], platform.device().type, mesh=ranks, mesh_dim_names=("parts", "ranks of a part")
-    )
+    places = torch.tensor(ranks).view(-1, size)
+    names = ("parts", "ranks of a part")
+    mesh = DeviceMesh.from_group([across, inside], platform.device().type, mesh=places, mesh_dim_names=names)
     with mock.patch.object(_fsdp_init, "DeviceMesh", lambda *_: mesh):
         yield size
 
@@ -66,21 +66,20 @@ def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Send
     if sending.quantized_weights:
         module.set_custom_all_gather(QuantizedAllGather(segments, group.size()))
     if sending.gradient_bits is not None:
-        size = neighbours(group, sending.machine or ranks_of_machine())
+        size = neighbours(dist.get_process_group_ranks(group), sending.machine or ranks_of_machine())
         # With one rank a machine nothing is added up inside it.
         parts = partition(group, size) if 1 < size < group.size() else (None, None)
         module.set_custom_reduce_scatter(QuantizedReduceScatter(segments, sending.gradient_bits, *parts))
 
 
 def _segments(module: Any) -> Segments:
-    """Return the parts of a unit's flat shards in the order in which torch sends them.
-
-    Vectors (norms, biases, gates of one row) and router weights are not quantised.
-    """
+    """Return the parts of a unit's flat shards in the order in which torch sends them."""
     (group,) = module._get_fsdp_state()._fsdp_param_groups
-    lengths, quantized = [], []
-    for parameter in group.fsdp_params:
-        lengths.append(parameter.padded_sharded_param_size.numel())
-        rows = parameter._orig_size[:-1].numel()
-        quantized.append(rows > 1 and not isinstance(parameter._module_info.module, TopKRouter))
+    lengths = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+    quantized = [is_quantized(one._module_info.module, one._orig_size) for one in group.fsdp_params]
     return Segments(tuple(lengths), tuple(quantized))
+
+
+def is_quantized(module: torch.nn.Module, shape: torch.Size) -> bool:
+    """Return whether a module's weight is: not vectors (norms, biases, gates of one row), nor router weights."""
+    return shape[:-1].numel() > 1 and not isinstance(module, TopKRouter)

@@ -183,16 +183,17 @@ def ranks_of_machine() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def neighbours(group: dist.ProcessGroup, machine: int) -> int:
+def neighbours(ranks: Sequence[int], machine: int) -> int:
     """Return how many ranks of a group are on one machine; all of them where its machines have unequally many.
 
     Args:
+        ranks: the group's, of the world.
         machine: ranks of the world on each machine, which are numbered machine by machine.
     """
-    machines = [rank // machine for rank in dist.get_process_group_ranks(group)]
+    machines = [rank // machine for rank in ranks]
     size = machines.count(machines[0])
-    even = len(machines) % size == 0 and all(len({*machines[i : i + size]}) == 1 for i in range(0, len(machines), size))
-    return size if even else len(machines)
+    parts = [machines[first : first + size] for first in range(0, len(machines), size)]
+    return size if all(part == [part[0]] * size for part in parts) else len(machines)
 
 
 def rank_facts() -> RankFacts:

@@ -75,6 +75,13 @@ class Segments:
     lengths: tuple[int, ...]
     quantized: tuple[bool, ...]
 
+    def sizes(self, itemsize: int, bits: int) -> list[int]:
+        """Return the bytes of each part of a row; `itemsize` of a number that is sent as it is."""
+        return [
+            packed_bytes(length, bits) if mine else length * itemsize
+            for length, mine in zip(self.lengths, self.quantized)
+        ]
+
     def pack(self, rows: Tensor, bits: int) -> Tensor:
         """Return rows [rows, sum(lengths)] as bytes, uint8, part by part."""
         parts = zip(rows.split(self.lengths, dim=1), self.quantized)
@@ -83,11 +90,8 @@ class Segments:
     def unpack(self, packed: Tensor, dtype: torch.dtype, bits: int, into: Tensor | None = None) -> Tensor:
         """Return rows again, in `dtype`: what was not quantised has its bits."""
         rows = packed.new_empty((packed.shape[0], sum(self.lengths)), dtype=dtype) if into is None else into
-        sizes = [
-            packed_bytes(length, bits) if mine else length * dtype.itemsize
-            for length, mine in zip(self.lengths, self.quantized)
-        ]
-        parts = zip(rows.split(self.lengths, dim=1), packed.split(sizes, dim=1), self.quantized)
+        received = packed.split(self.sizes(dtype.itemsize, bits), dim=1)
+        parts = zip(rows.split(self.lengths, dim=1), received, self.quantized)
         for part, found, mine in parts:
             if mine:
                 dequantize(found, part.shape[1], bits, into=part)

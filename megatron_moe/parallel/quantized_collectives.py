@@ -43,8 +43,12 @@ class QuantizedAllGather(_Allocating):
         segments = self._segments()
         own = segments.pack(input_tensor.view(1, -1), bits=8)
         packed = own.new_empty((group.size(), own.shape[1]))
-        dist.all_gather_into_tensor(packed, own, group=group)
+        self.send(packed, own, group)
         segments.unpack(packed, output_tensor.dtype, 8, into=output_tensor.view(group.size(), -1))
+
+    def send(self, received: Tensor, packed: Tensor, group: ProcessGroup) -> None:
+        """Gather everyone's bytes [1, bytes] into [ranks, bytes]."""
+        dist.all_gather_into_tensor(received, packed, group=group)
 
 
 class QuantizedReduceScatter(_Allocating):
@@ -89,6 +93,10 @@ class QuantizedReduceScatter(_Allocating):
         segments = self._segments()
         packed = segments.pack(rows, self._bits)
         received = torch.empty_like(packed)
-        dist.all_to_all_single(received, packed, group=group)
+        self.send(received, packed, group)
         found = segments.unpack(received, torch.float32, self._bits)
         return found.view(group.size(), each, -1).sum(dim=0)
+
+    def send(self, received: Tensor, packed: Tensor, group: ProcessGroup) -> None:
+        """Exchange bytes [ranks x each, bytes]."""
+        dist.all_to_all_single(received, packed, group=group)

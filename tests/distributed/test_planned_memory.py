@@ -39,6 +39,7 @@ STATE = {
     "micro_batch_size": 1,
     "global_batch_size": 6,
 }
+ZERO_PLUS_PLUS = {"use_torch_fsdp2": True, "zero_quantized_weights": True, "zero_quantized_gradients": "int8"}
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
     "one rank, fused loss": (1, {"cross_entropy_loss_fusion": True}),
@@ -57,6 +58,13 @@ LAYOUTS = {
     "DP4, ZeRO 2": (4, {"data_parallel_sharding_strategy": "optim_grads"}),
     "DP4, ZeRO 3, one micro-batch": (4, {"use_torch_fsdp2": True, "micro_batch_size": 2}),
     "DP2 x EP2, ZeRO 3": (4, {"use_torch_fsdp2": True, "expert_model_parallel_size": 2}),
+    "DP4, ZeRO++": (4, {**ZERO_PLUS_PLUS, "zero_hpz_partition_size": 2}),
+    "DP4, ZeRO++, one machine": (4, {**ZERO_PLUS_PLUS, "zero_quantized_gradients": "int4"}),
+    "DP2 x EP2, secondary partition, mostly state": (
+        4,
+        {"use_torch_fsdp2": True, "expert_model_parallel_size": 2, "zero_hpz_partition_size": 2, **STATE}
+        | {"global_batch_size": 8},
+    ),
     "DP2, ZeRO 3, mostly state": (2, {"use_torch_fsdp2": True, **STATE}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),

@@ -136,6 +136,24 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
     assert 0 < sent("bf16", "all", *away) < (0.27 + SMALL + 0.01) * sent("bf16", "none", *away)
 
 
+@pytest.mark.claim("A plan's traffic between data-parallel ranks is what a real step sends, to 1 %.")
+@pytest.mark.parametrize(("dtype", "switches"), [("fp32", "none"), *CASES])
+def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str) -> None:
+    from megatron_moe.apps.plan.tracing import trace_ranks
+    from megatron_moe.apps.plan.traffic import rank_traffic
+    from megatron_moe.config.schema import build
+    from tests.helpers.stepped_trainer import TINY
+
+    run = build({**TINY, **FLAGS, **DTYPES[dtype], **SWITCHES[switches]})
+    vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
+    (trace,) = trace_ranks(run, 4, vocabulary, device="cpu", imbalance=1.0)
+    planned = rank_traffic(run, trace, 4, gpus_per_node=8)
+    sent = measured(dtype, switches)[0]["sent"]
+    assert sum(one.sent for name, one in planned.items() if name in ("DP", "expert DP")) == pytest.approx(
+        sum(sent.get(kind, 0) for kind in ("gather", "reduce", "exchange")), rel=0.01
+    )
+
+
 @pytest.mark.claim("A DeepSpeed configuration that fails there in bf16 trains here, in bf16 and in fp16.")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_configuration_that_fails_elsewhere_trains(gloo: Any, tmp_path: Path, dtype: str) -> None:

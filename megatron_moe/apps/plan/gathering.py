@@ -5,7 +5,9 @@ unit of `FullyShardedDataParallel` is gathered, freed and reduced, tensors as la
 
 - a gather: a flat output, from which the weights are copied; in the forward pass it stays until the next gather's copy;
 - in the backward pass the unit that comes next is gathered behind the present one, not copied yet;
-- a reduction: the unit's gradients, collected in fp32, which stays until the next reduction, and the shards' gradients.
+- a reduction: the unit's gradients, collected in fp32, which stays until the next reduction, and the shards' gradients;
+- with a secondary partition: a machine's rank's part of the weights, from the forward to the backward pass;
+- integers: what the real gathers and reductions allocate, which compute here but send nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +16,41 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.model.fully_sharded import Unit, shard_axis
+from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
+from megatron_moe.model.zero_plus_plus import is_quantized
+from megatron_moe.parallel.groups import neighbours
+from megatron_moe.parallel.quantization import Segments
+from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
+
+
+@dataclass(frozen=True)
+class GatheredUnit:
+    """Weights that a fully sharded model gathers together.
+
+    segments: a rank's shards, padding included. parameter_bytes: of a gathered element. ranks: the world's that share
+    it. neighbours: how many of them are in a secondary partition, or else on a machine. expert: whether routed experts.
+    is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the backward pass.
+    """
+
+    segments: Segments
+    parameter_bytes: int
+    ranks: tuple[int, ...]
+    neighbours: int
+    expert: bool
+    is_island: bool
+    is_root: bool
+
+    @property
+    def share(self) -> int:
+        """Elements of a rank's shards, padding included."""
+        return sum(self.segments.lengths)
 
 
 @dataclass
@@ -29,30 +59,64 @@ class PlannedUnit:
 
     unit: Unit
     weights: list[torch.nn.Parameter]
-    share: int
-    """Elements of one rank's shards, padding included."""
+    segments: Segments
+    """The shards of one rank, padding included."""
     ranks: int
+    neighbours: int
+    """Ranks of a secondary partition, or else of a machine."""
     output: Tensor | None = None
     gathered: Tensor | None = None
+    secondary: Tensor | None = None
     shards: Tensor | None = None
     """The gradients of the shards."""
     uses: list[int] = field(default_factory=list)
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's shards, padding included."""
+        return sum(self.segments.lengths)
 
     @property
     def whole(self) -> int:
         """Elements of the gathered weights, padding included."""
         return self.share * self.ranks
 
+    def described(self) -> GatheredUnit:
+        """Return what of it does not change."""
+        return GatheredUnit(
+            segments=self.segments,
+            parameter_bytes=self.unit.dtype.itemsize,
+            ranks=tuple(torch.distributed.get_process_group_ranks(self.unit.group)),
+            neighbours=self.neighbours,
+            expert=any(not getattr(weight, "allreduce", True) for weight in self.weights),
+            is_island=self.unit.is_island,
+            is_root=self.unit.is_root,
+        )
 
-def planned_units(found: Iterator[Unit]) -> list[PlannedUnit]:
-    """Return the units with the weights that are each one's own; the last one is the root."""
+
+def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
+    """Return the units with the weights that are each one's own; the last one is the root.
+
+    Args:
+        machine: ranks of the world in a secondary partition, or else on a machine.
+    """
     planned: list[PlannedUnit] = []
     seen: set[int] = set()
     for unit in found:
-        weights = list({id(one): one for one in unit.module.parameters() if id(one) not in seen}.values())
-        seen.update(map(id, weights))
+        own = {
+            id(weight): (part, weight)
+            for part in unit.module.modules()
+            for weight in part.parameters(recurse=False)
+            if id(weight) not in seen
+        }
+        seen.update(own)
         ranks = unit.group.size()
-        planned.append(PlannedUnit(unit, weights, sum(largest_share(one.shape, ranks) for one in weights), ranks))
+        segments = Segments(
+            tuple(largest_share(weight.shape, ranks) for _, weight in own.values()),
+            tuple(is_quantized(part, weight.shape) and not unit.is_island for part, weight in own.values()),
+        )
+        together = neighbours(torch.distributed.get_process_group_ranks(unit.group), machine)
+        planned.append(PlannedUnit(unit, [weight for _, weight in own.values()], segments, ranks, together))
     return planned
 
 
@@ -67,12 +131,12 @@ class Gathering:
 
     Args:
         units: from `planned_units`.
-        keep_gathered: whether gathered weights stay until the backward pass (stage 2).
+        sharding: how weights and gradients are spread and sent.
         copies: whether the backend copies what it reduces: gloo does.
     """
 
-    def __init__(self, units: list[PlannedUnit], keep_gathered: bool, copies: bool) -> None:
-        self._units, self._keep, self._copies = units, keep_gathered, copies
+    def __init__(self, units: list[PlannedUnit], sharding: Sharding, copies: bool) -> None:
+        self._units, self._sharding, self._copies = units, sharding, copies
         self._handles: list[Any] = []
         self._order: list[PlannedUnit] = []
         self._last_output: Tensor | None = None
@@ -107,8 +171,11 @@ class Gathering:
 
     def _start(self, unit: PlannedUnit) -> None:
         """Gather into a flat output, unless the unit is gathered already or its gather is on the way."""
-        if unit.output is None and unit.gathered is None:
-            unit.output = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
+        if unit.output is not None or unit.gathered is not None:
+            return
+        unit.output = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
+        if self._sharding.quantized_weights and unit.secondary is None and unit.ranks > 1 and not unit.unit.is_island:
+            _Gather(lambda: unit.segments, unit.ranks)(unit.output, unit.output[: unit.share], _ranks(unit.ranks))
 
     def _finish(self, unit: PlannedUnit, in_forward: bool) -> None:
         """Copy the weights out of the flat output."""
@@ -119,7 +186,7 @@ class Gathering:
         unit.gathered = torch.empty(unit.whole, dtype=unit.unit.dtype, device=platform.device())
         if in_forward:
             self._last_output = unit.output
-        unit.output = None
+        unit.output = unit.secondary = None
 
     def _before_forward(self, unit: PlannedUnit, _: Any, inputs: Any, named: Any) -> Any:
         self._start(unit)
@@ -134,8 +201,8 @@ class Gathering:
 
     def _after_forward(self, unit: PlannedUnit, _: Any, __: Any, output: Any) -> None:
         if not _in_backward():
-            if not unit.unit.is_root and not self._keep:
-                unit.gathered = None
+            if not unit.unit.is_root and not self._sharding.keep_gathered:
+                self._free(unit)
             unit.uses.append(len(self._order))
             self._order.append(unit)
         if unit.unit.is_root:
@@ -143,6 +210,15 @@ class Gathering:
         for leaf in _tensors(output):
             if leaf.requires_grad:
                 leaf.register_hook(partial(self._before_backward, unit))
+
+    def _free(self, unit: PlannedUnit) -> None:
+        """Free the gathered weights after a forward pass, but for what a secondary partition keeps of them."""
+        partition = self._sharding.machine is not None and unit.neighbours < unit.ranks
+        if partition and unit.neighbours == 1:
+            return
+        if partition:
+            unit.secondary = torch.empty(unit.whole // unit.neighbours, dtype=unit.unit.dtype, device=platform.device())
+        unit.gathered = None
 
     def _before_backward(self, unit: PlannedUnit, gradient: Tensor) -> Tensor:
         self._start(unit)
@@ -152,7 +228,7 @@ class Gathering:
         return gradient
 
     def _after_backward(self, unit: PlannedUnit) -> None:
-        unit.gathered = unit.output = None
+        unit.gathered = unit.output = unit.secondary = None
         unit.uses.clear()
         if all(weight.grad is None for weight in unit.weights):
             return
@@ -162,11 +238,39 @@ class Gathering:
         for weight in unit.weights:
             weight.grad = None
         reduced = torch.empty(unit.share, dtype=torch.float32, device=platform.device())
-        # gloo adds up in a copy of what is sent.
-        copy = torch.empty_like(self._sent) if self._copies and unit.ranks > 1 else None
-        del last, copy
+        self._reduce(unit, reduced)
+        del last
         if unit.shards is None:
             unit.shards = reduced
+
+    def _reduce(self, unit: PlannedUnit, reduced: Tensor) -> None:
+        assert self._sent is not None
+        bits = self._sharding.gradient_bits
+        if unit.ranks == 1:
+            return
+        if bits is None or unit.unit.is_island:
+            if self._copies:
+                torch.empty_like(self._sent)  # gloo adds up in a copy of what is sent
+            return
+        parts = (_ranks(unit.neighbours), _ranks(unit.ranks // unit.neighbours))
+        inside, across = parts if 1 < unit.neighbours < unit.ranks else (None, None)
+        reduction = _Reduction(lambda: unit.segments, bits, inside, across)
+        reduction(reduced, self._sent, _ranks(unit.ranks), torch.distributed.ReduceOp.SUM)
+
+
+def _ranks(count: int) -> Any:
+    """Return what stands for a process group of so many ranks."""
+    return SimpleNamespace(size=lambda: count)
+
+
+class _Gather(QuantizedAllGather):
+    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+        """Send nothing."""
+
+
+class _Reduction(QuantizedReduceScatter):
+    def send(self, received: Tensor, packed: Tensor, group: Any) -> None:
+        """Send nothing."""
 
 
 class _Passed(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 from megatron_moe import platform
 from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
+from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 
 GIB = 2**30
 # Adam's two moments, and the fp32 copy of a half-precision weight.
 _MOMENTS, _MASTER = 8, 4
-# Bytes that a rank sends over those of the whole tensor, without the factor (n - 1) / n of n ranks.
-_SENT_MULTIPLES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
 # Recomputation at its extremes and between: what the flags become.
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "none": {"recompute_granularity": None},
@@ -173,71 +171,6 @@ def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
-# Traffic.
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The bytes that a rank sends per step, and those of them that go to another machine."""
-
-    sent: float
-    between_nodes: float
-
-
-def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int) -> dict[str, Traffic]:
-    """Return the traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP and expert DP, if there is any.
-
-    A ring is assumed for reductions and gathers: a rank sends (n - 1) / n of the tensor to its neighbour, twice for an
-    all-reduce, and a link leaves the machine where two neighbours are on different ones. An all-to-all sends each of
-    the others an equal share.
-    """
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
-        if len(ranks) > 1:
-            sent = _SENT_MULTIPLES[kind] * size * (len(ranks) - 1) / len(ranks)
-            totals[name][0] += sent
-            totals[name][1] += sent * _share_between_nodes(kind, ranks, gpus_per_node)
-
-    micro_batches = run.derived.num_microbatches(world_size)
-    for chunk in trace.chunks:
-        for call in chunk.forward + chunk.backward:
-            if call.kind != "broadcast":
-                add(_purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
-    gathers = 2 if run.derived.zero_stage == 3 else 1 / micro_batches
-    for unit in trace.units:
-        name = "expert DP" if unit.expert else "DP"
-        add(name, "all-gather", unit.ranks, unit.whole * unit.parameter_bytes * gathers * micro_batches)
-        add(name, "reduce-scatter", unit.ranks, unit.whole * 4 * micro_batches)
-    for buffer in trace.buffers if not trace.units else ():
-        name, size = "expert DP" if buffer.expert else "DP", buffer.numel
-        if run.derived.zero_stage == 1:
-            add(name, "reduce-scatter", buffer.ranks, size * buffer.gradient_bytes)
-            add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
-        else:
-            add(name, "all-reduce", buffer.ranks, size * buffer.gradient_bytes)
-    stages = run.parallel.pipeline_model_parallel_size
-    if stages > 1:
-        ends = (trace.stage == stages - 1) + (trace.stage == 0)
-        sent = trace.boundary * micro_batches * (2 * len(trace.chunks) - ends)
-        leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
-        totals["PP"] = [sent, sent * leaves]
-    return {name: Traffic(*totals[name]) for name in sorted(totals)}
-
-
-def _purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
-    if kind == "all-to-all":
-        return "EP"
-    return next((name for name, group in trace.groups.items() if group == ranks), "TP x CP")
-
-
-def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
-    nodes = [rank // gpus_per_node for rank in ranks]
-    if kind == "all-to-all":
-        return sum(node != nodes[0] for node in nodes) / (len(nodes) - 1)
-    return sum(one != other for one, other in zip(nodes, nodes[1:] + nodes[:1])) / len(nodes)
-
-
 # The plan.
 
 
@@ -262,7 +195,15 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         known: see `trace_ranks`.
     """
     size = vocabulary(run)
-    traces = trace_ranks(run, world_size, size, device=machine.device, imbalance=machine.imbalance, known=known)
+    traces = trace_ranks(
+        run,
+        world_size,
+        size,
+        device=machine.device,
+        imbalance=machine.imbalance,
+        gpus_per_node=machine.gpus_per_node,
+        known=known,
+    )
     whole: dict[str, int] = {}
     for trace in traces:
         whole |= trace.whole
@@ -330,6 +271,7 @@ def peak_gib(
         vocabulary(run),
         device=machine.device,
         imbalance=machine.imbalance if imbalance is None else imbalance,
+        gpus_per_node=machine.gpus_per_node,
         stages=sorted({0, min(1, stages - 1), stages - 1}),
         known=known,
     )

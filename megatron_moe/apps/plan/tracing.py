@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.apps.plan.gathering import Gathering, PlannedUnit, planned_units
+from megatron_moe.apps.plan.gathering import GatheredUnit, Gathering, planned_units
 from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 from megatron_moe.config.schema import Run
 from megatron_moe.model.build import build_model
-from megatron_moe.model.fully_sharded import units
+from megatron_moe.model.fully_sharded import Sharding, units
 from megatron_moe.model.initialize import global_name, placement
 from megatron_moe.model.loss import loss_func
 from megatron_moe.model.norm import residual_dtype
@@ -73,17 +73,6 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class GatheredUnit:
-    """Weights that a fully sharded model gathers together: elements of a rank's shards and of all, padding included."""
-
-    share: int
-    whole: int
-    parameter_bytes: int
-    ranks: tuple[int, ...]
-    expert: bool
-
-
-@dataclass(frozen=True)
 class RankTrace:
     """The counts of the ranks of one pipeline stage.
 
@@ -124,6 +113,7 @@ def trace_ranks(
     *,
     device: str,
     imbalance: float,
+    gpus_per_node: int = 8,
     stages: Sequence[int] | None = None,
     known: dict[Any, RankTrace] | None = None,
 ) -> list[RankTrace]:
@@ -135,6 +125,7 @@ def trace_ranks(
         vocabulary: padded vocabulary size.
         device: "cuda" or "cpu", the device that the run is planned for.
         imbalance: rows that a rank's experts get, over the mean.
+        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first.
         stages: the stages to trace; None: all.
         known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
@@ -142,10 +133,11 @@ def trace_ranks(
     traces = []
     last = run.parallel.pipeline_model_parallel_size - 1
     for stage in range(last + 1) if stages is None else stages:
-        key = (run, world_size, vocabulary, device, imbalance, _kind(run, stage))
+        kind = (device, imbalance, gpus_per_node)
+        key = (run, world_size, vocabulary, *kind, _kind(run, stage))
         if key not in known:
             _logger.info("tracing stage %d of %d", stage + 1, last + 1)
-            known[key] = _trace_stage(run, world_size, vocabulary, stage, device, imbalance)
+            known[key] = _trace_stage(run, world_size, vocabulary, stage, *kind)
         traces.append(_as_stage(known[key], stage, _layers(run, stage)))
     return traces
 
@@ -214,6 +206,7 @@ def _trace_stage(
     stage: int,
     device: str,
     imbalance: float,
+    gpus_per_node: int,
 ) -> RankTrace:
     per_stage = world_size // run.parallel.pipeline_model_parallel_size
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
@@ -225,7 +218,9 @@ def _trace_stage(
         bare = [_bare(chunk) for chunk in chunks]
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
-        sharded = planned_units(units(bare[0], pg_collection)) if run.derived.zero_stage >= 2 else []
+        sharding, sharded = Sharding.from_run(run), []
+        if run.derived.zero_stage >= 2:
+            sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
         traces: dict[Any, ChunkTrace] = {}
         keys = []
         for chunk, inner in zip(chunks, bare):
@@ -233,7 +228,7 @@ def _trace_stage(
             keys.append(key)
             if key not in traces:
                 # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
-                with Gathering(sharded, run.derived.zero_stage == 2, copies=device == "cpu") as gathering:
+                with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
                     _trace_chunk(run, tracer, chunk, inner, gathering)
                     if run.derived.num_microbatches(world_size) == 1:
                         gathering.forget_gradients()
@@ -258,7 +253,7 @@ def _trace_stage(
             groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(_buffers(chunks)),
-            units=tuple(_gathered_unit(one) for one in sharded),
+            units=tuple(one.described() for one in sharded),
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
@@ -347,16 +342,6 @@ def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
                     ranks=_ranks(one.data_parallel_group),
                     expert=expert,
                 )
-
-
-def _gathered_unit(planned: PlannedUnit) -> GatheredUnit:
-    return GatheredUnit(
-        share=planned.share,
-        whole=planned.whole,
-        parameter_bytes=planned.unit.dtype.itemsize,
-        ranks=_ranks(planned.unit.group),
-        expert=any(not getattr(weight, "allreduce", True) for weight in planned.weights),
-    )
 
 
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
