@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_moe.apps.plan.plan import Machine, layout, peak_gib, recomputed
+from megatron_moe.apps.plan.plan import Machine, layout, peak_gib, recomputed, traced
 from megatron_moe.apps.plan.tracing import RankTrace
+from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
@@ -18,6 +19,8 @@ _SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
+# Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
+_FILLED = 0.9
 
 
 def legal(run: Run, world_size: int) -> bool:
@@ -100,6 +103,67 @@ def ranked(
     return rows[:count]
 
 
+def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+    """Return the lowest ZeRO stage whose peak leaves a tenth of the device free, or the one that takes least.
+
+    The allocator and the communication libraries need the tenth. A higher stage sends more. Stage 0 is looked at where
+    there is nothing to share: stage 1 takes less and sends less. `known`: see `trace_ranks`.
+
+    Returns:
+        strategy, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step); switches:
+        flags of ZeRO++ that send less of it, with between_nodes_with_switches and max_memory_gib_with_switches.
+    """
+    shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    found: list[tuple[float, str, Run]] = []
+    for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
+        other = _with_stage(run, strategy)
+        if legal(other, world_size):
+            found.append((peak_gib(other, world_size, machine, known), strategy, other))
+            if found[-1][0] <= _FILLED * machine.memory_gib:
+                break
+    gib, strategy, chosen = (
+        found[-1] if found[-1][0] <= _FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
+    )
+    return {
+        "strategy": strategy,
+        "max_memory_gib": gib,
+        "fits": gib <= _FILLED * machine.memory_gib,
+        "between_nodes": _between_nodes(chosen, world_size, machine, known),
+        **_with_switches(chosen, world_size, machine, known),
+    }
+
+
+def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
+    """Return the flags of ZeRO++ for a run, and what they leave of its traffic; none if it stays on one machine."""
+    between = _between_nodes(run, world_size, machine, known) if run.derived.zero_stage >= 2 else 0.0
+    if not between:
+        return {"switches": []}
+    rounded = replace(run, zero_quantized_weights=True, zero_quantized_gradients="int8")
+    size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
+    candidates = [replace(rounded, zero_hpz_partition_size=size)] if size > 1 else []
+    for other in (*candidates, rounded):
+        if not legal(other, world_size):
+            continue
+        gib = peak_gib(other, world_size, machine, known)
+        if other is rounded or gib <= _FILLED * machine.memory_gib:
+            break
+    words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
+    if other is not rounded:
+        words.append(f"--zero-hpz-partition-size {size}")
+    return {
+        "switches": words,
+        "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
+        "max_memory_gib_with_switches": gib,
+    }
+
+
+def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> float:
+    """Return the most bytes that a rank sends to other machines in a step for data parallelism."""
+    traces = traced(run, world_size, machine, known)
+    sent = (rank_traffic(run, trace, world_size, machine.gpus_per_node) for trace in traces)
+    return max(sum(one[name].between_nodes for name in ("DP", "expert DP") if name in one) for one in sent)
+
+
 def relative_time(run: Run, world_size: int) -> float:
     """Return the time of a step over that of one without bubble and recomputation.
 
@@ -138,7 +202,8 @@ def _with_sizes(run: Run, **sizes: int) -> Run:
 def _with_stage(run: Run, strategy: str) -> Run:
     """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
     changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "use_torch_fsdp2": False}
-    changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False}
+    changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False, "optimizer_cpu_offload": False}
+    changes |= {"zero_quantized_weights": False, "zero_quantized_gradients": None, "zero_hpz_partition_size": None}
     return replace(run, **changes)
 
 

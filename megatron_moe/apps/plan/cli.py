@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe import platform
-from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked
+from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked, recommended_stage
 from megatron_moe.apps.plan.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
 from megatron_moe.apps.plan.report import comparison_report, text_report
 from megatron_moe.apps.plan.tracing import RankTrace
@@ -143,6 +143,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     plan["alternatives"] = (
         ranked(run, flags.world_size, machine, flags.alternatives, known) if flags.alternatives > 0 else []
     )
+    plan["zero"] = recommended_stage(run, flags.world_size, machine, known)
     print(comparison_report(plan), end="", flush=True)
     return plan
 

@@ -240,7 +240,7 @@ class Gathering:
         reduced = torch.empty(unit.share, dtype=torch.float32, device=platform.device())
         self._reduce(unit, reduced)
         del last
-        if unit.shards is None:
+        if unit.shards is None and not self._sharding.offload:
             unit.shards = reduced
 
     def _reduce(self, unit: PlannedUnit, reduced: Tensor) -> None:

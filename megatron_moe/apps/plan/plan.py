@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ class PlannedMemory:
         dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
         update: peak above weights, gradients and optimizer during the update, when the activations are freed.
         saving: what `--save` takes on the device, between steps.
+        host: main weights, gradients and moments in a device's host memory, with `--optimizer-cpu-offload`.
     """
 
     weights: int
@@ -77,6 +79,7 @@ class PlannedMemory:
     dispatch: int
     update: int
     saving: int
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -110,14 +113,16 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
 def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
     shards = sum(unit.share for unit in trace.units)
+    on_device = 0 if trace.offloaded else shards
     micro_batches = run.derived.num_microbatches(world_size)
     activations, in_flight = _activation_peak(run, trace, micro_batches)
     return PlannedMemory(
-        weights=4 * shards,
-        gradients=4 * shards,
-        optimizer=_MOMENTS * shards,
+        weights=4 * on_device,
+        gradients=4 * on_device,
+        optimizer=_MOMENTS * on_device,
+        host=(4 + 4 + _MOMENTS) * (shards - on_device),
         # Of one micro-batch alone the gradients come about during its backward pass.
-        activations=activations if micro_batches > 1 else max(activations - 4 * shards, 0),
+        activations=activations if micro_batches > 1 else max(activations - 4 * on_device, 0),
         in_flight=in_flight,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
@@ -185,6 +190,26 @@ def vocabulary(run: Run) -> int:
     return run.derived.padded_vocab_size(run.model.vocab_size)
 
 
+def traced(
+    run: Run,
+    world_size: int,
+    machine: Machine,
+    known: dict[Any, RankTrace] | None = None,
+    stages: Sequence[int] | None = None,
+) -> list[RankTrace]:
+    """Return the traces of a layout on such machines. `known` and `stages`: see `trace_ranks`."""
+    return trace_ranks(
+        run,
+        world_size,
+        vocabulary(run),
+        device=machine.device,
+        imbalance=machine.imbalance,
+        gpus_per_node=machine.gpus_per_node,
+        stages=stages,
+        known=known,
+    )
+
+
 def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace] | None = None) -> dict[str, Any]:
     """Return the plan of a layout as plain data (bytes, unless a key says otherwise).
 
@@ -195,15 +220,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         known: see `trace_ranks`.
     """
     size = vocabulary(run)
-    traces = trace_ranks(
-        run,
-        world_size,
-        size,
-        device=machine.device,
-        imbalance=machine.imbalance,
-        gpus_per_node=machine.gpus_per_node,
-        known=known,
-    )
+    traces = traced(run, world_size, machine, known)
     whole: dict[str, int] = {}
     for trace in traces:
         whole |= trace.whole
@@ -265,16 +282,8 @@ def peak_gib(
     The stages that can be the largest are traced: the first two and the last. `known`: see `trace_ranks`.
     """
     stages = run.parallel.pipeline_model_parallel_size
-    traces = trace_ranks(
-        run,
-        world_size,
-        vocabulary(run),
-        device=machine.device,
-        imbalance=machine.imbalance if imbalance is None else imbalance,
-        gpus_per_node=machine.gpus_per_node,
-        stages=sorted({0, min(1, stages - 1), stages - 1}),
-        known=known,
-    )
+    on = machine if imbalance is None else dataclasses.replace(machine, imbalance=imbalance)
+    traces = traced(run, world_size, on, known, sorted({0, min(1, stages - 1), stages - 1}))
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 
 

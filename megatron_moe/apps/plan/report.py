@@ -15,8 +15,8 @@ def text_report(plan: dict[str, Any]) -> str:
 
 
 def comparison_report(plan: dict[str, Any]) -> str:
-    """Return the text about other recomputation, other routing and neighbouring layouts; empty without any of them."""
-    return "".join(f"\n{block}\n" for block in (_choices(plan), _alternatives(plan)) if block)
+    """Return the text about other recomputation, other routing, neighbouring layouts and ZeRO's stages."""
+    return "".join(f"\n{block}\n" for block in (_choices(plan), _alternatives(plan), _recommended(plan)) if block)
 
 
 def _head(plan: dict[str, Any]) -> str:
@@ -58,8 +58,10 @@ def _memory(plan: dict[str, Any]) -> str:
                 *(_gib(memory[part]) for part in ("logits", "dispatch")),
             ]
         )
+    host = max(entry["memory"]["host"] for entry in plan["ranks"])
+    told = f"\nmain weights, gradients and moments take {_gib(host)} GiB of a rank's host memory" if host else ""
     title = "Memory of a rank, in GiB; parameters of one rank; logits and dispatch are within the activations"
-    return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}"
+    return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}{told}"
 
 
 def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,6 +117,28 @@ def _alternatives(plan: dict[str, Any]) -> str:
         fits = "yes" if row["fits"] else "no"
         rows.append([row["change"], f"{row['max_memory_gib']:,.2f}", fits, f"{row['relative_time']:.3f}"])
     return _table(rows)
+
+
+def _recommended(plan: dict[str, Any]) -> str:
+    """Return which ZeRO stage to take, and what ZeRO++ saves between machines with it."""
+    found = plan["zero"]
+    flags = f"--data-parallel-sharding-strategy {found['strategy']}"
+    if not found["fits"]:
+        return (
+            f"no ZeRO stage that this layout allows leaves a tenth of the device free: {flags} takes "
+            f"{found['max_memory_gib']:,.2f} GiB; take more ranks, TP, EP or PP, or recomputation"
+        )
+    said = (
+        f"{flags}: the lowest ZeRO stage that leaves a tenth of the device free ({found['max_memory_gib']:,.2f} GiB), "
+        "and so the one that sends least"
+    )
+    if found["switches"]:
+        said += (
+            f"\nwhere the network between machines is slow, {' '.join(found['switches'])}: a rank sends "
+            f"{found['between_nodes_with_switches'] / _GIB:,.2f} GiB to other machines in a step instead of "
+            f"{found['between_nodes'] / _GIB:,.2f} ({found['max_memory_gib_with_switches']:,.2f} GiB)"
+        )
+    return said
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -88,6 +88,7 @@ class RankTrace:
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
         units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
+        offloaded: whether the units' shards, gradients and moments are in a device's host memory.
         chunks: the model chunks.
         boundary: bytes of a micro-batch's hidden states between two stages.
     """
@@ -102,6 +103,7 @@ class RankTrace:
     weights: int
     buffers: tuple[Buffer, ...]
     units: tuple[GatheredUnit, ...]
+    offloaded: bool
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
@@ -218,7 +220,9 @@ def _trace_stage(
         bare = [_bare(chunk) for chunk in chunks]
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
-        sharding, sharded = Sharding.from_run(run), []
+        # The memory of a CPU is the host's.
+        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device == "cuda")
+        sharded = []
         if run.derived.zero_stage >= 2:
             sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
         traces: dict[Any, ChunkTrace] = {}
@@ -254,6 +258,7 @@ def _trace_stage(
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(_buffers(chunks)),
             units=tuple(one.described() for one in sharded),
+            offloaded=sharding.offload,
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
