@@ -72,8 +72,8 @@ def _adam_on_host() -> Iterator[None]:
 class _Shards:
     """The shards of a fully sharded chunk for the engine's optimizers, which take them for fp32 weights.
 
-    An optimizer of fp32 weights has no copies of them, and takes their gradients from `main_grad`. It is not given empty
-    shards: kernels that update many tensors at once, such as apex's, begin when they reach the last one's last element.
+    An optimizer of fp32 weights has no copies of them, and takes their gradients from `main_grad`. It is not given
+    empty shards: apex's kernel for many tensors is launched at the last element of the last one.
     """
 
     def __init__(self, chunk: Any) -> None:

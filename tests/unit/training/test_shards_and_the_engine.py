@@ -1,4 +1,4 @@
-"""Shards in the engine's optimizers: what kernels for GPUs refuse is not given to them, and offloaded ones stay apart."""
+"""Shards in the engine's optimizers: kernels for GPUs get neither empty lists nor what is offloaded."""
 
 from __future__ import annotations
 
