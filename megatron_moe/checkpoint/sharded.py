@@ -46,7 +46,8 @@ def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str
     """Put the weights of a state dict of `model_state` into the shards, which are fp32."""
     _, boxes = _state_and_boxes(model, options)
     for name, parameter in model.named_parameters():
-        for box, values in zip(boxes[name], state[name], strict=True):
+        # Loading leaves out empty lists, which are those of empty shards.
+        for box, values in zip(boxes[name], state.get(name, ()), strict=True):
             box.part_of(local(parameter)).copy_(dist.values_of(values))
 
 

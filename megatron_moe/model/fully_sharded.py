@@ -193,7 +193,9 @@ class FullyShardedDataParallel(torch.nn.Module):
             parameter.main_grad = parameter.main_param.main_grad = shard.mul_(self._scale)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply all reduced gradients by a factor."""
+        """Multiply all reduced gradients by a factor, which is on the device also where they are offloaded."""
+        if isinstance(scaling_factor, Tensor):
+            scaling_factor = scaling_factor.to(self._weights[0].main_grad.device)
         for parameter in self._weights:
             parameter.main_grad.mul_(scaling_factor)
 

@@ -109,7 +109,9 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             return self._mixture(hidden, is_padding)
         with without_autocast(hidden.device.type):
             weight = next(self.experts.parameters())
-            return self._mixture(hidden.to(weight.dtype), is_padding).to(hidden.dtype)
+            # A fully sharded weight is an fp32 shard until the experts compute: it says what it is gathered in.
+            dtype = getattr(weight, "gathered_dtype", weight.dtype)
+            return self._mixture(hidden.to(dtype), is_padding).to(hidden.dtype)
 
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
         """Route, dispatch, compute the experts, and combine."""

@@ -48,6 +48,9 @@ def build_optimizer(
         if sharded:
             # Where the norm is summed: each element of a weight is on one data-parallel rank.
             part.grad_stats_parallel_group = torch.distributed.group.WORLD
+            # In fp16 the engine would copy main weights to the model's by a kernel of Transformer Engine or apex. There
+            # are no such copies here, and those kernels refuse empty lists; without this buffer torch copies nothing.
+            part._dummy_overflow_buf = None
         if part.is_stub_optimizer:
             continue
         _settle_positions(part)
@@ -69,7 +72,8 @@ def _adam_on_host() -> Iterator[None]:
 class _Shards:
     """The shards of a fully sharded chunk for the engine's optimizers, which take them for fp32 weights.
 
-    An optimizer of fp32 weights has no copies of them, and takes their gradients from `main_grad`.
+    An optimizer of fp32 weights has no copies of them, and takes their gradients from `main_grad`. It is not given
+    empty shards: apex's kernel for many tensors is launched at the last element of the last one.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -77,9 +81,11 @@ class _Shards:
         self._chunk = chunk
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield each weight's shard under the weight's name."""
+        """Yield each weight's shard under the weight's name, where this rank has an element of it."""
         for name, parameter in self._chunk.named_parameters():
             shard: Any = shard_of(parameter)
+            if not shard.numel():
+                continue
             if shard.device.type != platform.device().type:
                 # The engine's half-precision optimizer asks for a GPU's type, which an offloaded shard does not have.
                 shard.type = lambda: "torch.cuda.FloatTensor"
@@ -289,15 +295,17 @@ def grad_norm_squares(optimizer: MegatronOptimizer) -> Tensor:
     sets = [[part] for part in parts(optimizer)]
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         sets = [parts(optimizer)]
-    squares = []
-    for members in sets:
-        gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
-        square = torch.zeros(1, dtype=torch.float32, device=platform.device())
-        if gradients:
-            square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
-        torch.distributed.all_reduce(square, group=members[0].get_grad_stats_parallel_group())
-        squares.append(square)
-    return torch.cat(squares)
+    return torch.cat([_norm_square(members) for members in sets])
+
+
+def _norm_square(members: Sequence[Any]) -> Tensor:
+    """Return the squared norm of the gradients of parts that share a group, fp32 [1]. Collective over the group."""
+    gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
+    square = torch.zeros(1, dtype=torch.float32, device=platform.device())
+    if gradients:
+        square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
+    torch.distributed.all_reduce(square, group=members[0].get_grad_stats_parallel_group())
+    return square
 
 
 def _gradients_of_norm(part: Any) -> list[Tensor]:
@@ -317,12 +325,14 @@ def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
     """Return the norms of the dense parameters' and of the experts' gradients. Collective over all ranks.
 
     The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
-    every rank, and the experts' after it if any rank has one. Each gradient is read once more.
+    every rank, and the experts' after it if any rank has one. Each gradient is read once more. It does not call the
+    engine's method for each part: with Transformer Engine or apex that reads a GPU's memory alone, and offloaded
+    gradients are on the host.
     """
     dense, *experts = parts(optimizer)
     assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
-    norms = [float(part.get_grad_norm()) for part in experts]
-    return float(dense.get_grad_norm()), math.hypot(*norms)
+    squares = torch.cat([_norm_square([part]) for part in (dense, *experts)]).tolist()
+    return joint_norm(squares[:1]), math.hypot(*(square**0.5 for square in squares[1:]))
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 
+STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
+
 
 def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: bool = True) -> None:
     """What one fault has to look like on all ranks; `results` by rank."""
@@ -42,6 +44,22 @@ def test_every_site_is_named_and_nothing_has_changed(gloo):
         check(fault, [result["seen"][number] for result in results])
 
 
+@pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"data_parallel_sharding_strategy": "optim_grads", "num_layers": 3, "fp16": True, **STEADY_SCALE},
+        {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, **EP2},
+    ],
+)
+def test_every_site_is_named_where_weights_and_gradients_are_spread(gloo, flags):
+    faults = [(site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate(SITES)]
+    results = gloo.run(2, faulty_steps, faults=faults, flags=flags)
+    assert all(result["sound"] == [True] * (len(faults) + 1) for result in results)
+    for number, fault in enumerate(faults):
+        check(fault, [result["seen"][number] for result in results])
+
+
 def test_a_gradient_that_the_norm_does_not_count_is_found(gloo):
     # Of a weight that both tensor-parallel ranks hold, the norm knows the first rank's gradient.
     faults = [("reduced_gradient", "nan", "one"), ("loss", "-inf", "one")]
@@ -53,7 +71,7 @@ def test_a_gradient_that_the_norm_does_not_count_is_found(gloo):
 def test_an_overflow_of_one_replica_leaves_no_rank_behind(gloo):
     # The engine asks the ranks of one model only: a replica that knows nothing of it would go on alone.
     faults = [("reduced_gradient", "nan", "one")]
-    flags = {**EP2, "fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1024.0, "health_interval": 1}
+    flags = {**EP2, "fp16": True, **STEADY_SCALE, "health_interval": 1}
     results = gloo.run(2, faulty_steps, faults=faults, flags=flags)
     check(faults[0], [result["seen"][0] for result in results])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-STAGES = {"optim": {}, "optim_grads": {}, "optim_grads_params": {}}
+STAGES = ("optim", "optim_grads", "optim_grads_params")
 STEPS = 8
 ONE_RANKS_EXPERTS = {
     "expert_model_parallel_size": 2,
@@ -77,3 +77,69 @@ def test_all_tokens_on_one_ranks_experts_train_as_with_whole_weights(gloo: Any, 
                 assert got[5] == pytest.approx(meant[5], rel=tolerance), stage
                 if meant[0]:
                     assert got[2] == pytest.approx(meant[2], rel=tolerance), stage
+
+
+# Three ranks, and nothing that three divides: the last rank has no element of a router or of an expert.
+UNEVEN = {
+    "num_experts": 4,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "make_vocab_size_divisible_by": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 6,
+    "num_layers": 2,
+    "moe_layer_freq": "[0,1]",
+    "moe_shared_expert_gate": True,
+    "adam_eps": 1e-6,
+}
+
+
+def uneven(stage: str | None) -> dict[str, Any]:
+    """Losses and norms of steps of two micro-batches, the weights after them, and each weight's decay."""
+    from megatron_moe.model.float16_module import without_wrappers
+    from megatron_moe.model.fully_sharded import FullyShardedDataParallel, local, shard_of
+    from megatron_moe.training.evaluate import evaluation_mode
+    from megatron_moe.training.optimizer import parts
+    from megatron_moe.training.step import forward_step
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer = Trainer({**UNEVEN, **({} if stage is None else {"data_parallel_sharding_strategy": stage})})
+    said = []
+    for number in range(4):
+        result = trainer.step()
+        said += [result.loss, result.grad_norm]
+        for _ in range(number):
+            with evaluation_mode(trainer.model):
+                forward_step(iter([next(trainer.batches[0])]), trainer.model[0])
+    (chunk,) = trainer.model
+    sharded = isinstance(chunk, FullyShardedDataParallel)
+    decay = {
+        id(weight): (group["wd_mult"], group["is_expert_parallel"])
+        for part in parts(trainer.optimizer)
+        for group in part.optimizer.param_groups
+        for weight in group["params"]
+    }
+    own = dict(chunk.named_parameters())
+    updated = {name: decay.get(id(shard_of(one) if sharded else one)) for name, one in own.items()}
+    whole = {name: one.detach().clone() for name, one in (chunk.gathered() if sharded else own.items())}
+    return {
+        "said": said,
+        "weights": {without_wrappers(name): weight for name, weight in whole.items()},
+        "decay": {without_wrappers(name): kind for name, kind in updated.items() if kind is not None},
+        "empty": {without_wrappers(name) for name, one in own.items() if not local(one).numel()},
+    }
+
+
+def test_sizes_that_do_not_divide_and_accumulated_gradients_train_as_whole_weights(gloo: Any) -> None:
+    wanted, *_ = gloo.run(3, uneven, stage=None)
+    for stage in STAGES[1:]:
+        ranks = gloo.run(3, uneven, stage=stage)
+        for found in ranks:
+            assert found["said"] == pytest.approx(wanted["said"], rel=1e-6), stage
+            for name, weight in wanted["weights"].items():
+                assert float((found["weights"][name] - weight).abs().max()) < 1e-5, (stage, name)
+            # Norms and biases do not decay; a shard that is empty is nobody's to update.
+            assert found["decay"].keys() | found["empty"] == wanted["decay"].keys(), stage
+            assert found["decay"].items() <= wanted["decay"].items() and not found["decay"].keys() & found["empty"]
+        assert any("experts.weight" in name for name in ranks[2]["empty"]) and ranks[0]["empty"] == set()
+    assert {decay for name, (decay, _) in wanted["decay"].items() if "norm" in name} == {0.0}

@@ -110,6 +110,8 @@ FIRST1, LAST1 = {"decoder_first_pipeline_num_layers": 1}, {"decoder_last_pipelin
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
 SHARDED = {"use_distributed_optimizer": True}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 OVERLAP = {"overlap_grad_reduce": True}
 GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -135,6 +137,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("deepseek", 2, {"ep2": EP2}),
     ("deepseek", 2, {"ep2": EP2, "allgather": ALLGATHER}),
     ("deepseek", 2, {"gather": GATHER, "ep2": EP2}),
+    ("deepseek", 2, {"dp2": {}, "zero3": ZERO3}),
     ("aux_loss", 2, {"tp2": TP2, "allgather": ALLGATHER}),
     ("aux_loss", 2, {"vpp": VPP}),
     ("aux_loss", 2, {"cp2": CP2}),
@@ -147,16 +150,19 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("per token", 2, {"pp2": PP2}),
     ("per token", 2, {"cp2": CP2}),
     ("per token", 2, {"dp2": {}, "singles": SINGLES, "overlap": OVERLAP}),
+    ("per token", 2, {"ep2": EP2, "singles": SINGLES, "zero2": ZERO2}),
     ("further tokens", 2, {"tp2": TP2}),
     ("further tokens", 2, {"pp2": PP2, "first1": FIRST1}),
     ("further tokens", 2, {"cp2": CP2}),
     ("further tokens", 2, {"ep2": EP2}),
+    ("further tokens", 2, {"dp2": {}, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
     ("capacity", 2, {"tp2": TP2}),
     ("capacity", 2, {"cp2": CP2, "ep2": EP2}),
     ("capacity", 2, {"ep2": EP2, "allgather": ALLGATHER}),
     ("tied", 2, {"pp2": PP2, "last1": LAST1}),
     ("tied", 2, {"tp2": TP2}),
     ("tied", 2, {"vpp": VPP, "sharded": SHARDED}),
+    ("tied", 2, {"cp2": CP2, "zero3": ZERO3}),
     ("dense", 2, {"tp2": {"tensor_model_parallel_size": 2}}),
     ("dense", 2, {"cp2": CP2}),
     # four ranks
@@ -167,6 +173,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("deepseek", 4, {"pp4": PP4}),
     ("deepseek", 4, {"cp2": CP2, "pp2": PP2}),
     ("deepseek", 4, {"cp4": CP4, "ep2": EP2}),
+    ("every loss", 4, {"tp2": TP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3}),
     ("per token", 4, {"ep4": EP4, "singles": SINGLES, "sharded": SHARDED}),
     ("aux_loss", 4, {"tp2": TP2, "vpp": VPP}),
     ("every loss", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1}),

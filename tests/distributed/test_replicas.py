@@ -40,7 +40,10 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
 
 
 @pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
-@pytest.mark.parametrize(("ranks", "flags"), [(2, EP2), (4, TP2_DP2)])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, EP2), (4, TP2_DP2), (4, {**TP2_DP2, "data_parallel_sharding_strategy": "optim_grads_params", "fp16": True})],
+)
 def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
     for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):
         assert (outcome["missed"], outcome["alarms"]) == ([], [])

@@ -46,6 +46,19 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert kills.differences(job, oracle, 2) == []
 
 
+@pytest.mark.claim("A rank that dies or hangs is named, and all processes end in time.")
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 0)])
+def test_a_rank_that_fails_while_others_gather_weights_ends_them(
+    launcher: broken_jobs.Breaking, tmp_path: Path, phase: str, rank: int
+) -> None:
+    argv = kills.flags(4, "--data-parallel-sharding-strategy", "optim_grads_params")
+    fault = {"kind": "exception", "phase": phase, "rank": rank, "iteration": 2, "slow_close": 0.0}
+    broken = broken_jobs.break_job(launcher, tmp_path / "job", argv, 2, fault)
+    assert broken.defects("exception", rank, 20.0) == [], broken.said
+    assert "a fault of the test" in broken.cause() and f"rank {1 - rank}: waiting in" in broken.cause()
+
+
 @pytest.mark.claim("SIGTERM and SIGUSR1 save, and the resumed run goes on to the bit.")
 @pytest.mark.slow
 def test_a_signal_saves_and_the_run_goes_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:

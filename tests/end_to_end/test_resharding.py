@@ -41,6 +41,12 @@ def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gl
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+THIRDS = {
+    **cases.layout(global_batch_size=6),
+    "num_experts": 4,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
 # Mode -> of each stop ZeRO's stage, the ranks and the layout; two stops beside each other are a pair.
 STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "bf16": [
@@ -53,11 +59,11 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (3, 4, cases.layout(ep=2)),
     ],
     "fp16": [
-        # three ranks: shards that are not equal
-        (2, 3, cases.layout(global_batch_size=6)),
-        (1, 3, cases.layout(global_batch_size=6)),
-        (3, 3, cases.layout(global_batch_size=6)),
-        (2, 3, cases.layout(global_batch_size=6)),
+        # three ranks: shards that are not equal, and on the last rank no part of a router or of an expert
+        (2, 3, THIRDS),
+        (1, 3, THIRDS),
+        (3, 3, THIRDS),
+        (2, 3, THIRDS),
     ],
     "fp32": [(3, 2, cases.layout()), (1, 2, cases.layout(ep=2)), (2, 4, cases.layout(ep=4)), (3, 2, cases.layout())],
 }

@@ -80,7 +80,9 @@ def expert_bias(trainer: Any, value: float) -> Iterator[None]:
 
 @contextmanager
 def expert_weight(trainer: Any, value: float) -> Iterator[None]:
-    weight: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight2
+    from megatron_moe.model.fully_sharded import local
+
+    weight: Any = local(_module(trainer.trained.model, "layers.1.mlp.experts").weight2)
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[:, 0, 0] = value  # of every expert: one without a token would not matter
@@ -91,10 +93,18 @@ def expert_weight(trainer: Any, value: float) -> Iterator[None]:
 
 @contextmanager
 def expert_gradient(trainer: Any, value: float) -> Iterator[None]:
-    weight: Any = _module(trainer.trained.model, "layers.1.mlp.experts").weight1
-    hook = weight.register_hook(lambda gradient: spoiled(gradient, value))
+    experts: Any = _module(trainer.trained.model, "layers.1.mlp.experts")
+    hooks: list[Any] = []
+
+    def hook_once(*_: Any) -> None:
+        # In the forward pass: a fully sharded model computes with a gathered weight, which stays the same object.
+        if not hooks:
+            hooks.append(experts.weight1.register_hook(lambda gradient: spoiled(gradient, value)))
+
+    hook = experts.register_forward_pre_hook(hook_once)
     yield
-    hook.remove()
+    for one in (hook, *hooks):
+        one.remove()
 
 
 @contextmanager

@@ -14,8 +14,11 @@ TINY = {**PRESETS["tiny"], "mock_data": True, "vocab_size": 100, "clip_grad": 1.
 
 
 def digest(tensors: Any) -> str:
-    """Bits of any nest of tensors and plain values."""
+    """Bits of any nest of tensors and plain values; of a sharded tensor those of this rank's shard."""
+    from megatron_moe.model.fully_sharded import local
+
     if isinstance(tensors, torch.Tensor):
+        tensors = local(tensors)
         return hashlib.sha256(tensors.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
     if isinstance(tensors, dict):
         return digest([[key, tensors[key]] for key in sorted(tensors, key=str)])
