@@ -1,0 +1,95 @@
+"""The plan of ZeRO: which stage it recommends, what ZeRO++ saves between machines, and what is offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_moe.apps.plan.alternatives import recommended_stage
+from megatron_moe.apps.plan.plan import GIB, Machine, make_plan, peak_gib
+from megatron_moe.apps.plan.report import comparison_report, text_report
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, build
+
+STATE = {
+    **PRESETS["tiny"],
+    "hidden_size": 256,
+    "moe_ffn_hidden_size": 256,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "global_batch_size": 32,
+    "vocab_size": 1000,
+    "mock_data": True,
+    "bf16": True,
+}
+STAGES = ("optim", "optim_grads", "optim_grads_params")
+
+
+def run_of(**changes: Any) -> Run:
+    return build({**STATE, **changes})
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, float]:
+    """Strategy -> GiB of the largest of 16 ranks."""
+    return {
+        stage: peak_gib(run_of(data_parallel_sharding_strategy=stage), 16, Machine(), {})
+        for stage in ("no_shard", *STAGES)
+    }
+
+
+@pytest.mark.claim("plan recommends the lowest ZeRO stage that fits with a tenth of the device free.")
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_lowest_stage_that_fits_is_recommended(peaks: dict[str, float], stage: str) -> None:
+    assert [*peaks.values()] == sorted(peaks.values(), reverse=True), "each stage takes less than the one below"
+    machine = Machine(memory_gib=peaks[stage] / 0.9 * 1.001)
+    for asked in ("no_shard", "optim_grads_params"):
+        found = recommended_stage(run_of(data_parallel_sharding_strategy=asked), 16, machine, {})
+        assert (found["strategy"], found["fits"]) == (stage, True)
+        assert found["max_memory_gib"] == pytest.approx(peaks[stage])
+        # Two machines of eight: ZeRO++ has something to save from stage 2 on.
+        assert bool(found["switches"]) == (stage != "optim")
+
+
+def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float]) -> None:
+    machine = Machine(memory_gib=peaks["optim_grads_params"] / 2)
+    found = recommended_stage(run_of(), 16, machine, {})
+    assert not found["fits"] and found["strategy"] == "optim_grads_params"
+    piped = recommended_stage(run_of(pipeline_model_parallel_size=2), 16, machine, {})
+    assert not piped["fits"] and piped["strategy"] == "optim", "pipelines have no stage above"
+
+
+def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float]) -> None:
+    machine = Machine(memory_gib=peaks["optim_grads_params"] / 0.9 * 1.1, gpus_per_node=4)
+    run = run_of(data_parallel_sharding_strategy="optim_grads_params")
+    found = recommended_stage(run, 16, machine, {})
+    assert found["between_nodes_with_switches"] < 0.4 * found["between_nodes"]  # tables are much of so small a model
+    assert found["max_memory_gib_with_switches"] <= 0.9 * machine.memory_gib
+    alone = recommended_stage(run, 4, Machine(memory_gib=1e-3), {})
+    assert alone["switches"] == [] and alone["between_nodes"] == 0
+    shown = comparison_report({"recomputation": {}, "imbalances": {}, "alternatives": [], "zero": found})
+    assert "--zero-quantized-weights" in shown and "--data-parallel-sharding-strategy" in shown
+
+
+def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
+    flags = {"data_parallel_sharding_strategy": "optim_grads_params"}
+    here, away = (
+        make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]
+        for offload in (False, True)
+    )
+    state = here["weights"] + here["gradients"] + here["optimizer"]
+    assert away["host"] == state and here["host"] == 0
+    assert away["weights"] == away["gradients"] == away["optimizer"] == 0 and away["peak"] < here["peak"] - 0.9 * state
+    plan = make_plan(run_of(**flags, optimizer_cpu_offload=True), 4, Machine())
+    assert f"{state / GIB:,.2f} GiB of a rank's host memory" in text_report(plan)
+    cpu = make_plan(run_of(**flags, optimizer_cpu_offload=True), 4, Machine(device="cpu"))
+    assert cpu["ranks"][0]["memory"]["host"] == 0
+
+
+@pytest.mark.claim("plan plans 4,096 ranks at every ZeRO stage.")
+@pytest.mark.parametrize("stage", ["no_shard", *STAGES])
+def test_thousands_of_ranks(stage: str) -> None:
+    run = run_of(data_parallel_sharding_strategy=stage, expert_model_parallel_size=8, global_batch_size=8192)
+    plan = make_plan(run, 4096, Machine())
+    assert plan["layout"]["DP"] == 4096 and plan["ranks"][0]["traffic"]["DP"]["between_nodes"] > 0
