@@ -122,23 +122,20 @@ def _alternatives(plan: dict[str, Any]) -> str:
 def _recommended(plan: dict[str, Any]) -> str:
     """Return which ZeRO stage to take, and what ZeRO++ saves between machines with it."""
     found = plan["zero"]
-    flags = f"--data-parallel-sharding-strategy {found['strategy']}"
+    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({found['max_memory_gib']:,.2f} GiB)"
     if not found["fits"]:
         return (
-            f"no ZeRO stage that this layout allows leaves a tenth of the device free: {flags} takes "
-            f"{found['max_memory_gib']:,.2f} GiB; take more ranks, TP, EP or PP, or recomputation"
+            f"no ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"
+            "more ranks, TP, EP, PP or recomputation are needed"
         )
-    said = (
-        f"{flags}: the lowest ZeRO stage that leaves a tenth of the device free ({found['max_memory_gib']:,.2f} GiB), "
-        "and so the one that sends least"
-    )
+    lines = [f"lowest ZeRO stage with a tenth of the device free: {chosen}"]
     if found["switches"]:
-        said += (
-            f"\nwhere the network between machines is slow, {' '.join(found['switches'])}: a rank sends "
-            f"{found['between_nodes_with_switches'] / _GIB:,.2f} GiB to other machines in a step instead of "
-            f"{found['between_nodes'] / _GIB:,.2f} ({found['max_memory_gib_with_switches']:,.2f} GiB)"
+        lines.append(
+            f"a rank sends {_gib(found['between_nodes'])} GiB to other machines in a step with it, and "
+            f"{_gib(found['between_nodes_with_switches'])} ({found['max_memory_gib_with_switches']:,.2f} GiB) with\n  "
+            + " ".join(found["switches"])
         )
-    return said
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
