@@ -6,7 +6,8 @@ Ranks are processes of this machine; `--per-machine` of them count as one machin
 moments are counted tensor by tensor and stand beside the planner's figures; the peak is that of the last of a few
 steps, of everything that torch allocated. Sent bytes are those of the tensors that are given to the collectives. Each
 quantised gather and reduction of a few steps is compared with the same one in fp64: the error of a unit's numbers over
-their norm, and the largest error of a number over what its roundings to half a step allow.
+their norm, and the largest error of a number over what its roundings to half a step allow; beside it the error of what
+a rank sends, rounded to the nearest and at random.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ WEIGHTS, INT8, INT4 = (
     {"zero_quantized_gradients": "int4"},
 )
 _STEPS = 10
+_ROUNDINGS = ("nearest", "stochastic")
 KINDS = ("weights", "gradients", "masters", "moments")
 
 
@@ -110,7 +112,6 @@ def _memory(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]
 def _sent(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]:
     machine = {"zero_hpz_partition_size": args.per_machine}
     cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("fp32, stage 1", 1, {}),
         ("fp32, stage 2", 2, {}),
         ("fp32, stage 3", 3, {}),
         ("fp32, quantised weights", 3, WEIGHTS),
@@ -145,7 +146,7 @@ def _errors(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]
         "all, int8": {**WEIGHTS, **INT8, **machine},
         "all, int4": {**WEIGHTS, **INT4, **machine},
     }
-    columns = [f"{name:>14}" for name in ("weights", "of its bound", "gradients", "of its bound")]
+    columns = [f"{name:>14}" for name in ("weights", "of its bound", "gradients", "of its bound", *_ROUNDINGS)]
     print(f"\nlargest error of {_STEPS} steps, bf16{''.join(columns)}")
     rows = []
     for name, more in cases.items():
@@ -153,7 +154,7 @@ def _errors(args: argparse.Namespace, ranks: LocalRanks) -> list[dict[str, Any]]
         every = ranks.call(
             {"flags": flags, "steps": _STEPS, "per_machine": args.per_machine, "errors": True}, args.ranks
         )
-        kinds = ("weights", "weights of bound", "gradients", "gradients of bound")
+        kinds = ("weights", "weights of bound", "gradients", "gradients of bound", *_ROUNDINGS)
         row = {kind: max(rank["errors"].get(kind, 0.0) for rank in every) for kind in kinds}
         print(f"{name:<30}" + "".join(f"{row[kind]:14.4f}" for kind in kinds))
         rows.append({"case": name, **row})

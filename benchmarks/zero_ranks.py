@@ -109,7 +109,8 @@ def errors_measured(worst: dict[str, float]) -> Iterator[None]:
     """Compare each quantised gather and reduction in the block with the same one in fp64.
 
     worst gets: "weights" and "gradients", the largest error of a unit's numbers relative to their norm; "weights of
-    bound" and "gradients of bound", the largest error of a number over what roundings to half a step allow.
+    bound" and "gradients of bound", the largest error of a number over what roundings to half a step allow; "nearest"
+    and "stochastic", the largest relative error of what a rank sends, rounded in these ways.
     """
 
     def note(kind: str, got: Tensor, exact: Tensor, bound: Tensor) -> None:
@@ -136,6 +137,11 @@ def errors_measured(worst: dict[str, float]) -> Iterator[None]:
         # A machine's sum is at most as large as its ranks' numbers with their errors: its half steps add up to that.
         twice = 1.0 + 1.0 / (2 * (2 ** (self._bits - 1) - 1))
         bound = half * (1.0 + (twice if self._inside is not None else 0.0))
+        steps = torch.where(half > 0, 2 * half, torch.inf)
+        for name, drawn in (("nearest", 0.5), ("stochastic", torch.rand_like(half))):
+            rounded = torch.where(half > 0, (rows / steps + drawn).floor() * 2 * half, rows.double())
+            error = float((rounded - rows).norm() / rows.double().norm().clamp_min(1e-300))
+            worst[name] = max(worst.get(name, 0.0), error)
         exact, allowed = (_reduced(one, group) for one in (rows.double(), bound))
         note("gradients", output_tensor, exact, allowed)
 
