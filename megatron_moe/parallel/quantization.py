@@ -83,21 +83,33 @@ class Segments:
         ]
 
     def pack(self, rows: Tensor, bits: int) -> Tensor:
-        """Return rows [rows, sum(lengths)] as bytes, uint8, part by part."""
-        parts = zip(rows.split(self.lengths, dim=1), self.quantized)
-        return torch.cat([quantize(part, bits) if mine else _bytes_of(part) for part, mine in parts], dim=1)
+        """Return rows [..., sum(lengths)] as bytes [rows, bytes], uint8, part by part."""
+        parts = (part.reshape(-1, part.shape[-1]) for part in rows.split(self.lengths, dim=-1))
+        packed = [quantize(part, bits) if mine else _bytes_of(part) for part, mine in zip(parts, self.quantized)]
+        return torch.cat(packed, dim=1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype, bits: int, into: Tensor | None = None) -> Tensor:
         """Return rows again, in `dtype`: what was not quantised has its bits."""
         rows = packed.new_empty((packed.shape[0], sum(self.lengths)), dtype=dtype) if into is None else into
         received = packed.split(self.sizes(dtype.itemsize, bits), dim=1)
-        parts = zip(rows.split(self.lengths, dim=1), received, self.quantized)
-        for part, found, mine in parts:
+        for part, found, mine in zip(rows.split(self.lengths, dim=1), received, self.quantized):
             if mine:
                 dequantize(found, part.shape[1], bits, into=part)
             else:
                 part.copy_(found.contiguous().view(dtype))
         return rows
+
+    def unpack_sums(self, packed: Tensor, bits: int, ranks: int) -> Tensor:
+        """Return the sums over ranks, fp32 [each, sum(lengths)], of what was packed of fp32 rows [ranks x each, ...].
+
+        One part of all rows is in memory as fp32 at a time.
+        """
+        sums = packed.new_empty((packed.shape[0] // ranks, sum(self.lengths)), dtype=torch.float32)
+        received = packed.split(self.sizes(4, bits), dim=1)
+        for part, found, mine in zip(sums.split(self.lengths, dim=1), received, self.quantized):
+            wide = dequantize(found, part.shape[1], bits) if mine else found.contiguous().view(torch.float32)
+            part.copy_(wide.view(ranks, *part.shape).sum(dim=0))
+        return sums
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

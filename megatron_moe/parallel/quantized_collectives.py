@@ -81,21 +81,21 @@ class QuantizedReduceScatter(_Allocating):
         assert op == dist.ReduceOp.SUM and input_tensor.dtype == torch.float32
         rows = input_tensor.view(group.size(), -1)
         if self._inside is None or self._across is None:
-            output_tensor.copy_(self._exchange(rows, 1, group)[0])
+            output_tensor.copy_(self._exchange(rows, group)[0])
             return
         machines, places = self._across.size(), self._inside.size()
         # Row (machine, place) first goes to the rank of that place on this machine, with those of the other machines.
-        by_place = rows.view(machines, places, -1).transpose(0, 1).reshape(places * machines, -1)
-        output_tensor.copy_(self._exchange(self._exchange(by_place, machines, self._inside), 1, self._across)[0])
+        by_place = rows.view(machines, places, -1).transpose(0, 1)
+        output_tensor.copy_(self._exchange(self._exchange(by_place, self._inside), self._across)[0])
 
-    def _exchange(self, rows: Tensor, each: int, group: ProcessGroup) -> Tensor:
-        """Send `each` rows to each rank, and return the sums [each, numel] of those that all ranks sent here."""
+    def _exchange(self, rows: Tensor, group: ProcessGroup) -> Tensor:
+        """Send an equal share of the rows to each rank, and return the sums of those that all ranks sent here."""
         segments = self._segments()
         packed = segments.pack(rows, self._bits)
         received = torch.empty_like(packed)
         self.send(received, packed, group)
-        found = segments.unpack(received, torch.float32, self._bits)
-        return found.view(group.size(), each, -1).sum(dim=0)
+        del packed
+        return segments.unpack_sums(received, self._bits, group.size())
 
     def send(self, received: Tensor, packed: Tensor, group: ProcessGroup) -> None:
         """Exchange bytes [ranks x each, bytes]."""

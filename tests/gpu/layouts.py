@@ -164,6 +164,7 @@ LAYOUTS = {
     "DP2 with the distributed optimizer": ("dp2", "demo"),
     "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo"),
     "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo"),
+    "CP2 DP2 at ZeRO stage 3": ("cp2-dp2", "demo"),
     "TP2 PP2 EP2 with multi-token prediction": ("tp2-pp2-ep2-etp1", "mtp"),
 }
 LEFT_OUT_DRY = ("CP2 DP2 EP2", "TP2 PP2 EP2 with multi-token prediction")
@@ -187,6 +188,7 @@ def several_ranks(stage: Stage) -> None:
         name, of = LAYOUTS[title]
         flags = dict(known[name].flags)
         flags["use_distributed_optimizer"] = "distributed optimizer" in title
+        flags["use_torch_fsdp2"] = "ZeRO stage 3" in title
         backend = "nccl" if cards >= known[name].ranks else "staged"
         jobs.append(_job(stage, name, of, known[name].ranks, flags, backend))
     stage.doing(f"{len(titles)} layouts on up to 4 ranks")

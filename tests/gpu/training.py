@@ -18,7 +18,12 @@ FLAGS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant --log-interval 1"
 )
-PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "1024"]}
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16", "--initial-loss-scale", "1024"],
+    "bf16 at ZeRO stage 3": ["--bf16", "--use-torch-fsdp2", "--optimizer-cpu-offload"],
+}
 SPREAD = 1e-3
 """Largest relative spread of a loss over five equal fp32 runs that add in any order."""
 

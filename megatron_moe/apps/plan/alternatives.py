@@ -134,27 +134,26 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
 
 
 def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> dict[str, Any]:
-    """Return the flags of ZeRO++ for a run, and what they leave of its traffic; none if it stays on one machine."""
+    """Return the flags of ZeRO++ that fit, and what they leave of the traffic; none if it stays on one machine."""
     between = _between_nodes(run, world_size, machine, known) if run.derived.zero_stage >= 2 else 0.0
     if not between:
         return {"switches": []}
-    rounded = replace(run, zero_quantized_weights=True, zero_quantized_gradients="int8")
     size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
-    candidates = [replace(rounded, zero_hpz_partition_size=size)] if size > 1 else []
-    for other in (*candidates, rounded):
+    for partition in (size, None):
+        other = replace(
+            run, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
+        )
         if not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)
-        if other is rounded or gib <= _FILLED * machine.memory_gib:
-            break
-    words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
-    if other is not rounded:
-        words.append(f"--zero-hpz-partition-size {size}")
-    return {
-        "switches": words,
-        "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
-        "max_memory_gib_with_switches": gib,
-    }
+        if gib <= _FILLED * machine.memory_gib:
+            words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
+            return {
+                "switches": words + ([] if partition is None else [f"--zero-hpz-partition-size {partition}"]),
+                "between_nodes_with_switches": _between_nodes(other, world_size, machine, known),
+                "max_memory_gib_with_switches": gib,
+            }
+    return {"switches": []}
 
 
 def _between_nodes(run: Run, world_size: int, machine: Machine, known: dict[Any, RankTrace]) -> float:

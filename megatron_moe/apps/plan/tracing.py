@@ -221,7 +221,7 @@ def _trace_stage(
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
         # The memory of a CPU is the host's.
-        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device == "cuda")
+        sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
         sharded = []
         if run.derived.zero_stage >= 2:
             sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
@@ -237,14 +237,6 @@ def _trace_stage(
                     if run.derived.num_microbatches(world_size) == 1:
                         gathering.forget_gradients()
                     traces[key] = _trace_chunk(run, tracer, chunk, inner, gathering)
-        tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
-        whole: dict[str, int] = {}
-        for chunk in bare:
-            placed = placement(chunk)
-            for name, parameter in chunk.named_parameters():
-                full_name, split = placed.get(name, (global_name(chunk, name), None))
-                copies = expert_copies if split is None else 1 if split.axis is None else tp
-                whole[full_name] = parameter.numel() * copies
         parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
         expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         return RankTrace(
@@ -253,7 +245,7 @@ def _trace_stage(
             layers=tuple(layer.layer_number - 1 for chunk in bare for layer in chunk.decoder.layers),
             dense=sum(p.numel() for p in parameters) - expert,
             expert=expert,
-            whole=whole,
+            whole=_whole(bare, pg_collection),
             groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
             weights=storage_bytes(parameters),
             buffers=() if sharded else tuple(_buffers(chunks)),
@@ -262,6 +254,19 @@ def _trace_stage(
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
+
+
+def _whole(chunks: Sequence[torch.nn.Module], pg_collection: Any) -> dict[str, int]:
+    """Return the elements of each parameter in the whole model, by its name there."""
+    tp, expert_copies = pg_collection.tp.size(), pg_collection.expt_tp.size() * pg_collection.ep.size()
+    found: dict[str, int] = {}
+    for chunk in chunks:
+        placed = placement(chunk)
+        for name, parameter in chunk.named_parameters():
+            full_name, split = placed.get(name, (global_name(chunk, name), None))
+            copies = expert_copies if split is None else 1 if split.axis is None else tp
+            found[full_name] = parameter.numel() * copies
+    return found
 
 
 @contextmanager
