@@ -139,7 +139,7 @@ def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any,
     if not between:
         return {"switches": []}
     size = machine.gpus_per_node // run.parallel.tensor_model_parallel_size
-    for partition in (size, None):
+    for partition in (size, None) if size > 1 else (None,):
         other = replace(
             run, zero_quantized_weights=True, zero_quantized_gradients="int8", zero_hpz_partition_size=partition
         )
@@ -202,6 +202,8 @@ def _with_stage(run: Run, strategy: str) -> Run:
     """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
     changes: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "use_torch_fsdp2": False}
     changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False, "optimizer_cpu_offload": False}
+    if strategy not in ("no_shard", "optim"):
+        changes |= {"overlap_grad_reduce": False, "ddp_bucket_size": None}
     changes |= {"zero_quantized_weights": False, "zero_quantized_gradients": None, "zero_hpz_partition_size": None}
     return replace(run, **changes)
 

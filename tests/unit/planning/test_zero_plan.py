@@ -10,7 +10,7 @@ from megatron_moe.apps.plan.alternatives import recommended_stage
 from megatron_moe.apps.plan.plan import GIB, Machine, make_plan, peak_gib
 from megatron_moe.apps.plan.report import comparison_report, text_report
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import Run, build
+from megatron_moe.config.schema import Run, build, replace
 
 STATE = {
     **PRESETS["tiny"],
@@ -46,8 +46,11 @@ def peaks() -> dict[str, float]:
 def test_the_lowest_stage_that_fits_is_recommended(peaks: dict[str, float], stage: str) -> None:
     assert [*peaks.values()] == sorted(peaks.values(), reverse=True), "each stage takes less than the one below"
     machine = Machine(memory_gib=peaks[stage] / 0.9 * 1.001)
-    for asked in ("no_shard", "optim_grads_params"):
-        found = recommended_stage(run_of(data_parallel_sharding_strategy=asked), 16, machine, {})
+    for asked in (
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
+        {"data_parallel_sharding_strategy": "optim_grads_params", "zero_hpz_partition_size": 4},
+    ):
+        found = recommended_stage(run_of(**asked), 16, machine, {})
         assert (found["strategy"], found["fits"]) == (stage, True)
         assert found["max_memory_gib"] == pytest.approx(peaks[stage])
         assert stage != "optim" or not found["switches"], "ZeRO++ begins at stage 2"
@@ -67,6 +70,9 @@ def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float]) -> 
     found = recommended_stage(run, 16, machine, {})
     assert found["between_nodes_with_switches"] < 0.4 * found["between_nodes"]  # tables are much of so small a model
     assert found["max_memory_gib_with_switches"] <= 0.9 * machine.memory_gib
+    whole = {"tensor_model_parallel_size": 4, "sequence_parallel": True}  # a machine has one rank of each DP group
+    split = recommended_stage(replace(run, **whole), 16, Machine(memory_gib=0.033, gpus_per_node=4), {})
+    assert split["strategy"] == "optim_grads_params" and len(split["switches"]) == 2, split
     alone = recommended_stage(run, 4, Machine(memory_gib=1e-3), {})
     assert alone["switches"] == [] and alone["between_nodes"] == 0
     shown = comparison_report({"recomputation": {}, "imbalances": {}, "alternatives": [], "zero": found})
