@@ -41,6 +41,10 @@ def hold_the_interpreter() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
+WORKS: list[Any] = []
+"""The collectives that this rank has begun for its device."""
+
+
 class OnDevice:
     """Stands for a tensor on a device that waits for a collective, as under NCCL: what reads it waits in C."""
 
@@ -56,8 +60,8 @@ def step_on_device(fault: str | None) -> None:
     """One step of this rank, whose host goes on while the device waits for the other ranks."""
     if fault == "sleep":
         time.sleep(1000)
-    loss = OnDevice(dist.all_reduce(torch.ones(8), async_op=True))
-    loss.item()
+    WORKS.append(dist.all_reduce(torch.ones(8), async_op=True))
+    OnDevice(WORKS[-1]).item()
     if fault == "kernel":
         OnDevice(None).item()
 
@@ -95,10 +99,18 @@ def read_errors_slowly(seconds: float) -> None:
 
 
 def recorded() -> dict[str, Any]:
-    """The flight recorder as the run reads it under NCCL, of gloo's collectives."""
+    """The flight recorder as the run reads it under NCCL, of gloo's collectives.
+
+    A gloo thread that ends a collective before it is recorded leaves it open for ever: what has ended is asked of the
+    collectives too.
+    """
     bindings: Any = torch._C._distributed_c10d
     bindings._dump_nccl_trace_json = bindings._dump_fr_trace_json
-    return nccl.recorded()
+    dump = nccl.recorded()
+    for entry in dump.get("entries", ()):
+        if WORKS[int(entry["collective_seq_id"]) - 1].is_completed():
+            entry["state"] = "completed"
+    return dump
 
 
 def rank_of_job(rank: int, job: dict[str, Any]) -> None:
