@@ -34,6 +34,7 @@ AREAS = (
     "multi-token prediction",
     "shared experts",
     "precision",
+    "sharding",
     "gpu",
 )
 SECONDS = 600
