@@ -1,10 +1,16 @@
 """Moving rows between the order of tokens and that of experts, in Triton. No atomics: every row is written once."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_moe.kernels.launching import launch
 
 
 @triton.jit
@@ -35,19 +41,19 @@ def _grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
     return (tokens, triton.cdiv(width, block)), block
 
 
-def spread_rows(rows: Tensor, slots: Tensor, num_rows: int) -> Tensor:
-    copies = rows.new_empty((num_rows, rows.shape[1]))
-    if copies.numel():
-        grid, block = _grid(*rows.shape)
-        _spread[grid](rows, slots, copies, num_rows, rows.shape[1], COPIES=slots.shape[1], BLOCK=block)
+def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Any:
+    if rows.dim() != 2:  # routing weights, one number a copy
+        return NotImplemented
+    copies = rows.new_empty((source.shape[0], rows.shape[1]))
+    grid, block = _grid(*rows.shape)
+    launch(_spread, grid, rows.contiguous(), slots, copies, *copies.shape, COPIES=slots.shape[1], BLOCK=block)
     return copies
 
 
-def gather_and_sum(copies: Tensor, slots: Tensor) -> Tensor:
+def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Any:
+    if copies.dim() != 2:
+        return NotImplemented
     rows = copies.new_empty((slots.shape[0], copies.shape[1]))
-    if rows.numel():
-        grid, block = _grid(*rows.shape)
-        _gather_and_sum[grid](
-            copies, slots, rows, copies.shape[0], copies.shape[1], COPIES=slots.shape[1], BLOCK=block
-        )
+    grid, block = _grid(*rows.shape)
+    launch(_gather_and_sum, grid, copies.contiguous(), slots, rows, *copies.shape, COPIES=slots.shape[1], BLOCK=block)
     return rows

@@ -5,12 +5,16 @@ choices per expert, torch adds the counts up, experts first and parts second, an
 of a part from there. All in integers, without atomics.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_moe.kernels.launching import launch
 
 PART = 256
 
@@ -32,17 +36,14 @@ def _place(
     ids,
     counts,
     ends,
-    weights,
     order,
     inverse,
-    sorted_weights,
     total,
     parts,
     experts,
     BINS: tl.constexpr,
     STEP: tl.constexpr,
     PART: tl.constexpr,
-    WEIGHED: tl.constexpr,
 ):
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -59,37 +60,17 @@ def _place(
         position = tl.sum(mine * (before + begin[None, :]), axis=1)
         tl.store(inverse + place, position, mask=inside)
         tl.store(order + position, place, mask=inside)
-        if WEIGHED:
-            tl.store(sorted_weights + position, tl.load(weights + place, mask=inside), mask=inside)
         begin += tl.sum(mine, axis=0)
 
 
-def sort_by_expert(ids: Tensor, num_experts: int, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    flat = ids.reshape(-1)
-    total, parts = flat.shape[0], triton.cdiv(flat.shape[0], PART)
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = expert_ids.flatten()
+    total, parts = ids.shape[0], max(triton.cdiv(ids.shape[0], PART), 1)
     bins = triton.next_power_of_2(num_experts)
-    step = max(16, min(PART, 8192 // bins))
+    constants = {"BINS": bins, "STEP": max(16, min(PART, 8192 // bins)), "PART": PART}
     counts = torch.empty((num_experts, parts), dtype=torch.int32, device=ids.device)
-    order, inverse = torch.empty_like(flat), torch.empty_like(flat)
-    in_order = flat.new_empty(0) if weights is None else torch.empty_like(weights.reshape(-1))
-    if total:
-        _count[(parts,)](flat, counts, total, parts, num_experts, BINS=bins, STEP=step, PART=PART)
+    order, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    launch(_count, (parts,), ids, counts, total, parts, num_experts, **constants)
     ends = counts.flatten().cumsum(0)
-    if total:
-        _place[(parts,)](
-            flat,
-            counts,
-            ends,
-            flat if weights is None else weights,
-            order,
-            inverse,
-            in_order,
-            total,
-            parts,
-            num_experts,
-            BINS=bins,
-            STEP=step,
-            PART=PART,
-            WEIGHED=weights is not None,
-        )
-    return order, inverse, ends.view(num_experts, parts)[:, -1], in_order
+    launch(_place, (parts,), ids, counts, ends, order, inverse, total, parts, num_experts, **constants)
+    return order, inverse, ends.view(num_experts, parts)[:, -1]

@@ -1,11 +1,15 @@
 """The weighted SwiGLU in Triton: one pass over the rows forward, one backward."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_moe.kernels.launching import launch
 
 
 @triton.jit
@@ -43,19 +47,17 @@ def _backward(grad, gate_up, probs, grad_gate_up, grad_probs, width, BLOCK: tl.c
     tl.store(grad_probs + row, tl.sum(total, axis=0))
 
 
-def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
+def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty((rows, width))
-    if hidden.numel():
-        block = min(triton.next_power_of_2(width), 1024)
-        _forward[rows, triton.cdiv(width, block)](gate_up, probs, hidden, width, BLOCK=block, num_warps=4)
+    block = min(triton.next_power_of_2(width), 1024)
+    launch(_forward, (rows, triton.cdiv(width, block)), gate_up, probs, hidden, width, BLOCK=block)
     return hidden
 
 
 def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = grad.shape
     grad_gate_up, grad_probs = torch.empty_like(gate_up), torch.empty_like(probs)
-    if grad.numel():
-        block = min(triton.next_power_of_2(width), 1024)
-        _backward[(rows,)](grad, gate_up, probs, grad_gate_up, grad_probs, width, BLOCK=block, num_warps=4)
+    block = min(triton.next_power_of_2(width), 1024)
+    launch(_backward, (rows,), grad.contiguous(), gate_up, probs, grad_gate_up, grad_probs, width, BLOCK=block)
     return grad_gate_up, grad_probs
