@@ -10,19 +10,24 @@ It needs Triton for the fused form; MEGATRON_MOE_KERNELS=torch counts the form i
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 PRODUCTS = ("mm", "addmm", "_grouped_mm", "bmm")
-NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh")
+NO_LAUNCH = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+)
 
 
 @dataclass(frozen=True)

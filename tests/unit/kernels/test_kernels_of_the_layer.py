@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_moe.model import rotary
 from megatron_moe.moe import dispatch, experts, load_balance, routing
 
 pytestmark = pytest.mark.triton
@@ -46,7 +47,9 @@ def test_the_activation_forward_and_backward(fused: Any, rows: int, width: int, 
     assert found.dtype == found_gate_up.dtype == dtype and found_probs.dtype == torch.float32
     steps = 16 if dtype == torch.float32 else 1.01
     assert steps_apart(found, exact) <= steps and steps_apart(found_gate_up, exact_gate_up) <= steps
-    assert float((found_probs - exact_probs).abs().sum()) <= 1e-6 * float(exact_probs.abs().sum()) * max(1, width) ** 0.5
+    assert (
+        float((found_probs - exact_probs).abs().sum()) <= 1e-6 * float(exact_probs.abs().sum()) * max(1, width) ** 0.5
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -91,7 +94,9 @@ def test_rows_are_sorted_copied_and_summed(
     copies = fused.gather_rows(rows, order // topk, slots)
     assert torch.equal(copies, rows[order // topk])
     exact = copies.double()[slots].sum(dim=1)
-    assert steps_apart(fused.sum_rows(copies, slots, partial=False), exact) <= (topk if dtype == torch.float32 else 1.01)
+    assert steps_apart(fused.sum_rows(copies, slots, partial=False), exact) <= (
+        topk if dtype == torch.float32 else 1.01
+    )
     # Without the last third of the copies.
     here = order[: 2 * len(order) // 3]
     short = slots.clamp(max=len(here))
@@ -161,3 +166,23 @@ def test_a_logit_that_is_not_finite_makes_the_tokens_weights_nan(fused: Any) -> 
     scores, ids = torch.sigmoid(logits), torch.tensor([[0, 1]] * 3)
     found = fused.expert_weights(scores, logits, ids, None, False, True, 1.0)
     assert found.isnan().all(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "shared", "sequences"), [(1, False, 1), (3, True, 2), (4, False, 3)])
+def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequences: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    # Parts of wider tensors, as a projection's output is cut.
+    rest = torch.randn(5, sequences, heads, 20, generator=generator).to(dtype)[..., 3:13]
+    positional = torch.randn(5, sequences, 1 if shared else heads, 9, generator=generator).to(dtype)[..., 1:7]
+    angles = torch.rand(5, 1, 1, 3, generator=generator) * 6
+    tables = (angles.cos(), angles.sin())
+    found = fused.join_positions(rest, positional, *tables)
+    wanted = rotary.join_positions.eager(rest, positional, *tables)  # type: ignore[attr-defined]
+    assert torch.equal(found[..., :10], rest) and steps_apart(found, wanted.double()) <= 2.01
+    grad = torch.randn(found.shape, generator=generator).to(dtype)
+    turned = fused.join_positions_backward(grad, *tables, 10, shared)
+    exact = rotary.join_positions_backward.eager(grad, *tables, 10, shared)  # type: ignore[attr-defined]
+    assert turned.shape == positional.shape and steps_apart(turned, exact.double()) <= (
+        8 if dtype == torch.float32 else 2.01
+    )
