@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.model import rotary
+from megatron_moe.model import loss, rotary
 from megatron_moe.moe import dispatch, experts, load_balance, routing
 
 pytestmark = pytest.mark.triton
@@ -186,3 +186,21 @@ def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequ
     assert turned.shape == positional.shape and steps_apart(turned, exact.double()) <= (
         8 if dtype == torch.float32 else 2.01
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 50, 4100])
+def test_the_statistics_and_the_gradient_of_a_tile(fused: Any, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    tile = 4 * torch.randn(6, width, generator=generator)
+    columns = torch.tensor([0, width - 1, -1, width, width // 2, -5])
+    before = (torch.randn(6, generator=generator), torch.rand(6, generator=generator) + 1, torch.zeros(6))
+    found, exact = [one.clone() for one in before], [one.double() for one in before]
+    fused.add_statistics(tile, columns, *found)
+    loss.add_statistics.eager(tile.double(), columns, *exact)  # type: ignore[attr-defined]
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one.double(), other, rtol=2e-6)
+    grad = torch.rand(6, generator=generator)
+    wide = loss.gradient_of_tile.eager(tile.double(), columns, *exact[:2], grad.double(), torch.float64)  # type: ignore[attr-defined]
+    narrow = fused.gradient_of_tile(tile, columns, *found[:2], grad, dtype)
+    assert narrow.dtype == dtype and steps_apart(narrow, wide) <= (64 if dtype == torch.float32 else 1.05)
