@@ -78,15 +78,17 @@ LAYOUTS: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("tied", 8, {"dp8": {}}),
 ]
 ROWS = {name_of(*row): row for row in LAYOUTS}
+# A choice that is decided by more than this is not left to rounding; how many draws of samples are tried for one.
+CLEAR, DRAWS = 2e-6, 6
 # Relative: of a gradient, to the norm of all; of a weight, to what the steps added to it.
 BOUNDS = Tolerances(scalar=1e-6, gradient=1e-6, update=1e-3, floor=1.0)
 
 
-def request(model: str, ranks: int, layout: dict[str, dict[str, Any]], stage: str) -> Request:
+def request(model: str, ranks: int, layout: dict[str, dict[str, Any]], stage: str, draw: int) -> Request:
     flags, samples = MODELS[model]
     run = replace(Run(), **{**flags, **BATCH, **flags_of(layout), "data_parallel_sharding_strategy": STAGES[stage]})
     rules.check(run, ranks)
-    return Request(run, PADDED_VOCABULARY, STEPS, (1, STEPS // 2, STEPS), samples)
+    return Request(run, PADDED_VOCABULARY, STEPS, (1, STEPS // 2, STEPS), samples + draw)
 
 
 def test_there_are_as_many_layouts_as_the_page_says() -> None:
@@ -97,10 +99,20 @@ def test_there_are_as_many_layouts_as_the_page_says() -> None:
 def test_every_stage_trains_what_plain_data_parallelism_trains(gloo: Any, tmp_path: Path, row: str) -> None:
     model, ranks, layout = ROWS[row]
     measured = Measured(gloo, tmp_path)
-    measured.measure(max(ranks, 4), {stage: (request(model, ranks, layout, stage), ranks) for stage in STAGES})
-    wanted = measured.whole("plain")
+
+    def measure(*names: str) -> None:
+        jobs = {f"{stage}-{draw}": (request(model, ranks, layout, stage, draw), ranks) for stage in names}
+        measured.measure(max(ranks, 4), jobs)
+
+    # Where a choice of an expert is a close call, rounding decides it, and then all that follows: other samples do.
+    for draw in range(DRAWS):
+        measure("plain")
+        wanted = measured.whole(f"plain-{draw}")
+        if model == "dense" or wanted.smallest_margin > CLEAR:
+            break
+    measure("zero1", "zero2", "zero3")
     assert all(step["committed"] for step in wanted.steps)
-    for stage in STAGES:
-        comparison = compare(measured.whole(stage), wanted, BOUNDS)
+    for stage in ("zero1", "zero2", "zero3"):
+        comparison = compare(measured.whole(f"{stage}-{draw}"), wanted, BOUNDS)
         print(row, stage, {kind: f"{error:.1e}" for kind, error in comparison.largest.items()}, flush=True)
         assert comparison.agrees, tell(comparison.differences)
