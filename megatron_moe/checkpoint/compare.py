@@ -10,8 +10,8 @@ from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.module_names import kept_in_fp32
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 
-_TRAINING_STATE = ("bf16", "fp16")
-"""Settings that the optimizer's state depends on; free where only weights are loaded."""
+_DTYPES = ("bf16", "fp16")
+"""Settings that decide the dtypes of weights, as `keep_fp32` does."""
 
 
 def architecture_keys() -> list[str]:
@@ -20,35 +20,38 @@ def architecture_keys() -> list[str]:
     return [field.name for field in compared if not field.metadata["free"]]
 
 
-def check_matches(run: Run, saved: dict[str, Any], where: str, *, weights_only: bool = False) -> None:
-    """Refuse a checkpoint of another model, or of another kind of optimizer state.
+def check_matches(run: Run, saved: dict[str, Any], where: str, *, has_main_weights: bool = True) -> None:
+    """Refuse a checkpoint of another model, or of weights in another dtype that cannot be made anew.
 
     Keys that the checkpoint does not have, because it is older than they are, are not compared.
 
     Args:
-        weights_only: it was converted, and holds no optimizer's state.
+        has_main_weights: False if it was converted, or saved without its optimizer: weights are then as they are.
 
     Raises:
         ConfigError: with every key that differs.
     """
     current = flatten(run)
-    keys = architecture_keys()
-    if weights_only or not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
-        keys = [*keys, *_TRAINING_STATE]
+    keys = architecture_keys() if has_main_weights else [*architecture_keys(), *_DTYPES]
     differing = [name for name in keys if name in saved and saved[name] != current[name]]
-    if not differing and _kept_otherwise(run, saved):
+    if not differing and not has_main_weights and _kept_otherwise(run, saved):
         differing = ["keep_fp32"]
     if not differing:
         return
     lines = [f"  --{name.replace('_', '-')}: checkpoint {saved[name]}, this run {current[name]}" for name in differing]
     hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
-    if differing == ["keep_fp32"]:
-        hint = "use the checkpoint's value: its weights have these dtypes, and weights are never cast silently"
-    elif all(name in _TRAINING_STATE for name in differing):
-        hint = "use the checkpoint's values, or load the weights alone with --finetune or --no-load-optim"
-        if weights_only:
-            hint = "weights are never cast silently: use its dtype, or convert them to another with --dtype"
+    if all(name in (*_DTYPES, "keep_fp32") for name in differing):
+        hint = (
+            "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, or "
+            "convert them to another with --dtype of tools/convert_checkpoint.py"
+        )
     raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
+
+
+def changes_dtypes(run: Run, saved: dict[str, Any]) -> bool:
+    """Return whether weights of the run have other dtypes than the checkpoint's."""
+    current = flatten(run)
+    return any(name in saved and saved[name] != current[name] for name in _DTYPES) or _kept_otherwise(run, saved)
 
 
 def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -53,9 +53,7 @@ def load_tensors(
     Raises:
         ConfigError: keys or dtypes do not match; all of them are listed. The same on every rank.
     """
-    check_trusted(folder)
-    with _restricted():
-        saved = _strategy().load_tensors_metadata(str(folder))
+    saved = saved_dtypes(folder)
     wanted = {tensor.key: tensor.dtype for tensor in sharded_tensors(state)}
     requested = set(_agreed(set(wanted)))
     absent = sorted(requested - saved.keys())
@@ -66,9 +64,9 @@ def load_tensors(
         raise ConfigError(listing(f"{folder}: does not hold the tensors of this model:", lines))
     casts = _agreed(
         {
-            f"{key}: saved as {saved[key].dtype}, wanted as {dtype}"
+            f"{key}: saved as {saved[key]}, wanted as {dtype}"
             for key, dtype in wanted.items()
-            if saved[key].dtype != dtype and key not in fp32_state
+            if saved[key] != dtype and key not in fp32_state
         }
     )
     if casts:
@@ -77,7 +75,7 @@ def load_tensors(
             "decide it):"
         )
         raise ConfigError(listing(head, casts))
-    rounded = {key: saved[key].dtype for key in _agreed(set(fp32_state)) if saved[key].dtype != torch.float32}
+    rounded = {key: saved[key] for key in _agreed(set(fp32_state)) if saved[key] != torch.float32}
     loaded: dict[str, Any] = {}
     unreadable: set[str] = set()
     try:
@@ -88,6 +86,18 @@ def load_tensors(
     if everywhere := _agreed(unreadable):
         raise ConfigError(f"{folder}: refused: a tensor cannot be read: {'; '.join(everywhere[:3])}")
     return loaded, rounded
+
+
+def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a step by its key. Collective: a step that could run code is refused by all.
+
+    Raises:
+        ConfigError: see `check_trusted`.
+    """
+    check_trusted(folder)
+    with _restricted():
+        saved = _strategy().load_tensors_metadata(str(folder))
+    return {key: tensor.dtype for key, tensor in saved.items()}
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
@@ -109,6 +119,20 @@ def sharded_parts(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from sharded_parts(value)
+
+
+def read_in_fp32(entry: Any, keys: dict[str, str]) -> Any:
+    """Return an entry of a sharded state dict, or a list of them, that is read into new fp32 memory of the host.
+
+    Args:
+        keys: key of a tensor in the entry -> the key to read it from.
+    """
+    if isinstance(entry, list):
+        return [read_in_fp32(part, keys) for part in entry]
+    changed: dict[str, Any] = {"key": keys[entry.key], "data": torch.empty(entry.data.shape, dtype=torch.float32)}
+    if isinstance(entry, ShardedTensor):
+        changed["dtype"] = torch.float32
+    return replace(entry, **changed)
 
 
 class Shard(NamedTuple):

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, manifest
+from megatron_moe.checkpoint import compare, dist, manifest, precision_change
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import UntrustedError
@@ -33,6 +33,7 @@ from megatron_moe.parallel.groups import rank_facts, seed_everything
 
 ROUND_SECONDS = 10.0
 """How often the ranks exchange their progress while they verify a step: waiting longer could time out."""
+_REMADE = "weights have other dtypes than in the checkpoint: made from its fp32 main weights, rounded once"
 _REFUSED, _ABSENT, _READ = 0, 1, 2
 
 
@@ -130,7 +131,7 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     """Fill model, optimizer, schedule and random states from a step. Collective over all ranks.
 
     Raises:
-        ConfigError: tensors are missing, left over or of another dtype, or the files hold code.
+        ConfigError: tensors are missing, left over or of another dtype than the flags say, or the files hold code.
     """
     options = run.checkpoint
     fresh = options.finetune or source.weights_only
@@ -139,13 +140,16 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     chunks = list(request)
     if with_optimizer:
         request["optimizer"] = optimizer_state(trained, request, loading=True)
-    loaded, rounded = dist.load_tensors(
+    loaded, rounded = _loaded(
+        run,
+        source,
         request,
-        source.step,
+        chunks,
         allow_unread=() if with_optimizer else ("optimizer.",),
         fp32_state=fp32_state_keys(trained, {name: request[name] for name in chunks}),
     )
     recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
+    changed = [_REMADE] if compare.changes_dtypes(run, source.config) else []
     put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
         put_optimizer_state(trained, loaded["optimizer"], run)
@@ -154,11 +158,19 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
         trained.optimizer.reload_model_params()
     if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
-        return Loaded(TrainingProgress(), [*recorded, note], recorded)
+        return Loaded(TrainingProgress(), [*recorded, note, *changed], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])
     progress = TrainingProgress(**{field.name: source.state[field.name] for field in fields(TrainingProgress)})
-    notes = [*recorded, f"continuing from {source.step}", *_load_random_state(run, source)]
+    notes = [*recorded, f"continuing from {source.step}", *changed, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
+
+
+def _loaded(
+    run: Run, source: CheckpointSource, request: dict[str, Any], chunks: list[str], **how: Any
+) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+    if compare.changes_dtypes(run, source.config):
+        return precision_change.load_tensors(request, chunks, source.step, **how)
+    return dist.load_tensors(request, source.step, **how)
 
 
 def _warned_of(rounded: dict[str, torch.dtype], source: CheckpointSource) -> list[str]:

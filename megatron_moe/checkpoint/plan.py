@@ -91,7 +91,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
     _check_state(state, step)
     source = CheckpointSource(step, config, state)
-    compare.check_matches(run, config, str(step), weights_only=source.weights_only)
+    compare.check_matches(run, config, str(step), has_main_weights=state["has_optimizer"])
     if source.weights_only:
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
     elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):

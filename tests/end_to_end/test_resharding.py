@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import reshard_cases as cases
 
@@ -93,6 +94,55 @@ def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have
         record = gloo.run(ranks, cases.moved, flags=here)[0][-1]
         wrong += [f"{number}: {what}" for what in cases.compared(saved, target / "iter_0000002", known)]
         told = cases.next_step_differs(recorded, record, to_the_bit=number == len(others), fp32=mode == "fp32")
+        wrong += [f"{number}: next step: {what}" for what in told]
+    assert wrong == []
+
+
+# Of each stop the dtype, ZeRO's stage, the ranks and the layout; the last is the first.
+DTYPES: list[tuple[dict[str, Any], int, int, dict[str, Any]]] = [
+    ({"bf16": True, "keep_fp32": ("norms",)}, 3, 2, cases.layout()),
+    ({"fp16": True, "keep_fp32": ("router",)}, 2, 4, cases.layout(ep=2)),
+    ({}, 0, 1, cases.layout()),
+    ({"bf16": True}, 1, 2, cases.layout(tp=2)),
+    ({}, 3, 2, cases.layout(ep=2)),
+    ({"fp16": True}, 0, 2, cases.layout(pp=2)),
+    ({"bf16": True, "keep_fp32": ("norms",)}, 3, 2, cases.layout()),
+]
+SCALE = {"initial_loss_scale": 256.0, "loss_scale_window": 2}
+
+
+def is_kept(key: str, dtype: dict[str, Any]) -> bool:
+    (what,) = dtype.get("keep_fp32", ("nothing",))
+    return not dtype or key.endswith({"norms": "norm.weight", "router": "router.weight"}.get(what, "/"))
+
+
+@pytest.mark.claim("A run may go on in another dtype; main weights, moments and expert_bias keep their bits.")
+def test_state_travels_through_dtypes_and_stages_with_its_main_weights_unchanged(gloo, tmp_path):
+    flags: dict[str, Any] = {**SHORT, "data_path": (cases.corpus(tmp_path),)}
+    (dtype, stage, ranks, sizes), *others = DTYPES
+    first = {**flags, **dtype, **sizes, "data_parallel_sharding_strategy": STRATEGIES[stage], "save_interval": 2}
+    gloo.run(ranks, cases.trained, flags={**first, "save": str(tmp_path / "0")})
+    step, recorded = (
+        tmp_path / "0" / "iter_0000002",
+        cases.state_of(tmp_path / "0" / "iter_0000003")["records"][-1],
+    )
+    original = cases.tensors(step)
+    kept, mains = cases.without_weights(original), cases.main_weights(original)
+    assert any(value.any() for key, value in kept.items() if key.endswith("expert_bias"))
+    wrong = []
+    for number, (dtype, stage, ranks, sizes) in enumerate(others, start=1):
+        target = tmp_path / str(number)
+        here = {**flags, **dtype, **sizes, "data_parallel_sharding_strategy": STRATEGIES[stage], "ckpt_step": 2}
+        here |= {"load": str(tmp_path / str(number - 1)), "save": str(target), **(SCALE if "fp16" in dtype else {})}
+        record = gloo.run(ranks, cases.moved, flags=here)[0][-1]
+        found = cases.tensors(target / "iter_0000002")
+        wrong += [f"{number}: {key}" for key in cases.differing(kept, cases.without_weights(found))]
+        wrong += [f"{number}: main weight {key}" for key in cases.differing(mains, cases.main_weights(found))]
+        half = torch.bfloat16 if "bf16" in dtype else torch.float16
+        weights = {key: main.to(torch.float32 if is_kept(key, dtype) else half) for key, main in mains.items()}
+        wrong += [f"{number}: weight {key}" for key in cases.differing(weights, {key: found[key] for key in mains})]
+        last = number == len(others)
+        told = cases.next_step_differs(recorded, record, to_the_bit=last, fp32=False)
         wrong += [f"{number}: next step: {what}" for what in told]
     assert wrong == []
 

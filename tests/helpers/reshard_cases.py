@@ -148,6 +148,21 @@ def plain_values(step: Path) -> dict[str, Any]:
     return found
 
 
+_MAIN, _MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
+
+
+def main_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fp32 main weights among the tensors of a step, by the weight's key."""
+    keys = [key.removeprefix(_MOMENT) for key in state if key.startswith(_MOMENT)]
+    return {key: state.get(_MAIN + key, state[key]) for key in keys}
+
+
+def without_weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a step that are no weights: moments, and the state that is fp32 in every run."""
+    weights = main_weights(state)
+    return {key: value for key, value in state.items() if key not in weights and not key.startswith(_MAIN)}
+
+
 def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """Keys whose bits, dtypes or presence differ, but for the vocabulary's padding, which depends on TP."""
     first, second = ({key: _unpadded(key, value) for key, value in state.items()} for state in (first, second))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import reshard_cases
 from tests.helpers import trained_steps as roundtrip
 
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
@@ -71,20 +72,51 @@ def test_a_resumed_mixed_run_goes_on_bit_for_bit(gloo, tmp_path, optimizer):
     assert roundtrip.differing(roundtrip.tensors(through), roundtrip.tensors(resumed)) == []
 
 
-def test_a_checkpoint_of_other_kept_modules_is_refused_by_the_flags_name(gloo, tmp_path):
-    flags = {"bf16": True, "save": str(tmp_path), "keep_fp32": ["norms"]}
-    gloo.run(1, roundtrip.trained, flags=flags)
-    load = {"bf16": True, "load": str(tmp_path), "train_iters": 4}
-    for change in ({}, {"keep_fp32": ["norms", "router"]}, {"finetune": True}):
-        (message,) = gloo.run(1, roundtrip.refusal, flags={**load, **change})
-        assert "--keep-fp32: checkpoint ['norms']" in message and "never cast silently" in message
+def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_path):
+    flags = {"bf16": True, "keep_fp32": ["norms"]}
+    full, bare = str(tmp_path / "full"), str(tmp_path / "bare")
+    step = gloo.run(1, roundtrip.trained, flags={**flags, "save": full})[0]["checkpoint"]
+    gloo.run(1, roundtrip.trained, flags={**flags, "save": bare, "no_save_optim": True})
     # the same modules in other words are the same model
-    gloo.run(1, roundtrip.trained, flags={**load, "keep_fp32": ["*layernorm"], "train_iters": 3})
+    gloo.run(1, roundtrip.trained, flags={**flags, "load": full, "keep_fp32": ["*layernorm"]})
+    for change in ({"keep_fp32": None}, {"keep_fp32": ["norms", "router"]}):
+        (message,) = gloo.run(1, roundtrip.refusal, flags={**flags, **change, "load": bare, "finetune": True})
+        assert "--keep-fp32: checkpoint ['norms']" in message and "never cast silently" in message
+    other = {**flags, "keep_fp32": ["router"], "load": full, "save": str(tmp_path / "other")}
+    before, after = (
+        roundtrip.tensors(gloo.run(1, roundtrip.trained, flags=other)[0]["checkpoint"]),
+        roundtrip.tensors(step),
+    )
+    main = "optimizer.state.param."
+    differ = roundtrip.differing(before, after)
+    assert differ and not any(key.startswith(main) for key in differ)
+    assert all(key.endswith(("norm.weight", "router.weight")) for key in differ)
 
 
-def test_weights_of_another_dtype_are_refused_with_the_flags_that_decide_it(gloo, tmp_path):
-    gloo.run(1, roundtrip.trained, flags={"bf16": True, "save": str(tmp_path), "keep_fp32": ["norms"]})
-    (message,) = gloo.run(1, roundtrip.refusal, flags={"load": str(tmp_path), "finetune": True})
-    assert "--keep-fp32" in message
-    assert "embedding.word_embeddings.weight: saved as torch.bfloat16, wanted as torch.float32" in message
-    assert "layernorm" not in message
+@pytest.mark.parametrize("start", ["finetune", "no_load_optim"])
+def test_weights_alone_are_rounded_once_from_the_main_weights(gloo, tmp_path, start):
+    flags = {"data_path": (reshard_cases.corpus(tmp_path),), "train_iters": 2}
+    gloo.run(1, reshard_cases.trained, flags={**flags, "bf16": True, "save": str(tmp_path / "0")})
+    original = roundtrip.tensors(tmp_path / "0" / "iter_0000002")
+    load = {"fp16": True, "load": str(tmp_path / "0"), "save": str(tmp_path / "1"), start: True}
+    gloo.run(1, reshard_cases.moved, flags={**flags, **load})  # saves what it loaded
+    (first, *_) = sorted((tmp_path / "1").glob("iter_*"))
+    weights = own_tensors(roundtrip.tensors(first))
+    assert weights.keys() == own_tensors(original).keys()
+    for key, weight in weights.items():
+        assert torch.equal(weight, original[f"optimizer.state.param.{key}"].half()), key
+
+
+def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
+    large = {"bf16": True, "save": str(tmp_path), "init_method_std": 40000.0, "train_iters": 1, "on_nan": "skip"}
+    gloo.run(2, roundtrip.trained, flags=large)
+    for message in gloo.run(2, roundtrip.refusal, flags={"fp16": True, "load": str(tmp_path)}):
+        assert "fp16: 65504" in message and "embedding.word_embeddings.weight: " in message
+        assert "layernorm" not in message
+    gloo.run(2, roundtrip.trained, flags={"load": str(tmp_path), "train_iters": 1})
+
+
+def test_a_step_without_main_weights_is_refused_with_the_flags_that_decide_its_dtypes(gloo, tmp_path):
+    gloo.run(1, roundtrip.trained, flags={"bf16": True, "save": str(tmp_path), "no_save_optim": True})
+    (message,) = gloo.run(1, roundtrip.refusal, flags={"fp16": True, "load": str(tmp_path), "finetune": True})
+    assert "--bf16: checkpoint True, this run False" in message and "--dtype" in message
