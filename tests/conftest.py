@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # torch asks for the name of each address that it connects to, 127.0.0.1 too. Where a name server loses the question, a
 # resolver by default waits for 5 seconds and asks again, and ranks that start then come too late for the others.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Triton decides when it is loaded whether its kernels run in its interpreter, on a CPU.
+if "--gpu" not in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
@@ -49,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _select_by_device(config, items)
+    _select_by_triton(config, items)
     if config.getoption("--engine-only"):
         _select_by_engine(config, items)
 
@@ -58,6 +63,15 @@ def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("--gpu")
     left_out = [item for item in items if (item.get_closest_marker("gpu") is not None) != wanted]
     items[:] = [item for item in items if (item.get_closest_marker("gpu") is not None) == wanted]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _select_by_triton(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `triton` where it is not installed: it comes with torch's builds for CUDA."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    left_out = [item for item in items if item.get_closest_marker("triton") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("triton") is None]
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionError, returns_wider
@@ -174,12 +175,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 in_place = grad_weight.dtype == tiles.dtype
                 block_grad = grad_weight[rows].zero_() if in_place else tiles.wide_zeros(block.shape)
             for tokens in tiles.chunks():
-                tile = tiles.logits(tokens, block)
-                # The tile becomes its own gradient: (softmax - onehot) x grad.
-                tile.sub_(maximum[tokens, None]).exp_().mul_((grad[tokens] / exp_sum[tokens])[:, None])
-                here, column = tiles.labels_in(rows, tokens)
-                tile[torch.arange(tile.shape[0], device=tile.device), column] -= torch.where(here, grad[tokens], 0)
-                tile = tiles.operand(tile)
+                tile = gradient_of_tile(
+                    tiles.logits(tokens, block),
+                    tiles.columns(rows, tokens),
+                    maximum[tokens],
+                    exp_sum[tokens],
+                    grad[tokens],
+                    tiles.operand_dtype,
+                )
                 if grad_hidden is not None:
                     tiles.add_product(grad_hidden[tokens], tile, block)
                 if block_grad is not None:
@@ -198,13 +201,39 @@ def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
         block = tiles.widened(tiles.weight[rows])
         for tokens in tiles.chunks():
             tile = tiles.logits(tokens, block)
-            here, column = tiles.labels_in(rows, tokens)
-            label_logit[tokens] += torch.where(here, tile.gather(1, column[:, None])[:, 0], 0)
-            new_maximum = torch.maximum(maximum[tokens], tile.amax(dim=-1))
-            earlier = exp_sum[tokens] * torch.exp(maximum[tokens] - new_maximum)
-            exp_sum[tokens] = earlier + tile.sub_(new_maximum[:, None]).exp_().sum(dim=-1)
-            maximum[tokens] = new_maximum
+            add_statistics(tile, tiles.columns(rows, tokens), maximum[tokens], exp_sum[tokens], label_logit[tokens])
     return maximum, exp_sum, label_logit
+
+
+@has_kernel
+def add_statistics(tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, label_logit: Tensor) -> None:
+    """Add a tile of logits [t, b] to the statistics [t] of its tokens, in place. The tile is overwritten.
+
+    columns: [t] int64, each label's column in the tile; outside of it where the label is elsewhere.
+    """
+    here, column = _inside(tile, columns)
+    label_logit += torch.where(here, tile.gather(1, column[:, None])[:, 0], 0)
+    new_maximum = torch.maximum(maximum, tile.amax(dim=-1))
+    exp_sum *= torch.exp(maximum - new_maximum)
+    exp_sum += tile.sub_(new_maximum[:, None]).exp_().sum(dim=-1)
+    maximum.copy_(new_maximum)
+
+
+@has_kernel
+def gradient_of_tile(
+    tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, grad: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return (softmax - onehot) x grad of a tile [t, b] in a dtype. The tile is overwritten; see `add_statistics`."""
+    tile.sub_(maximum[:, None]).exp_().mul_((grad / exp_sum)[:, None])
+    here, column = _inside(tile, columns)
+    tile[torch.arange(tile.shape[0], device=tile.device), column] -= torch.where(here, grad, 0)
+    return tile.to(dtype)
+
+
+def _inside(tile: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which columns are in the tile, and these (0 for the others)."""
+    here = (columns >= 0) & (columns < tile.shape[1])
+    return here, torch.where(here, columns, 0)
 
 
 class _Tiles:
@@ -225,9 +254,10 @@ class _Tiles:
         """Return an operand of a product in the dtype that this device needs."""
         return operand if self.half_operands else operand.to(self.dtype)
 
-    def operand(self, tile: Tensor) -> Tensor:
-        """Return a tile as an operand of a product."""
-        return tile.to(self.hidden.dtype) if self.half_operands else tile
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of a tile as an operand of a product."""
+        return self.hidden.dtype if self.half_operands else self.dtype
 
     def wide_zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)
@@ -252,11 +282,9 @@ class _Tiles:
             self._tile = self._tile.new_empty(size)
         return torch.mm(hidden, block.t(), out=self._tile[:size].view(hidden.shape[0], block.shape[0]))
 
-    def labels_in(self, rows: slice, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Return which labels are rows of this block, and their column of the tile (0 for the others)."""
-        column = self.labels[tokens] - rows.start
-        here = (column >= 0) & (column < rows.stop - rows.start)
-        return here, torch.where(here, column, 0)
+    def columns(self, rows: slice, tokens: slice) -> Tensor:
+        """Return the labels' columns in the tile of this block, outside of it where they are elsewhere."""
+        return self.labels[tokens] - rows.start
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add left @ right to `total`, summed in the wide dtype."""

@@ -193,7 +193,7 @@ class LatentAttention(CopiesShareGroups, MegatronModule):
         key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         key_pos = self._shared_by_heads(key_pos).unsqueeze(2)
         if self.rotary is not None:
-            query_pos, key_pos = self.rotary(query_pos), self.rotary(key_pos)
+            return self.rotary.join(query_rest, query_pos), self.rotary.join(key_rest, key_pos), value
         query = torch.cat((query_rest, query_pos), dim=-1)
         key = torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
         return query, key, value

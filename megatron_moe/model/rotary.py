@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.sequence import context_parallel_slice
 
 
@@ -65,6 +66,14 @@ class Rotary:
         """
         return rotated(x, *self.tables(x.shape[0], x.device))
 
+    def join(self, rest: Tensor, positional: Tensor) -> Tensor:
+        """Return heads [S / CP, B, n, width + w]: `rest` [S / CP, B, n, width], and behind it the rotated `positional`.
+
+        positional: [S / CP, B, n, w], or [S / CP, B, 1, w] for all heads, whose gradients are then added in fp32. The
+        rotation is computed in fp32 and rounded once.
+        """
+        return _JoinPositions.apply(rest, positional, *self.tables(rest.shape[0], rest.device))
+
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of this rank's `length` positions, fp32 [length, 1, 1, width / 2], times the amplitude.
 
@@ -89,6 +98,35 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return pairs.flatten(-2).to(x.dtype)
+
+
+@has_kernel
+def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads [S, B, n, width + w] of `rest` [S, B, n, width] and the rotated `positional` [S, B, n or 1, w]."""
+    turned = rotated(positional, cos, sin).expand(-1, -1, rest.shape[2], -1)
+    return torch.cat((rest, turned), dim=-1)
+
+
+@has_kernel
+def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, shared: bool) -> Tensor:
+    """Return the gradient of `positional`, added up over the heads in fp32 where they share it, and rounded once."""
+    turned = grad[..., width:].float()
+    return rotated(turned.sum(dim=2, keepdim=True) if shared else turned, cos, -sin).to(grad.dtype)
+
+
+class _JoinPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.width, ctx.shared = rest.shape[-1], positional.shape[2] != rest.shape[2]
+        return join_positions(rest, positional, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        found = join_positions_backward(grad, cos, sin, ctx.width, ctx.shared)
+        return grad[..., : ctx.width], found, None, None
 
 
 def _interpolated(frequencies: Tensor, config: Any) -> Tensor:

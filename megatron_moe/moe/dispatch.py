@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
@@ -33,20 +34,27 @@ from megatron_moe.platform.host_copy import HostCopy
 # the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
 
 
-def gather_and_sum(rows: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    """Return the sum [T, ...] of each token's copies in `rows` [R, ...], added in fp32 or wider and cast back once.
+@has_kernel
+def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    """Return copies [R, ...] of rows [T, ...]; the tables are those of `copy_rows`."""
+    return rows.index_select(0, source)
 
-    slots [T, C] has the positions of each token's copies; with `partial`, R stands for a copy that is not here.
+
+@has_kernel
+def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
+    """Return the sum [T, ...] of each row's copies [R, ...], added in fp32 or wider and rounded once.
+
+    With `partial`, slots [T, C] may be R, for a copy that is not here.
     """
     if partial:
-        rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])  # slot R: a copy that is not here
+        copies = torch.cat([copies, copies.new_zeros((1, *copies.shape[1:]))])
     if slots.shape[1] == 1:
-        return rows.index_select(0, slots.squeeze(1))
-    if rows.dim() == 2 and not rows.is_cuda and not platform.has_cuda():
+        return copies.index_select(0, slots.squeeze(1))
+    if copies.dim() == 2 and platform.on_cpu(copies):
         # On a CPU the bag kernel reads each row once, adds in fp32 and builds no [T, C, H] tensor.
-        return F.embedding_bag(slots, rows, mode="sum")
-    copies = rows.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    return copies.sum(dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+        return F.embedding_bag(slots, copies, mode="sum")
+    found = copies.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return found.sum(dim=1, dtype=torch.promote_types(copies.dtype, torch.float32)).to(copies.dtype)
 
 
 class _CopyRows(torch.autograd.Function):
@@ -54,24 +62,24 @@ class _CopyRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.partial = partial
-        return rows.index_select(0, source)
+        return gather_rows(rows, source, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
-        return gather_and_sum(grad, slots, ctx.partial), None, None, None
+        return sum_rows(grad, slots, ctx.partial), None, None, None
 
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
-        ctx.save_for_backward(source)
-        return gather_and_sum(rows, slots, partial)
+        ctx.save_for_backward(source, slots)
+        return sum_rows(rows, slots, partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (source,) = ctx.saved_tensors
-        return grad.index_select(0, source), None, None, None
+        source, slots = ctx.saved_tensors
+        return gather_rows(grad, source, slots), None, None, None
 
 
 def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
@@ -94,13 +102,6 @@ def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = Fals
     Backward: each row's gradient is a copy of its token's gradient.
     """
     return _SumCopies.apply(rows, source, slots, partial)
-
-
-def inverse_permutation(order: Tensor) -> Tensor:
-    """Return the inverse of the permutation `order` ([R] int64)."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return inverse
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,24 @@ class SortPlan:
     slots: Tensor
 
 
-def _sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of the T x K choices by expert, stable in the token; its inverse; each expert's end in it."""
+@has_kernel
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order of the choices by expert, stable in the token; its inverse; each expert's end in it, int64.
+
+    expert_ids: int64 of any shape, from 0 to `num_experts` - 1.
+    """
     sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
     experts = torch.arange(num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
     ends = torch.searchsorted(sorted_ids, experts, right=True)
-    return order, inverse_permutation(order), ends
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return order, inverse, ends
+
+
+def _sorted(expert_ids: Tensor, num_experts: int, drops: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `sort_by_expert`; with `drops` ids may be `num_experts`, for choices that come last and have no end."""
+    order, inverse, ends = sort_by_expert(expert_ids, num_experts + drops)
+    return order, inverse, ends[:num_experts]
 
 
 class LocalDispatcher(Dispatcher):
@@ -171,7 +184,7 @@ class LocalDispatcher(Dispatcher):
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
         num_tokens, topk = decision.expert_ids.shape
-        order, inverse, ends = _sort_by_expert(self.destinations(decision), self.num_experts)
+        order, inverse, ends = _sorted(self.destinations(decision), self.num_experts, self.drops)
         if self.drops:
             order, inverse = _first_rows(order, inverse, self.rows_here(ends))
         plan = SortPlan(source=order // topk, slots=inverse.view(num_tokens, topk))
@@ -209,7 +222,7 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        order, inverse, ends = _sort_by_expert(self.destinations(decision), self.num_experts)
+        order, inverse, ends = _sorted(self.destinations(decision), self.num_experts, self.drops)
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self.groups.ep_size, self.num_local_experts)
         sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
         received_counts = torch.empty_like(sent_counts)
@@ -233,7 +246,7 @@ class AllToAllDispatcher(Dispatcher):
 
         local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
         arrived_ids = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(recv_splits))
-        into_experts, back, ends = _sort_by_expert(arrived_ids, self.num_local_experts)
+        into_experts, back, ends = _sorted(arrived_ids, self.num_local_experts, drops=False)
         plan = ExchangePlan(sent, send_splits, recv_splits, into_experts, back)
         return (
             ExpertInput(
@@ -314,7 +327,7 @@ class AllGatherDispatcher(Dispatcher):
         local_ids = all_gather_rows(self.destinations(decision), group) - self.groups.ep_rank * self.num_local_experts
         elsewhere = (local_ids < 0) | (local_ids >= self.num_local_experts)
         local_ids = local_ids.masked_fill(elsewhere, self.num_local_experts)  # sorts last, and is cut off
-        order, inverse, ends = _sort_by_expert(local_ids, self.num_local_experts)
+        order, inverse, ends = _sorted(local_ids, self.num_local_experts, drops=True)
         order, slots = _first_rows(order, inverse, self.rows_here(ends))
         plan = GatherPlan(SortPlan(source=order // topk, slots=slots.view(-1, topk)))
         rows = copy_rows(tokens, plan.sort.source, plan.sort.slots, partial=True)

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe.config.derived import grouped_product_refusal
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_torch
 from megatron_moe.moe.groups import MoEGroups
@@ -28,6 +29,40 @@ from megatron_moe.precision.contract import mixes_dtypes
 # linear.
 
 
+@has_kernel
+@mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
+def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
+    """Return `weighted_swiglu` without its graph."""
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.chunk(2, dim=-1)
+    hidden = F.silu(gate.to(wide))
+    hidden *= up
+    hidden *= probs.unsqueeze(-1)
+    return hidden.to(gate_up.dtype)
+
+
+@has_kernel
+@mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
+def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `gate_up` [R, 2F] and `probs` [R], from that of the result [R, F]."""
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = (half.to(wide) for half in gate_up.chunk(2, dim=-1))
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_wide = grad.to(wide)
+    grad_hidden = grad_wide * silu
+    grad_probs = torch.linalg.vecdot(grad_hidden, up).to(probs.dtype)
+    weighted = grad_wide.mul_(probs.unsqueeze(-1)) if grad_wide is not grad else grad_wide * probs.unsqueeze(-1)
+    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    torch.mul(weighted, silu, out=silu)
+    grad_up.copy_(silu)
+    # d silu(g)/dg = s + g s (1 - s) = s (1 + g (1 - s))
+    slope = torch.addcmul(sigmoid, gate * sigmoid, 1 - sigmoid)
+    grad_gate.copy_(slope.mul_(up).mul_(weighted))
+    return grad_gate_up, grad_probs
+
+
 class _WeightedSwiGLU(torch.autograd.Function):
     """The activation as a function that saves its inputs alone and computes the sigmoid again in the backward pass.
 
@@ -36,37 +71,15 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    @mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
     def forward(ctx: Any, gate_up: Tensor, probs: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, probs)
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden = F.silu(gate.to(wide))
-        hidden *= up
-        hidden *= probs.unsqueeze(-1)
-        return hidden.to(gate_up.dtype)
+        return weighted_swiglu_forward(gate_up, probs)
 
     @staticmethod
     @unaffected_by_autocast
-    @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, probs = ctx.saved_tensors
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        gate, up = (half.to(wide) for half in gate_up.chunk(2, dim=-1))
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        grad_wide = grad.to(wide)
-        grad_hidden = grad_wide * silu
-        grad_probs = torch.linalg.vecdot(grad_hidden, up).to(probs.dtype)
-        weighted = grad_wide.mul_(probs.unsqueeze(-1)) if grad_wide is not grad else grad_wide * probs.unsqueeze(-1)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(weighted, silu, out=silu)
-        grad_up.copy_(silu)
-        # d silu(g)/dg = s + g s (1 - s) = s (1 + g (1 - s))
-        slope = torch.addcmul(sigmoid, gate * sigmoid, 1 - sigmoid)
-        grad_gate.copy_(slope.mul_(up).mul_(weighted))
-        return grad_gate_up, grad_probs
+        return weighted_swiglu_backward(grad, gate_up, probs)
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:

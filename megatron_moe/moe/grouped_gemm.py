@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe import platform
 from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import unaffected_by_autocast
 
@@ -23,6 +24,9 @@ class _GateProduct(torch.autograd.Function):
     @unaffected_by_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
+        if _multiplies_into_fp32(hidden, weight, dtype):
+            # The products of half-precision numbers are fp32 numbers: nothing is lost beside the casts.
+            return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
         return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
@@ -37,6 +41,12 @@ class _GateProduct(torch.autograd.Function):
             rows = hidden.flatten(0, -2).to(grad.dtype)
             grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
         return grad_hidden, grad_weight, None
+
+
+def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a device has a product of these operands that adds in fp32 and returns fp32: CUDA has."""
+    half = left.dtype in (torch.bfloat16, torch.float16) and left.dtype == right.dtype
+    return half and dtype == torch.float32 and not platform.on_cpu(left)
 
 
 def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megatron_moe.config.registry import SCORE_FUNCTIONS
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
@@ -28,6 +29,7 @@ class LostTokens(RuntimeError):
     """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
 
 
+@has_kernel
 def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:

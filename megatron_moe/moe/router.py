@@ -178,7 +178,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.step.add(num_tokens, where=f"layer {self.layer_number}")
         self.local_num_tokens += num_tokens if is_padding is None else (~is_padding).sum()
         demand = demand_of(routed)
-        self._add_counts(demand.sum(dim=0), routed.decision)
+        self._add_counts(demand[0] if len(demand) == 1 else demand.sum(dim=0), routed.decision)
         if self.aux_losses is None:
             return routed.decision
         return self.aux_losses.attach(routed, demand, self.step.global_batch)
@@ -186,7 +186,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     @torch.no_grad()
     def _add_counts(self, demand: Tensor, decision: RoutingDecision) -> None:
         if decision.kept is None:
-            self.local_tokens_per_expert += demand.to(torch.float32)
+            self.local_tokens_per_expert += demand
             return
         kept = torch.zeros_like(demand).scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
         self.local_tokens_per_expert += kept.to(torch.float32)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.registry import SCORE_FUNCTIONS
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.collectives import sum_over_ranks
@@ -86,6 +87,10 @@ SCORE_FUNCTIONS.register("softmax", ScoreFunction(lambda logits: torch.softmax(l
 SCORE_FUNCTIONS.register("sigmoid", ScoreFunction(torch.sigmoid, sums_to_one=False))
 
 
+# What the sum of chosen scores is at least, so that none divides by zero; DeepSeek-V3's number.
+_SMALLEST_SUM = 1e-20
+
+
 def scores_from_logits(logits: Tensor, options: MoEOptions) -> Tensor:
     """Return the scores [T, E] of all experts, in the dtype of the logits."""
     return SCORE_FUNCTIONS[options.score_function].scores(logits)
@@ -136,24 +141,94 @@ def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOption
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
+@has_kernel
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
     """Return the K best experts of each token, [T, K] int64, by `ranked_values` plus bias, without gradient."""
     return choice_scores(ranked, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
-def weigh_experts(logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions) -> Tensor:
-    """Return the weights [T, K] of the chosen experts, from unbiased scores.
+@has_kernel
+def expert_weights(
+    weighed: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    padding: Tensor | None,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> Tensor:
+    """Return the weights [T, K] of the chosen experts, in the dtype of `weighed`.
+
+    Args:
+        weighed: [T, E], what the weights are made of.
+        logits: [T, E]. The weights of a token with one that is not finite are NaN: a sigmoid turns an infinite logit
+            into a score of 1, and nothing downstream would notice that the gate overflowed. With them the loss is NaN,
+            and the step is not applied.
+        ids: [T, K].
+        padding: [T] bool, True for tokens whose weights are 0; None if there are none.
+        softmax, normalize: whether the chosen values go through a softmax, or are divided by their sum.
+        scaling: a factor of all weights.
+    """
+    probs = weighed.gather(-1, ids)
+    if softmax:
+        probs = torch.softmax(probs, dim=-1)
+    elif normalize:
+        probs = probs / (probs.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
+    probs = probs * scaling + logits.sum(dim=-1, keepdim=True) * 0.0  # 0 x infinity is NaN
+    return probs if padding is None else probs.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+@has_kernel
+def expert_weights_backward(
+    grad: Tensor,
+    weighed: Tensor,
+    ids: Tensor,
+    padding: Tensor | None,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> Tensor:
+    """Return the gradient [T, E] of `weighed`, from that of the weights [T, K]; the others as in `expert_weights`."""
+    slope, chosen = grad * scaling, weighed.gather(-1, ids)
+    if padding is not None:
+        slope = slope.masked_fill(padding.unsqueeze(-1), 0.0)
+    if softmax:
+        probs = torch.softmax(chosen, dim=-1)
+        slope = probs * (slope - (slope * probs).sum(dim=-1, keepdim=True))
+    elif normalize:
+        total = chosen.sum(dim=-1, keepdim=True) + _SMALLEST_SUM
+        slope = (slope - (slope * (chosen / total)).sum(dim=-1, keepdim=True)) / total
+    return torch.zeros_like(weighed).scatter(-1, ids, slope)
+
+
+class _ExpertWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weighed: Tensor, logits: Tensor, ids: Tensor, padding: Tensor | None, *how: Any) -> Tensor:
+        ctx.save_for_backward(weighed, ids, padding)
+        ctx.how = how
+        return expert_weights(weighed, logits, ids, padding, *how)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weighed, ids, padding = ctx.saved_tensors
+        return expert_weights_backward(grad, weighed, ids, padding, *ctx.how), *(None,) * 6
+
+
+def weigh_experts(
+    logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions, is_padding: Tensor | None = None
+) -> Tensor:
+    """Return the weights [T, K] of the chosen experts, from unbiased scores; 0 for padding.
 
     A softmax over the chosen logits alone is the normalised softmax over all of them, and is exact where the sum of
     the chosen scores underflows; so that is what the softmax without `pre_softmax` uses.
     """
-    if options.score_function == "softmax" and not options.pre_softmax and options.norm_topk_prob:
-        probs = torch.softmax(logits.gather(-1, expert_ids), dim=-1)
-    else:
-        probs = scores.gather(-1, expert_ids)
-        if options.norm_topk_prob:
-            probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
-    return probs * options.scaling_factor if options.scaling_factor else probs
+    softmax = options.score_function == "softmax" and not options.pre_softmax and options.norm_topk_prob
+    weighed = logits if softmax else scores
+    scaling = options.scaling_factor or 1.0
+    return _ExpertWeights.apply(
+        weighed, logits.detach(), expert_ids, is_padding, softmax, options.norm_topk_prob, scaling
+    )
 
 
 def route(
@@ -175,12 +250,7 @@ def route(
     """
     scores = scores_from_logits(logits, options)
     expert_ids = choose(logits, scores, expert_bias, micro_batch)
-    # A sigmoid turns an infinite logit into a score of 1, and nothing downstream would notice that the gate overflowed.
-    # 0 x infinity is NaN: such a token's weights become NaN, the loss with them, and the step is not applied.
-    overflow = logits.detach().sum(dim=-1, keepdim=True) * 0.0
-    probs = weigh_experts(logits, scores, expert_ids, options) + overflow
-    if micro_batch.is_padding is not None:
-        probs = probs.masked_fill(micro_batch.is_padding.unsqueeze(-1), 0.0)
+    probs = weigh_experts(logits, scores, expert_ids, options, micro_batch.is_padding)
     return RoutingDecision(expert_ids, probs), scores
 
 

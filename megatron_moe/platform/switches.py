@@ -9,7 +9,9 @@ from megatron_moe.config.errors import ConfigError
 
 HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
 """The variable that says how a CPU multiplies bf16 and fp16: see `half_products`."""
-_WAYS = ("auto", "native", "fp32")
+KERNELS = "MEGATRON_MOE_KERNELS"
+"""The variable that says which form of an operation computes: see `kernels/choice.py`."""
+_VALUES = {HALF_PRODUCTS: ("auto", "native", "fp32"), KERNELS: ("auto", "triton", "torch")}
 
 
 def half_products() -> str:
@@ -18,9 +20,22 @@ def half_products() -> str:
     Raises:
         ConfigError: the variable has another value.
     """
-    value = os.environ.get(HALF_PRODUCTS) or "auto"
-    if value not in _WAYS:
-        raise ConfigError(f"{HALF_PRODUCTS}={value}: not one of {', '.join(_WAYS)}; leave it unset for auto")
+    return _read(HALF_PRODUCTS)
+
+
+def kernels() -> str:
+    """Return which form of an operation computes: "triton", "torch", or "auto", Triton's on a GPU.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    return _read(KERNELS)
+
+
+def _read(name: str) -> str:
+    value = os.environ.get(name) or "auto"
+    if value not in _VALUES[name]:
+        raise ConfigError(f"{name}={value}: not one of {', '.join(_VALUES[name])}; leave it unset for auto")
     return value
 
 
@@ -60,7 +75,8 @@ def check() -> None:
     environment, and so rank 0 alone prints the message.
     """
     try:
-        half_products()
+        for name in _VALUES:
+            _read(name)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_moe: error: {error}", file=sys.stderr, flush=True)

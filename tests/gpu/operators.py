@@ -129,7 +129,7 @@ def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
     tokens, topk, width = 40 * size, 4, 64 * size
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(tokens * topk, generator=generator)
-    source, slots = order // topk, dispatch.inverse_permutation(order).view(tokens, topk)
+    source, slots = order // topk, order.argsort().view(tokens, topk)
     kept = order[: tokens * topk * 3 // 4]
     partial = torch.full((tokens * topk,), len(kept))
     partial[kept] = torch.arange(len(kept))

@@ -292,14 +292,14 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
     """Time each operator of the layer on the first shape: its bytes by what it has to read and write once."""
     import torch
 
-    from megatron_moe.moe.dispatch import copy_rows, inverse_permutation, sum_copies
+    from megatron_moe.moe.dispatch import copy_rows, sum_copies
     from megatron_moe.moe.experts import weighted_swiglu
     from megatron_moe.moe.grouped_gemm import grouped_linear_torch
 
     tokens, hidden, experts, topk, width = shape
     rows, like = tokens * topk, {"device": stage.device, "dtype": torch.bfloat16}
     order = torch.randperm(rows, device=stage.device)
-    source, slots = order // topk, inverse_permutation(order).view(tokens, topk)
+    source, slots = order // topk, order.argsort().view(tokens, topk)
     offsets = (torch.arange(1, experts + 1, device=stage.device) * (rows // experts)).to(torch.int32)
     x, copies = torch.randn(tokens, hidden, **like), torch.randn(rows, hidden, **like)
     gate_up, probs = torch.randn(rows, 2 * width, **like).requires_grad_(), torch.rand(rows, device=stage.device)

@@ -20,6 +20,7 @@ ROOMS = (
     "platform",
     "parallel",
     "precision",
+    "kernels",
     "data",
     "moe",
     "model",

@@ -1,0 +1,158 @@
+"""What a GPU would launch for a MoE layer, the bytes that it would move, and the time that follows, without a GPU.
+
+    python -m benchmarks.launches [--tokens 4096 --hidden 7168 --experts 32 --topk 8 --ffn 2048]
+
+One layer of one rank runs forward and backward on torch's meta device, as it would on CUDA. Every operation of torch
+that is no view is a launch (a grouped product is two: it writes its pointers first), and reads or writes each of its
+tensors once; so is and does each of our kernels. With a memory bandwidth and a rate of the products that makes an
+estimate of the layer's time. MEGATRON_MOE_KERNELS=torch counts the form in torch's operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+PRODUCTS = ("mm", "addmm", "_grouped_mm", "bmm")
+NO_LAUNCH = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+)
+
+
+# What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 989e12 and 67e12), bytes
+# a second (published 4.8e12), and the seconds that the smallest kernel takes.
+RATES = {torch.bfloat16: 600e12, torch.float16: 600e12, torch.float32: 45e12}
+BANDWIDTH = 4.3e12
+SMALLEST = 3e-6
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One operation. size: bytes read and written. flops: of a product, and the dtype of its operands."""
+
+    name: str
+    launches: int
+    size: int
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def seconds(self) -> float:
+        """The time at the assumed rates."""
+        product = self.flops / RATES[self.dtype] if self.flops else 0.0
+        return max(self.size / BANDWIDTH, product, SMALLEST * self.launches)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched within the block, by torch and by our kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Launched] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = list({id(one): one for one in tree_iter((args, kwargs, result)) if isinstance(one, Tensor)}.values())
+        if tensors and name not in NO_LAUNCH and not is_view(func):
+            size = sum(touched(one) for one in tensors)
+            count = 2 if name == "_grouped_mm" else 1
+            self.found.append(Launched(name, count, size, flops(name, args), tensors[0].dtype))
+        return result
+
+    def seen(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Count a launch of a kernel of ours."""
+        tensors = {id(one): one for one in arguments if isinstance(one, Tensor)}.values()
+        name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+        self.found.append(Launched(name, 1, sum(touched(one) for one in tensors)))
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operation returns memory of its input, and writes none."""
+    returned = func._schema.returns
+    return bool(returned) and all(one.alias_info is not None and not one.alias_info.is_write for one in returned)
+
+
+def touched(tensor: Tensor) -> int:
+    """Return the bytes of the elements of a tensor; one that is expanded is read once."""
+    count = 1
+    for length, stride in zip(tensor.shape, tensor.stride()):
+        count *= length if stride else 1
+    return count * tensor.element_size()
+
+
+def flops(name: str, args: tuple) -> int:
+    """Return the FLOPs of a product: 2 m n k. Of a grouped one the groups' rows are one after another."""
+    if name not in PRODUCTS:
+        return 0
+    left, right = args[1:3] if name == "addmm" else args[:2]
+    return 2 * left.numel() * right.shape[-1]
+
+
+def of_layer(tokens: int, hidden: int, experts: int, topk: int, ffn: int) -> tuple[list[Launched], list[Launched]]:
+    """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert."""
+    from benchmarks.contestants import engine_config
+    from benchmarks.problem import Problem, Shape
+    from megatron_moe import platform
+    from megatron_moe.config import schema
+    from megatron_moe.kernels.launching import launches_seen_by
+    from megatron_moe.moe.layer import MoELayer
+    from megatron_moe.parallel import groups
+
+    nothing = torch.empty(0, dtype=torch.bfloat16)
+    problem = Problem(Shape(tokens, hidden, experts, topk, ffn, 0), *[nothing] * 7)
+    groups.initialize(schema.Run())
+    with platform.imagining("cuda", {}), torch.device("meta"):
+        config = engine_config(problem, moe_shared_expert_intermediate_size=None)
+        layer = MoELayer(config, layer_number=1).train()
+        rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+        launches = Launches()
+        with launches, launches_seen_by(launches.seen):
+            output, _ = layer(rows)
+            forward = len(launches.found)
+            output.backward(torch.empty_like(output))
+    groups.destroy()
+    begin = next(place for place, one in enumerate(launches.found) if one.name != "empty_like" and place >= forward)
+    return launches.found[:begin], launches.found[begin:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line a launch, and what they come to."""
+    parser = argparse.ArgumentParser(prog="benchmarks.launches", description=(__doc__ or "").splitlines()[0])
+    sizes = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
+    args = parser.parse_args(argv)
+    passes = of_layer(**vars(args))
+    for title, found in zip(("forward", "backward"), passes, strict=True):
+        print(f"{title:40} launches      GB    TFLOP     ms")
+        for one in found:
+            figures = f"{one.size / 1e9:7.3f} {one.flops / 1e12:8.3f} {one.seconds * 1e3:6.3f}"
+            print(f"  {one.name:38} {one.launches:8} {figures}")
+    every = [*passes[0], *passes[1]]
+    launches, seconds, work = (sum(getattr(one, name) for one in every) for name in ("launches", "seconds", "flops"))
+    size = sum(one.size for one in every if not one.flops)
+    print(f"{launches} launches, {size / 1e9:.2f} GB beside the products, {work / 1e12:.2f} TFLOP in them")
+    print(
+        f"{seconds * 1e3:.2f} ms, {work / seconds / 1e12:.0f} TFLOP/s, estimated at {BANDWIDTH / 1e12} TB/s and {RATES}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

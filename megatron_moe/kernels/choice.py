@@ -1,0 +1,65 @@
+"""Which form of an operation computes: a Triton kernel on a GPU, torch's operations elsewhere.
+
+An operation is written in torch where it belongs, and decorated with `has_kernel`; `fused.py` has a function of the
+same name and arguments that launches a kernel. What is decorated is not differentiable by itself: autograd functions
+call it. The environment variable MEGATRON_MOE_KERNELS chooses one form for all tensors (`platform/switches.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.platform import switches
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def has_kernel(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a kernel of the same name compute an operation where its first argument is on a GPU.
+
+    A kernel that does not cover the arguments returns NotImplemented, and torch computes. The form in torch alone stays
+    as the attribute `eager`.
+    """
+
+    @functools.wraps(operation)
+    def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
+        tensor: Any = args[0]
+        if takes_kernels(tensor):
+            result = getattr(_fused(), operation.__name__)(*args, **named)
+            if result is not NotImplemented:
+                return result
+        return operation(*args, **named)
+
+    chosen.eager = operation  # type: ignore[attr-defined]
+    return chosen
+
+
+def takes_kernels(tensor: Tensor) -> bool:
+    """Return whether kernels compute with this tensor: not in fp64, and on a GPU (real or imagined) unless told so."""
+    way = switches.kernels()
+    if way == "torch" or tensor.dtype == torch.float64:
+        return False
+    return way == "triton" or (not platform.on_cpu(tensor) and why_no_triton() is None)
+
+
+@functools.cache
+def why_no_triton() -> str | None:
+    """Return why Triton cannot be used, None if it can be."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a build for another torch raises errors of its own
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache
+def _fused() -> Any:
+    return importlib.import_module("megatron_moe.kernels.fused")

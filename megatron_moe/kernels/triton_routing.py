@@ -1,0 +1,248 @@
+"""The choice of experts, their weights and their counts in Triton; a program has one token.
+
+Values are compared as integers that sort like floating-point numbers, with the expert's number behind them: no two are
+equal, the lower expert wins a tie, and a NaN cannot make one expert be chosen twice.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.launching import launch
+
+
+@triton.jit
+def _sortable(value):
+    """Integers in the order of fp32 values, -inf first, NaN of either sign beyond infinity."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0: of the two zeros none is larger
+    bits = tl.where(value != value, 0x7FC00000, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _choose(
+    ranked,
+    bias,
+    ids,
+    experts,
+    BINS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BINS)
+    known = expert < experts
+    value = tl.load(ranked + token * experts + expert, mask=known, other=float("-inf"))
+    if BIASED:
+        value += tl.load(bias + expert, mask=known, other=0.0)
+    key = tl.where(known, _sortable(value) * BINS + (BINS - 1 - expert), -(2**62))
+    if GROUPS > 1:
+        group = expert // (experts // GROUPS)
+        slot = tl.arange(0, GROUPS)
+        of_group = tl.zeros((GROUPS,), dtype=tl.float32)
+        left = key
+        for _best in tl.static_range(GROUP_BEST):
+            inside = (group[None, :] == slot[:, None]) & known[None, :]
+            top = tl.max(tl.where(inside, left[None, :], -(2**62)), axis=1)
+            picked = inside & (left[None, :] == top[:, None])
+            of_group += tl.sum(tl.where(picked, value[None, :], 0.0), axis=1)
+            left = tl.where(tl.sum(picked.to(tl.int32), axis=0) > 0, -(2**62), left)
+        group_key = _sortable(of_group) * GROUPS + (GROUPS - 1 - slot)
+        allowed = tl.zeros((BINS,), dtype=tl.int32)
+        for _best in tl.static_range(GROUP_TOPK):
+            mine = group_key == tl.max(group_key, axis=0)
+            allowed += (group == tl.sum(tl.where(mine, slot, 0), axis=0)).to(tl.int32)
+            group_key = tl.where(mine, -(2**62), group_key)
+        key = tl.where(allowed > 0, key, key - 2**45)  # behind all that are allowed, in their own order
+    place = tl.arange(0, SLOTS)
+    chosen = tl.zeros((SLOTS,), dtype=tl.int32)
+    for rank in tl.static_range(TOPK):
+        mine = key == tl.max(key, axis=0)
+        chosen = tl.where(place == rank, tl.sum(tl.where(mine, expert, 0), axis=0), chosen)
+        key = tl.where(mine, -(2**63) + 1, key)
+    tl.store(ids + token * TOPK + place, chosen.to(tl.int64), mask=place < TOPK)
+
+
+@triton.jit
+def _weigh(
+    logits,
+    weighed,
+    ids,
+    padding,
+    probs,
+    experts,
+    scaling,
+    BINS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SLOTS)
+    inside = place < TOPK
+    chosen = tl.load(ids + token * TOPK + place, mask=inside, other=0)
+    weight = tl.load(weighed + token * experts + chosen, mask=inside, other=float("-inf") if SOFTMAX else 0.0)
+    if SOFTMAX:
+        weight = tl.exp(weight - tl.max(weight, axis=0))
+        weight = weight / tl.sum(weight, axis=0)
+    elif NORMALIZE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    # A logit that is not finite makes the token's weights NaN, as in the eager form.
+    expert = tl.arange(0, BINS)
+    every = tl.load(logits + token * experts + expert, mask=expert < experts, other=0.0)
+    weight = weight * scaling + tl.sum(every, axis=0) * 0.0
+    if PADDED:
+        weight = tl.where(tl.load(padding + token) == 0, weight, 0.0)
+    tl.store(probs + token * TOPK + place, weight, mask=inside)
+
+
+@triton.jit
+def _weigh_backward(
+    grad,
+    weighed,
+    ids,
+    padding,
+    grad_weighed,
+    experts,
+    scaling,
+    BINS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SLOTS)
+    inside = place < TOPK
+    chosen = tl.load(ids + token * TOPK + place, mask=inside, other=-1)
+    weight = tl.load(weighed + token * experts + chosen, mask=inside, other=float("-inf") if SOFTMAX else 0.0)
+    slope = tl.load(grad + token * TOPK + place, mask=inside, other=0.0) * scaling
+    if PADDED:
+        slope = tl.where(tl.load(padding + token) == 0, slope, 0.0)
+    if SOFTMAX:
+        weight = tl.exp(weight - tl.max(weight, axis=0))
+        weight = weight / tl.sum(weight, axis=0)
+        slope = weight * (slope - tl.sum(slope * weight, axis=0))
+    elif NORMALIZE:
+        total = tl.sum(weight, axis=0) + 1e-20
+        slope = (slope - tl.sum(slope * (weight / total), axis=0)) / total
+    expert = tl.arange(0, BINS)
+    spread = tl.zeros((BINS,), dtype=tl.float32)
+    for rank in tl.static_range(TOPK):
+        number = tl.sum(tl.where(place == rank, chosen, 0), axis=0)
+        spread = tl.where(expert == number, tl.sum(tl.where(place == rank, slope, 0.0), axis=0), spread)
+    tl.store(grad_weighed + token * experts + expert, spread, mask=expert < experts)
+
+
+@triton.jit
+def _count(
+    ids, padding, counts, total, experts, sequences, TOPK: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = place // TOPK
+    inside = place < total
+    if PADDED:
+        inside = inside & (tl.load(padding + token, mask=inside, other=1) == 0)
+    expert = tl.load(ids + place, mask=inside, other=0)
+    # Integers: atomics may add in any order and give the same bits.
+    tl.atomic_add(counts + (token % sequences) * experts + expert, tl.full((BLOCK,), 1, dtype=tl.int64), mask=inside)
+
+
+def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Any:
+    if options.num_groups is not None and options.group_topk is not None:
+        groups, group_topk = options.num_groups, options.group_topk
+        best = {"max": 1, "top2": 2}.get(options.group_score, options.topk // group_topk)
+        # A sum of more than two depends on the order in which it is added up; groups are compared as a power of two.
+        if best > 2 or groups & (groups - 1):
+            return NotImplemented
+    else:
+        groups, group_topk, best = 1, 1, 1
+    tokens, experts = ranked.shape
+    ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
+    launch(
+        _choose,
+        (tokens,),
+        ranked.contiguous(),
+        ranked if expert_bias is None else expert_bias,
+        ids,
+        experts,
+        BINS=triton.next_power_of_2(experts),
+        TOPK=options.topk,
+        SLOTS=triton.next_power_of_2(options.topk),
+        GROUPS=groups,
+        GROUP_TOPK=group_topk,
+        GROUP_BEST=best,
+        BIASED=expert_bias is not None,
+        num_warps=2,
+    )
+    return ids
+
+
+def _constants(ids: Tensor, experts: int, padding: Tensor | None, softmax: bool, normalize: bool) -> dict[str, Any]:
+    topk = ids.shape[1]
+    return {
+        "BINS": triton.next_power_of_2(experts),
+        "TOPK": topk,
+        "SLOTS": triton.next_power_of_2(topk),
+        "SOFTMAX": softmax,
+        "NORMALIZE": normalize,
+        "PADDED": padding is not None,
+        "num_warps": 1,
+    }
+
+
+def expert_weights(
+    weighed: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    padding: Tensor | None,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> Tensor:
+    probs = weighed.new_empty(ids.shape)
+    constants = _constants(ids, weighed.shape[1], padding, softmax, normalize)
+    operands = (logits.contiguous(), weighed.contiguous(), ids, ids if padding is None else padding, probs)
+    launch(_weigh, (ids.shape[0],), *operands, weighed.shape[1], scaling, **constants)
+    return probs
+
+
+def expert_weights_backward(
+    grad: Tensor,
+    weighed: Tensor,
+    ids: Tensor,
+    padding: Tensor | None,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> Tensor:
+    found = torch.empty_like(weighed, memory_format=torch.contiguous_format)
+    constants = _constants(ids, weighed.shape[1], padding, softmax, normalize)
+    operands = (grad.contiguous(), weighed.contiguous(), ids, ids if padding is None else padding, found)
+    launch(_weigh_backward, (ids.shape[0],), *operands, weighed.shape[1], scaling, **constants)
+    return found
+
+
+def count_tokens(
+    expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
+) -> Tensor:
+    counts = torch.zeros((num_sequences, num_experts), dtype=torch.int64, device=expert_ids.device)
+    total, topk = expert_ids.numel(), expert_ids.shape[1]
+    operands = (expert_ids, expert_ids if is_padding is None else is_padding, counts)
+    constants = {"TOPK": topk, "PADDED": is_padding is not None, "BLOCK": 256}
+    launch(_count, (triton.cdiv(total, 256),), *operands, total, num_experts, num_sequences, **constants)
+    return counts

@@ -1,0 +1,132 @@
+"""Compile the Triton kernels that a layer and a loss launch, for GPUs that are not here, and show what they take.
+
+    python -m tests.helpers.compiled_kernels          # prints the table, writes tests/data/kernel_budget.json
+
+Registers of a thread, bytes of shared memory and of spilled registers, by kernel and architecture, as ptxas allots them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET = ROOT / "tests" / "data" / "kernel_budget.json"
+ARCHITECTURES = (80, 90, 100)
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}
+
+
+def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Return a launch of each kernel: of DeepSeek-V3's MoE layer, attention and loss, on the meta device."""
+    import torch
+
+    from megatron_moe.kernels import fused
+    from megatron_moe.kernels.launching import launches_seen_by
+
+    found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def see(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        found.setdefault(f"{kernel.fn.__module__.rpartition('.')[2]}{kernel.fn.__name__}", (kernel, arguments, constants))
+
+    def bf16(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def fp32(*shape: int) -> Any:
+        return torch.empty(shape, device="meta")
+
+    def int64(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    with launches_seen_by(see):
+        options = _options(topk=8, num_groups=8, group_topk=4, group_score="top2")
+        fused.choose_experts(fp32(4096, 256), fp32(256), options)
+        fused.expert_weights(fp32(4096, 256), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
+        fused.expert_weights_backward(fp32(4096, 8), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
+        fused.count_tokens(int64(4096, 8), 256)
+        fused.sort_by_expert(int64(4096, 8), 256)
+        fused.gather_rows(bf16(4096, 7168), int64(32768), int64(4096, 8))
+        fused.sum_rows(bf16(32768, 7168), int64(4096, 8), False)
+        fused.weighted_swiglu_forward(bf16(32768, 4096), fp32(32768))
+        fused.weighted_swiglu_backward(bf16(32768, 2048), bf16(32768, 4096), fp32(32768))
+        fused.join_positions(bf16(4096, 1, 128, 128), bf16(4096, 1, 1, 64), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32))
+        fused.join_positions_backward(bf16(4096, 1, 128, 192), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32), 128, True)
+        tokens = [fp32(1024) for _ in range(3)]
+        fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
+        fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)
+    return found
+
+
+def _options(**flags: Any) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(**flags)
+
+
+def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:
+    """Compile a launch, and return its registers, shared memory and spilled bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    warps = constants.get("num_warps", 4)
+    fixed = {name: value for name, value in constants.items() if name != "num_warps"}
+    names = kernel.arg_names
+    signature = {name: _type(value) for name, value in zip(names, arguments)} | dict.fromkeys(fixed, "constexpr")
+    source = ASTSource(
+        kernel,
+        {name: signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said.stdout + said.stderr)
+    assert usage is not None, said.stdout + said.stderr
+    registers, stack, local = (int(number) for number in usage.groups())
+    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local}
+
+
+def _type(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def measured() -> dict[str, dict[str, dict[str, int]]]:
+    """Return what each kernel takes on each architecture."""
+    return {
+        name: {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES} for name, launch in launched().items()
+    }
+
+
+def main() -> int:
+    """Print and write the table; with --check compare with what is written, and say what takes more."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    found = measured()
+    if "--check" not in sys.argv:
+        BUDGET.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    wanted = json.loads(BUDGET.read_text(encoding="utf-8"))
+    print(json.dumps(found))
+    over = [
+        f"{name}, {one}: {kind} {found[name][one][kind]}, at most {wanted[name][one][kind]}"
+        for name in found
+        for one in found[name]
+        for kind in found[name][one]
+        if found[name][one][kind] > wanted[name][one][kind]
+    ]
+    print("\n".join(over), file=sys.stderr)
+    return 1 if over or found.keys() != wanted.keys() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The MoE layer's Triton kernels, in Triton's interpreter, against the same operations in torch and in fp64.
+
+The interpreter cuts numbers off where it stores bf16, which a GPU rounds: one step of bf16 is allowed there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.model import loss, rotary
+from megatron_moe.moe import dispatch, experts, load_balance, routing
+
+pytestmark = pytest.mark.triton
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Any:
+    return importlib.import_module("megatron_moe.kernels.fused")
+
+
+def steps_apart(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error in steps of the found numbers' dtype at their size, or at the largest one's times 2^-6."""
+    if not exact.numel():
+        return 0.0
+    eps = torch.finfo(found.dtype).eps
+    size = exact.abs().clamp(min=max(float(exact.abs().max()) * 2**-6, 1e-30))
+    return float(((found.double() - exact).abs() / (size * eps)).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (5, 7), (3, 1500), (17, 64)])
+def test_the_activation_forward_and_backward(fused: Any, rows: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    gate_up = torch.randn(rows, 2 * width, generator=generator).to(dtype)
+    probs, grad = torch.rand(rows, generator=generator), torch.randn(rows, width, generator=generator).to(dtype)
+    wide = (gate_up.double(), probs.double())
+    exact = experts.weighted_swiglu_forward.eager(*wide)  # type: ignore[attr-defined]
+    exact_gate_up, exact_probs = experts.weighted_swiglu_backward.eager(grad.double(), *wide)  # type: ignore[attr-defined]
+    found = fused.weighted_swiglu_forward(gate_up, probs)
+    found_gate_up, found_probs = fused.weighted_swiglu_backward(grad, gate_up, probs)
+    assert found.dtype == found_gate_up.dtype == dtype and found_probs.dtype == torch.float32
+    steps = 16 if dtype == torch.float32 else 1.01
+    assert steps_apart(found, exact) <= steps and steps_apart(found_gate_up, exact_gate_up) <= steps
+    assert (
+        float((found_probs - exact_probs).abs().sum()) <= 1e-6 * float(exact_probs.abs().sum()) * max(1, width) ** 0.5
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_passes_the_activation_where_torchs_passes(fused: Any, value: float) -> None:
+    gate_up, probs, grad = torch.randn(6, 16), torch.rand(6), torch.randn(6, 8)
+    gate_up[1, 3], gate_up[2, 12], probs[3], grad[4, 5] = value, value, value, value
+    pairs = zip(
+        (fused.weighted_swiglu_forward(gate_up, probs), *fused.weighted_swiglu_backward(grad, gate_up, probs)),
+        (
+            experts.weighted_swiglu_forward.eager(gate_up, probs),  # type: ignore[attr-defined]
+            *experts.weighted_swiglu_backward.eager(grad, gate_up, probs),  # type: ignore[attr-defined]
+        ),
+        strict=True,
+    )
+    for found, wanted in pairs:
+        assert torch.equal(found.isfinite(), wanted.isfinite())
+
+
+def choices(tokens: int, topk: int, num_experts: int, kind: str) -> torch.Tensor:
+    if kind == "all on one":
+        return torch.full((tokens, topk), num_experts - 1)
+    if kind == "one row each":
+        return torch.randperm(num_experts)[: tokens * topk].view(tokens, topk)
+    return torch.randint(num_experts, (tokens, topk), generator=torch.Generator().manual_seed(tokens))
+
+
+SORTS = [(37, 4, 8, ""), (300, 8, 256, ""), (1, 1, 1, ""), (0, 2, 4, ""), (64, 2, 5, "all on one")]
+SORTS += [(32, 8, 256, "one row each"), (1025, 1, 3, "")]
+
+
+@pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_sorted_copied_and_summed(
+    fused: Any, tokens: int, topk: int, num_experts: int, kind: str, dtype: torch.dtype
+) -> None:
+    ids = choices(tokens, topk, num_experts, kind)
+    wanted = dispatch.sort_by_expert.eager(ids, num_experts)  # type: ignore[attr-defined]
+    order, inverse, ends = fused.sort_by_expert(ids, num_experts)
+    assert all(torch.equal(one, other) for one, other in zip((order, inverse, ends), wanted, strict=True))
+    rows = torch.randn(tokens, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
+    slots = inverse.view(tokens, topk)
+    copies = fused.gather_rows(rows, order // topk, slots)
+    assert torch.equal(copies, rows[order // topk])
+    exact = copies.double()[slots].sum(dim=1)
+    assert steps_apart(fused.sum_rows(copies, slots, partial=False), exact) <= (
+        topk if dtype == torch.float32 else 1.01
+    )
+    # Without the last third of the copies.
+    here = order[: 2 * len(order) // 3]
+    short = slots.clamp(max=len(here))
+    few = fused.gather_rows(rows, here // topk, short)
+    assert torch.equal(few, rows[here // topk])
+    some = torch.cat([few, few.new_zeros(1, 21)]).double()[short].sum(dim=1)
+    assert steps_apart(fused.sum_rows(few, short, partial=True), some) <= (topk if dtype == torch.float32 else 1.01)
+
+
+def options(**changes: Any) -> Any:
+    plain = {"num_groups": None, "group_topk": None, "group_score": "top2", "topk": 2, "score_function": "sigmoid"}
+    return SimpleNamespace(
+        **{**plain, "pre_softmax": False, "norm_topk_prob": True, "scaling_factor": 2.5, "enable_expert_bias": True}
+        | changes
+    )
+
+
+ROUTERS = {
+    "plain": (16, options()),
+    "one expert": (1, options(topk=1)),
+    "DeepSeek-V3's groups": (256, options(topk=8, num_groups=8, group_topk=4)),
+    "DeepSeek-V2's groups": (20, options(topk=3, num_groups=4, group_topk=2, group_score="max", scaling_factor=None)),
+    "the engine's groups": (16, options(topk=4, num_groups=4, group_topk=2, group_score="megatron")),
+    "all are chosen": (4, options(topk=4)),
+    "softmax after the choice": (60, options(score_function="softmax", topk=4)),
+    "softmax before it": (60, options(score_function="softmax", topk=4, pre_softmax=True, norm_topk_prob=False)),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str, padded: bool) -> None:
+    num_experts, how = ROUTERS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    logits = torch.randn(33, num_experts, generator=generator)
+    bias = 0.1 * torch.randn(num_experts, generator=generator)
+    padding = torch.rand(33, generator=generator) < 0.3 if padded else None
+    scores = routing.scores_from_logits(logits, how)
+    ranked = routing.ranked_values(logits, scores, how)
+    ids = fused.choose_experts(ranked, bias, how)
+    assert torch.equal(ids, routing.choose_experts.eager(ranked, bias, how))  # type: ignore[attr-defined]
+    for sequences in (1, 3):
+        wanted = load_balance.count_tokens.eager(ids, num_experts, padding, sequences)  # type: ignore[attr-defined]
+        assert torch.equal(fused.count_tokens(ids, num_experts, padding, sequences), wanted)
+    softmax = how.score_function == "softmax" and not how.pre_softmax
+    weighed = logits if softmax else scores
+    settings = (padding, softmax, how.norm_topk_prob, how.scaling_factor or 1.0)
+    grad = torch.randn(ids.shape, generator=generator)
+    exact = routing.expert_weights.eager(weighed.double(), logits.double(), ids, *settings)  # type: ignore[attr-defined]
+    assert torch.allclose(fused.expert_weights(weighed, logits, ids, *settings).double(), exact, rtol=1e-6, atol=1e-7)
+    slope = routing.expert_weights_backward.eager(grad.double(), weighed.double(), ids, *settings)  # type: ignore[attr-defined]
+    found = fused.expert_weights_backward(grad, weighed, ids, *settings)
+    assert torch.allclose(found.double(), slope, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused: Any) -> None:
+    ranked = torch.zeros(5, 8)
+    ranked[1, 3], ranked[2, 5], ranked[3] = float("nan"), float("inf"), float("nan")
+    ranked[4, ::2] = -0.0
+    ids = fused.choose_experts(ranked, None, options(topk=4))
+    assert ids.tolist() == [[0, 1, 2, 3], [3, 0, 1, 2], [5, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_a_logit_that_is_not_finite_makes_the_tokens_weights_nan(fused: Any) -> None:
+    logits = torch.randn(3, 8)
+    logits[1, 2] = float("inf")
+    scores, ids = torch.sigmoid(logits), torch.tensor([[0, 1]] * 3)
+    found = fused.expert_weights(scores, logits, ids, None, False, True, 1.0)
+    assert found.isnan().all(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "shared", "sequences"), [(1, False, 1), (3, True, 2), (4, False, 3)])
+def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequences: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    # Parts of wider tensors, as a projection's output is cut.
+    rest = torch.randn(5, sequences, heads, 20, generator=generator).to(dtype)[..., 3:13]
+    positional = torch.randn(5, sequences, 1 if shared else heads, 9, generator=generator).to(dtype)[..., 1:7]
+    angles = torch.rand(5, 1, 1, 3, generator=generator) * 6
+    tables = (angles.cos(), angles.sin())
+    found = fused.join_positions(rest, positional, *tables)
+    wanted = rotary.join_positions.eager(rest, positional, *tables)  # type: ignore[attr-defined]
+    assert torch.equal(found[..., :10], rest) and steps_apart(found, wanted.double()) <= 2.01
+    grad = torch.randn(found.shape, generator=generator).to(dtype)
+    turned = fused.join_positions_backward(grad, *tables, 10, shared)
+    exact = rotary.join_positions_backward.eager(grad, *tables, 10, shared)  # type: ignore[attr-defined]
+    assert turned.shape == positional.shape and steps_apart(turned, exact.double()) <= (
+        8 if dtype == torch.float32 else 2.01
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 50, 4100])
+def test_the_statistics_and_the_gradient_of_a_tile(fused: Any, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    tile = 4 * torch.randn(6, width, generator=generator)
+    columns = torch.tensor([0, width - 1, -1, width, width // 2, -5])
+    before = (torch.randn(6, generator=generator), torch.rand(6, generator=generator) + 1, torch.zeros(6))
+    found, exact = [one.clone() for one in before], [one.double() for one in before]
+    fused.add_statistics(tile, columns, *found)
+    loss.add_statistics.eager(tile.double(), columns, *exact)  # type: ignore[attr-defined]
+    for one, other in zip(found, exact, strict=True):
+        assert torch.allclose(one.double(), other, rtol=2e-6)
+    grad = torch.rand(6, generator=generator)
+    wide = loss.gradient_of_tile.eager(tile.double(), columns, *exact[:2], grad.double(), torch.float64)  # type: ignore[attr-defined]
+    narrow = fused.gradient_of_tile(tile, columns, *found[:2], grad, dtype)
+    assert narrow.dtype == dtype and steps_apart(narrow, wide) <= (64 if dtype == torch.float32 else 1.05)
