@@ -34,8 +34,8 @@ NO_LAUNCH = (
 )
 
 
-# What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 989e12 and 67e12), bytes
-# a second (published 4.8e12), and the seconds that the smallest kernel takes.
+# What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 989e12 and 67e12),
+# bytes a second (published 4.8e12), and the seconds that the smallest kernel takes.
 RATES = {torch.bfloat16: 600e12, torch.float16: 600e12, torch.float32: 45e12}
 BANDWIDTH = 4.3e12
 SMALLEST = 3e-6

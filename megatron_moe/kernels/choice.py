@@ -1,8 +1,9 @@
 """Which form of an operation computes: a Triton kernel on a GPU, torch's operations elsewhere.
 
-An operation is written in torch where it belongs, and decorated with `has_kernel`; `fused.py` has a function of the
-same name and arguments that launches a kernel. What is decorated is not differentiable by itself: autograd functions
-call it. The environment variable MEGATRON_MOE_KERNELS chooses one form for all tensors (`platform/switches.py`).
+An operation is written in torch where it belongs, and decorated with `has_kernel`, which names the module of this room
+with a function of the same name and arguments that launches a kernel. What is decorated is not differentiable by
+itself: autograd functions call it. The environment variable MEGATRON_MOE_KERNELS chooses one form for all tensors
+(`platform/switches.py`).
 """
 
 from __future__ import annotations
@@ -22,28 +23,37 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def has_kernel(operation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a kernel of the same name compute an operation where its first argument is on a GPU.
+def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a kernel compute an operation where its first argument is on a GPU.
 
     A kernel that does not cover the arguments returns NotImplemented, and torch computes. The form in torch alone stays
     as the attribute `eager`.
+
+    Args:
+        module: the file of this room that has a function of the operation's name.
     """
 
-    @functools.wraps(operation)
-    def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
-        tensor: Any = args[0]
-        if takes_kernels(tensor):
-            result = getattr(_fused(), operation.__name__)(*args, **named)
-            if result is not NotImplemented:
-                return result
-        return operation(*args, **named)
+    def decorated(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(operation)
+        def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
+            tensor: Any = args[0]
+            if takes_kernels(tensor):
+                result = _kernel(module, operation.__name__)(*args, **named)
+                if result is not NotImplemented:
+                    return result
+            return operation(*args, **named)
 
-    chosen.eager = operation  # type: ignore[attr-defined]
-    return chosen
+        chosen.eager = operation  # type: ignore[attr-defined]
+        return chosen
+
+    return decorated
 
 
 def takes_kernels(tensor: Tensor) -> bool:
-    """Return whether kernels compute with this tensor: not in fp64, and on a GPU (real or imagined) unless told so."""
+    """Return whether kernels compute with this tensor: on a GPU, real or imagined, unless the variable says otherwise.
+
+    Never in fp64, which they do not have.
+    """
     way = switches.kernels()
     if way == "torch" or tensor.dtype == torch.float64:
         return False
@@ -61,5 +71,5 @@ def why_no_triton() -> str | None:
 
 
 @functools.cache
-def _fused() -> Any:
-    return importlib.import_module("megatron_moe.kernels.fused")
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"megatron_moe.kernels.{module}"), name)

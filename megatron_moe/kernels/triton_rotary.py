@@ -74,10 +74,10 @@ def _turn_back(
         source = grad + (row * heads + one) * (WIDTH + 2 * PAIRS) + WIDTH + 2 * pair
         first += tl.load(source, mask=known, other=0.0).to(tl.float32)
         second += tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
+    kind = found.dtype.element_ty
     place = (row // sequences) * PAIRS + pair
     c, s = tl.load(cos + place, mask=known, other=0.0), tl.load(sin + place, mask=known, other=0.0)
     target = found + (row * (1 if SHARED else heads) + head) * 2 * PAIRS + 2 * pair
-    kind = found.dtype.element_ty
     tl.store(target, (first * c + second * s).to(kind), mask=known)
     tl.store(target + 1, (second * c - first * s).to(kind), mask=known)
 

@@ -205,7 +205,7 @@ def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
     return maximum, exp_sum, label_logit
 
 
-@has_kernel
+@has_kernel("triton_loss")
 def add_statistics(tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, label_logit: Tensor) -> None:
     """Add a tile of logits [t, b] to the statistics [t] of its tokens, in place. The tile is overwritten.
 
@@ -219,7 +219,7 @@ def add_statistics(tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tens
     maximum.copy_(new_maximum)
 
 
-@has_kernel
+@has_kernel("triton_loss")
 def gradient_of_tile(
     tile: Tensor, columns: Tensor, maximum: Tensor, exp_sum: Tensor, grad: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -70,7 +70,7 @@ class Rotary:
         """Return heads [S / CP, B, n, width + w]: `rest` [S / CP, B, n, width], and behind it the rotated `positional`.
 
         positional: [S / CP, B, n, w], or [S / CP, B, 1, w] for all heads, whose gradients are then added in fp32. The
-        rotation is computed in fp32 and rounded once.
+        rotation is computed in fp32, and rounded once in both directions.
         """
         return _JoinPositions.apply(rest, positional, *self.tables(rest.shape[0], rest.device))
 
@@ -100,16 +100,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return pairs.flatten(-2).to(x.dtype)
 
 
-@has_kernel
+@has_kernel("triton_rotary")
 def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return heads [S, B, n, width + w] of `rest` [S, B, n, width] and the rotated `positional` [S, B, n or 1, w]."""
     turned = rotated(positional, cos, sin).expand(-1, -1, rest.shape[2], -1)
     return torch.cat((rest, turned), dim=-1)
 
 
-@has_kernel
+@has_kernel("triton_rotary")
 def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, shared: bool) -> Tensor:
-    """Return the gradient of `positional`, added up over the heads in fp32 where they share it, and rounded once."""
+    """Return the gradient of `positional`, added up over the heads in fp32 where they share it, and rounded once.
+
+    grad: [S, B, n, width + w], of what `join_positions` returns.
+    """
     turned = grad[..., width:].float()
     return rotated(turned.sum(dim=2, keepdim=True) if shared else turned, cos, -sin).to(grad.dtype)
 

@@ -34,13 +34,13 @@ from megatron_moe.platform.host_copy import HostCopy
 # the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
 
 
-@has_kernel
+@has_kernel("triton_dispatch")
 def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
     """Return copies [R, ...] of rows [T, ...]; the tables are those of `copy_rows`."""
     return rows.index_select(0, source)
 
 
-@has_kernel
+@has_kernel("triton_dispatch")
 def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
     """Return the sum [T, ...] of each row's copies [R, ...], added in fp32 or wider and rounded once.
 
@@ -159,7 +159,7 @@ class SortPlan:
     slots: Tensor
 
 
-@has_kernel
+@has_kernel("triton_dispatch")
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of the choices by expert, stable in the token; its inverse; each expert's end in it, int64.
 

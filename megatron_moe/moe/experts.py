@@ -29,7 +29,7 @@ from megatron_moe.precision.contract import mixes_dtypes
 # linear.
 
 
-@has_kernel
+@has_kernel("triton_activation")
 @mixes_dtypes("rows in the model's dtype are multiplied in place into fp32")
 def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     """Return `weighted_swiglu` without its graph."""
@@ -41,7 +41,7 @@ def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     return hidden.to(gate_up.dtype)
 
 
-@has_kernel
+@has_kernel("triton_activation")
 @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
 def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate_up` [R, 2F] and `probs` [R], from that of the result [R, F]."""

@@ -25,7 +25,7 @@ class _GateProduct(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         if _multiplies_into_fp32(hidden, weight, dtype):
-            # The products of half-precision numbers are fp32 numbers: nothing is lost beside the casts.
+            # Products of half-precision numbers are exact in fp32: the sums are those of operands that were cast first.
             return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
         return F.linear(hidden.to(dtype), weight.to(dtype))
 

@@ -29,7 +29,7 @@ class LostTokens(RuntimeError):
     """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
 
 
-@has_kernel
+@has_kernel("triton_routing")
 def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:

@@ -141,13 +141,13 @@ def choice_scores(ranked: Tensor, expert_bias: Tensor | None, options: MoEOption
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-@has_kernel
+@has_kernel("triton_routing")
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: MoEOptions) -> Tensor:
     """Return the K best experts of each token, [T, K] int64, by `ranked_values` plus bias, without gradient."""
     return choice_scores(ranked, expert_bias, options).topk(options.topk, dim=-1).indices
 
 
-@has_kernel
+@has_kernel("triton_routing")
 def expert_weights(
     weighed: Tensor,
     logits: Tensor,
@@ -178,7 +178,7 @@ def expert_weights(
     return probs if padding is None else probs.masked_fill(padding.unsqueeze(-1), 0.0)
 
 
-@has_kernel
+@has_kernel("triton_routing")
 def expert_weights_backward(
     grad: Tensor,
     weighed: Tensor,
@@ -193,11 +193,10 @@ def expert_weights_backward(
     if padding is not None:
         slope = slope.masked_fill(padding.unsqueeze(-1), 0.0)
     if softmax:
-        probs = torch.softmax(chosen, dim=-1)
-        slope = probs * (slope - (slope * probs).sum(dim=-1, keepdim=True))
+        slope = torch._softmax_backward_data(slope, torch.softmax(chosen, dim=-1), -1, slope.dtype)
     elif normalize:
         total = chosen.sum(dim=-1, keepdim=True) + _SMALLEST_SUM
-        slope = (slope - (slope * (chosen / total)).sum(dim=-1, keepdim=True)) / total
+        slope = slope / total - (slope * (chosen / total / total)).sum(dim=-1, keepdim=True)
     return torch.zeros_like(weighed).scatter(-1, ids, slope)
 
 

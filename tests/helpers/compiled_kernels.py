@@ -2,11 +2,14 @@
 
     python -m tests.helpers.compiled_kernels          # prints the table, writes tests/data/kernel_budget.json
 
-Registers of a thread, bytes of shared memory and of spilled registers, by kernel and architecture, as ptxas allots them.
+Registers of a thread, bytes of shared memory and of spilled registers, by kernel and architecture, as ptxas allots
+them. `--check` compares with the file instead of writing it.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -14,25 +17,35 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = ROOT / "tests" / "data" / "kernel_budget.json"
 ARCHITECTURES = (80, 90, 100)
+MODULES = ("activation", "dispatch", "loss", "rotary", "routing")
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}
+
+
+def all_kernels() -> Any:
+    """Return the functions that launch kernels, as attributes, under the names of their operations."""
+    modules = [importlib.import_module(f"megatron_moe.kernels.triton_{name}") for name in MODULES]
+    own = [(name, value) for one in modules for name, value in vars(one).items() if inspect.isfunction(value)]
+    return SimpleNamespace(**{name: value for name, value in own if not name.startswith("_")})
 
 
 def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Return a launch of each kernel: of DeepSeek-V3's MoE layer, attention and loss, on the meta device."""
     import torch
 
-    from megatron_moe.kernels import fused
     from megatron_moe.kernels.launching import launches_seen_by
 
+    fused = all_kernels()
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
     def see(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        found.setdefault(f"{kernel.fn.__module__.rpartition('.')[2]}{kernel.fn.__name__}", (kernel, arguments, constants))
+        name = f"{kernel.fn.__module__.rpartition('.')[2]}{kernel.fn.__name__}"
+        found.setdefault(name, (kernel, arguments, constants))
 
     def bf16(*shape: int) -> Any:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -44,7 +57,7 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         return torch.empty(shape, dtype=torch.int64, device="meta")
 
     with launches_seen_by(see):
-        options = _options(topk=8, num_groups=8, group_topk=4, group_score="top2")
+        options = SimpleNamespace(topk=8, num_groups=8, group_topk=4, group_score="top2")
         fused.choose_experts(fp32(4096, 256), fp32(256), options)
         fused.expert_weights(fp32(4096, 256), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
         fused.expert_weights_backward(fp32(4096, 8), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
@@ -60,12 +73,6 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
         fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)
     return found
-
-
-def _options(**flags: Any) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(**flags)
 
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:
@@ -104,9 +111,7 @@ def _type(value: Any) -> str:
 
 def measured() -> dict[str, dict[str, dict[str, int]]]:
     """Return what each kernel takes on each architecture."""
-    return {
-        name: {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES} for name, launch in launched().items()
-    }
+    return {name: {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES} for name, launch in launched().items()}
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ The interpreter cuts numbers off where it stores bf16, which a GPU rounds: one s
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from megatron_moe.model import loss, rotary
 from megatron_moe.moe import dispatch, experts, load_balance, routing
+from tests.helpers.compiled_kernels import all_kernels
 
 pytestmark = pytest.mark.triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def fused() -> Any:
-    return importlib.import_module("megatron_moe.kernels.fused")
+    return all_kernels()
 
 
 def steps_apart(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -24,11 +24,13 @@ from megatron_moe.model.build import _Lookup
 from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.loss import _WithoutPadding, linear_cross_entropy
 from megatron_moe.model.norm import RMSNorm
+from megatron_moe.model.rotary import _JoinPositions
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import _ExpertWeights
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
@@ -44,6 +46,7 @@ HELD = {
     "moe/grouped_gemm.py _GateProduct": "test_the_gate",
     "moe/load_balance.py _Attached": "unit/training/test_loss_scale.py: "
     "test_auxiliary_and_z_losses_are_scaled_with_the_loss_and_unscaled_with_it",
+    "moe/routing.py _ExpertWeights": "test_the_weights_of_the_chosen_experts",
     "moe/dispatch.py _CopyRows": "test_copies_and_sums_of_rows",
     "moe/dispatch.py _SumCopies": "test_copies_and_sums_of_rows",
     "moe/grouped_gemm.py _GroupedMM": "unit/platform/test_half_products.py: test_grouped_products_are_rounded_once",
@@ -51,6 +54,7 @@ HELD = {
     "model/loss.py _WithoutPadding": "test_the_padding_of_the_vocabulary",
     "model/build.py _Lookup": "test_the_embedding",
     "model/norm.py _RMSNormFunction": "test_the_norm",
+    "model/rotary.py _JoinPositions": "test_heads_with_positions",
     "model/attention.py _FlashInFp32": "unit/model/test_attention.py: "
     "test_half_precision_operands_are_kept_as_they_are_and_the_numbers_are_those_of_wide_copies",
     "model/context_parallel.py _FlashOverRanks": "unit/model/test_context_parallel.py: "
@@ -191,6 +195,48 @@ def test_the_norm(dtype: torch.dtype) -> None:
     inputs = [randn(64, 32, seed=0, dtype=dtype), randn(32, seed=1, dtype=dtype)]
     upstream = randn(64, 32, seed=2, dtype=dtype)
     assert_as_in_fp64(lambda x, w: layer._kernel(x, w, layer.eps, x.dtype), plain, inputs, upstream, terms=64)
+
+
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("heads", [1, 6])
+def test_heads_with_positions(heads: int, dtype: torch.dtype) -> None:
+    """Positions of their own, and those that six heads share, whose gradients are added up before they are rounded."""
+    angles = torch.rand(8, 1, 1, 4, generator=torch.Generator().manual_seed(3)) * 6
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(rest: Tensor, positional: Tensor) -> Tensor:
+        turned = torch.view_as_complex(positional.unflatten(-1, (-1, 2))) * torch.complex(cos.double(), sin.double())
+        return torch.cat((rest, torch.view_as_real(turned).flatten(-2).expand(-1, -1, heads, -1)), dim=-1)
+
+    inputs = [randn(8, 2, heads, 5, seed=0, dtype=dtype), randn(8, 2, 1, 8, seed=1, dtype=dtype)]
+    upstream = randn(8, 2, heads, 13, seed=2, dtype=dtype)
+    assert_as_in_fp64(lambda a, b: _JoinPositions.apply(a, b, cos, sin), plain, inputs, upstream, terms=2 * heads)
+
+
+WEIGHING = {"normalised": (False, True, 2.5), "as they are": (False, False, 1.0), "softmax": (True, True, 1.0)}
+
+
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("how", WEIGHING)
+def test_the_weights_of_the_chosen_experts(how: str) -> None:
+    ids = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(t))[:3] for t in range(40)])
+    padding = torch.arange(40) % 7 == 0
+    softmax, normalize, scaling = WEIGHING[how]
+
+    def plain(scores: Tensor) -> Tensor:
+        chosen = scores.gather(-1, ids)
+        weights = chosen.softmax(-1) if softmax else chosen / chosen.sum(-1, keepdim=True) if normalize else chosen
+        return weights.masked_fill(padding.unsqueeze(-1), 0) * scaling
+
+    scores = torch.rand(40, 9, generator=torch.Generator().manual_seed(0)) + 0.1
+    assert_as_in_fp64(
+        lambda x: _ExpertWeights.apply(x, x.detach(), ids, padding, *WEIGHING[how]),
+        plain,
+        [scores],
+        randn(40, 3, seed=2),
+        terms=6,
+    )
 
 
 # ---- what a router and a shared expert do around them
