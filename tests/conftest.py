@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 # Before torch is loaded: tests run beside each other and beside gloo ranks, and spinning threads starve them all.
@@ -20,6 +21,7 @@ if "--gpu" not in sys.argv:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from packaging.requirements import Requirement
 
 import megatron_moe  # noqa: F401  before anything imports the engine
 from tests.helpers.gloo_pool import GlooPool
@@ -53,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _select_by_device(config, items)
-    _select_by_triton(config, items)
+    _skip_without_triton(items)
     if config.getoption("--engine-only"):
         _select_by_engine(config, items)
 
@@ -66,20 +68,27 @@ def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
 
 
-def _select_by_triton(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `triton` where it is not installed: it comes with torch's builds for CUDA."""
-    if importlib.util.find_spec("triton") is not None:
+def _skip_without_triton(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `triton` where torch comes without it; where torch requires it and it is missing they fail.
+
+    torch's builds for CUDA require it, those for a CPU do not.
+    """
+    required = [Requirement(one) for one in metadata.requires("torch") or []]
+    brought = any(one.name == "triton" and (one.marker is None or one.marker.evaluate()) for one in required)
+    if brought or importlib.util.find_spec("triton") is not None:
         return
-    left_out = [item for item in items if item.get_closest_marker("triton") is not None]
-    items[:] = [item for item in items if item.get_closest_marker("triton") is None]
-    config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        if item.get_closest_marker("triton") is not None:
+            item.add_marker(pytest.mark.skip(reason="no Triton: this torch is a build without it"))
 
 
 def _select_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
     from tests.helpers.engine_reach import of_this_repository
 
     reach = of_this_repository()
-    reaches = {path: bool(reach.chain(path)) for path in {item.path for item in items}}
+    # What needs Triton was skipped in an environment without it.
+    reaches = {item.path: True for item in items if item.get_closest_marker("triton") is not None}
+    reaches |= {path: bool(reach.chain(path)) for path in {item.path for item in items} - reaches.keys()}
     left_out = [item for item in items if not reaches[item.path]]
     items[:] = [item for item in items if reaches[item.path]]
     config.hook.pytest_deselected(items=left_out)

@@ -20,9 +20,12 @@ from torch import Tensor
 from megatron_moe.kernels.launching import launch
 
 PART = 256
+# Arguments that change from step to step. A kernel that is specialised for them would be compiled again within a run.
+_CHOICES = ["total", "parts"]
+_ROWS = ["num_rows"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHOICES)
 def _count_part(ids, counts, total, parts, experts, BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr):
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -34,7 +37,7 @@ def _count_part(ids, counts, total, parts, experts, BINS: tl.constexpr, STEP: tl
     tl.store(counts + bins.to(tl.int64) * parts + part, found, mask=bins < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHOICES)
 def _place_part(
     ids,
     counts,
@@ -79,7 +82,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order, inverse, ends.view(num_experts, parts)[:, -1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS)
 def _spread(rows, slots, copies, num_rows, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +93,7 @@ def _spread(rows, slots, copies, num_rows, width, COPIES: tl.constexpr, BLOCK: t
         tl.store(copies + slot * width + column, value, mask=inside & (slot < num_rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS)
 def _gather_and_sum(copies, slots, rows, num_rows, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

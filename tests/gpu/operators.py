@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.gpu import kernels
 from tests.gpu.stage import Stage
 from tests.helpers.errors import worst
 
@@ -95,6 +96,10 @@ def operators(stage: Stage) -> None:
 
 
 def _all(stage: Stage, size: int) -> None:
+    kernels.which(stage)
+    kernels.routing(stage, size)
+    kernels.sorting(stage, size)
+    kernels.adam(stage, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation(stage, dtype, size)
         permutation(stage, dtype, size)
@@ -102,6 +107,7 @@ def _all(stage: Stage, size: int) -> None:
         norm(stage, dtype, size)
         attention(stage, dtype, size)
         rotary(stage, dtype)
+        kernels.positions(stage, dtype, size)
     for dtype in (torch.float32, torch.bfloat16):
         loss(stage, dtype, size)
         embedding(stage, dtype, size)

@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer FOLDER
 
-is what it runs. The package has no kernels of its own yet: these are torch's, called as the package calls them.
+is what it runs: the layer's kernels in Triton, and torch's grouped products, called as the package calls them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import operators
+from tests.gpu import kernels, operators
 from tests.gpu.processes import ROOT
 from tests.gpu.stage import Stage
 
@@ -50,6 +50,9 @@ def run_operators(stage: Stage) -> None:
         operators.activation(stage, dtype, 1)
         operators.permutation(stage, dtype, 1)
         operators.grouped_products(stage, dtype, 1)
+        kernels.positions(stage, dtype, 1)
+    kernels.routing(stage, 1)
+    kernels.sorting(stage, 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ AREAS = (
     "shared experts",
     "precision",
     "sharding",
+    "kernels",
     "gpu",
 )
 SECONDS = 600
@@ -46,7 +48,8 @@ class Plant:
 
     error: what is wrong, in words. file: under megatron_moe/. right, wrong: the text and what takes its place.
     noticed_by: a test's node id without parameters, or `doctor` and its flags. raises: the exception that the test
-    fails with, where it is no assertion: the package's own check has noticed the error first.
+    fails with, where it is no assertion: the package's own check has noticed the error first. needs: a module without
+    which the test is skipped.
     """
 
     error: str
@@ -56,6 +59,12 @@ class Plant:
     wrong: str
     noticed_by: str
     raises: str | None = None
+    needs: str | None = None
+
+    @property
+    def can_be_noticed(self) -> bool:
+        """Whether this environment has what the test needs."""
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
     @property
     def by_doctor(self) -> bool:

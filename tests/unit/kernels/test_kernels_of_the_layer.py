@@ -76,8 +76,9 @@ def choices(tokens: int, topk: int, num_experts: int, kind: str) -> torch.Tensor
     return torch.randint(num_experts, (tokens, topk), generator=torch.Generator().manual_seed(tokens))
 
 
-SORTS = [(37, 4, 8, ""), (300, 8, 256, ""), (1, 1, 1, ""), (0, 2, 4, ""), (64, 2, 5, "all on one")]
-SORTS += [(32, 8, 256, "one row each"), (1025, 1, 3, "")]
+# (T, K, E): one part of the sort and several, one step of a part and several, experts without rows.
+SORTS = [(37, 4, 8, ""), (40, 8, 256, ""), (1, 1, 1, ""), (0, 2, 4, ""), (33, 2, 5, "all on one")]
+SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
@@ -131,9 +132,9 @@ ROUTERS = {
 def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str, padded: bool) -> None:
     num_experts, how = ROUTERS[name]
     generator = torch.Generator().manual_seed(len(name))
-    logits = torch.randn(33, num_experts, generator=generator)
+    logits = torch.randn(11, num_experts, generator=generator)
     bias = 0.1 * torch.randn(num_experts, generator=generator)
-    padding = torch.rand(33, generator=generator) < 0.3 if padded else None
+    padding = torch.rand(11, generator=generator) < 0.3 if padded else None
     scores = routing.scores_from_logits(logits, how)
     ranked = routing.ranked_values(logits, scores, how)
     ids = fused.choose_experts(ranked, bias, how)
@@ -166,6 +167,28 @@ def test_a_logit_that_is_not_finite_makes_the_tokens_weights_nan(fused: Any) -> 
     scores, ids = torch.sigmoid(logits), torch.tensor([[0, 1]] * 3)
     found = fused.expert_weights(scores, logits, ids, None, False, True, 1.0)
     assert found.isnan().all(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value: float) -> None:
+    copies, slots = torch.ones(6, 5), torch.arange(6).view(3, 2)
+    copies[3, 1] = value
+    found = fused.sum_rows(copies, slots, partial=False)
+    assert torch.equal(found.isfinite(), dispatch.sum_rows.eager(copies, slots, False).isfinite())  # type: ignore[attr-defined]
+    assert torch.equal(fused.gather_rows(found, slots // 2, slots).isnan(), found[slots // 2].isnan())
+    rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
+    rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
+    joined = fused.join_positions(rest, positional, *tables)
+    assert torch.equal(joined.isfinite(), rotary.join_positions.eager(rest, positional, *tables).isfinite())  # type: ignore[attr-defined]
+    tile, columns = torch.ones(3, 8), torch.tensor([0, 1, 2])
+    tile[1, 3] = value
+    ours, eager = ([torch.full((3,), float("-inf")), torch.zeros(3), torch.zeros(3)] for _ in range(2))
+    fused.add_statistics(tile, columns, *ours)
+    loss.add_statistics.eager(tile.clone(), columns, *eager)  # type: ignore[attr-defined]
+    assert torch.equal(ours[1].isfinite(), eager[1].isfinite())
+    arguments = (columns, *eager[:2], torch.ones(3), torch.float32)
+    wanted = loss.gradient_of_tile.eager(tile.clone(), *arguments)  # type: ignore[attr-defined]
+    assert torch.equal(fused.gradient_of_tile(tile, *arguments).isfinite(), wanted.isfinite())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe.platform.adam import Adam
 
@@ -80,3 +83,25 @@ def test_low_precision_weights_are_refused():
 def test_capturable_is_refused():
     with pytest.raises(ValueError, match="Transformer Engine"):
         Adam(parameters(0), capturable=True)
+
+
+@pytest.mark.claim("Our Adam updates all tensors of a parameter group at once.")
+def test_a_step_calls_as_many_operations_for_many_tensors_as_for_a_few() -> None:
+    class Called(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for number in (2, 40):
+        params = [torch.nn.Parameter(torch.randn(5)) for _ in range(number)]
+        optimizer = Adam(params, lr=1e-2)
+        train(optimizer, params, range(1))  # allocates the moments
+        with Called() as called:
+            optimizer.step()
+        found.append(called.names)
+    assert found[0] == found[1] and found[0].count("_fused_adamw_") == 1

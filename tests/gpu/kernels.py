@@ -1,0 +1,151 @@
+"""The part of stage 3 about what only our kernels compute: router, sort, positions of heads; and Adam.
+
+Each operation is called as the package calls it, on the device, where a kernel computes, and compared with its form in
+torch on the CPU: integers bit for bit, others with that form in fp64.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu.stage import Stage
+
+# (experts, options of a router): those of DeepSeek-V3, DeepSeek-V2, megatron-core and Qwen3.
+ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "DeepSeek-V3": (256, {"topk": 8, "num_groups": 8, "group_topk": 4, "group_score": "top2"}),
+    "DeepSeek-V2": (160, {"topk": 6, "num_groups": 8, "group_topk": 3, "group_score": "max"}),
+    "megatron-core": (64, {"topk": 8, "num_groups": 8, "group_topk": 4, "group_score": "megatron"}),
+    "Qwen3": (128, {"topk": 8, "score_function": "softmax", "scaling_factor": None}),
+    "no power of two": (60, {"topk": 4, "score_function": "softmax", "pre_softmax": True, "norm_topk_prob": False}),
+}
+
+
+def which(stage: Stage) -> None:
+    """Record which form of the operations computes here: without kernels the rest of the stage says nothing of them."""
+    from megatron_moe.kernels import choice
+
+    if stage.dry:
+        stage.impossible("kernels in Triton compute", "a CPU computes with torch's operations")
+        return
+    why = choice.why_no_triton() or "MEGATRON_MOE_KERNELS says otherwise"
+    stage.holds("kernels in Triton compute", choice.takes_kernels(torch.ones(1, device=stage.device)), why)
+
+
+def _options(**changes: Any) -> Any:
+    plain = {"num_groups": None, "group_topk": None, "group_score": "top2", "score_function": "sigmoid"}
+    plain |= {"pre_softmax": False, "norm_topk_prob": True, "scaling_factor": 2.5, "enable_expert_bias": True}
+    return SimpleNamespace(**(plain | changes))
+
+
+def routing(stage: Stage, size: int) -> None:
+    """Compare choice, counts, weights and their gradients: the first two of equal scores are equal bit for bit."""
+    from megatron_moe.moe import load_balance
+    from megatron_moe.moe import routing as own
+    from tests.gpu.operators import error_of, poison
+
+    for name, (experts, changes) in ROUTERS.items():
+        with stage.attempt(f"router, {name}"):
+            how = _options(**changes)
+            generator = torch.Generator().manual_seed(experts)
+            logits = torch.randn(37 * size, experts, generator=generator)
+            bias = 0.1 * torch.randn(experts, generator=generator)
+            padding = torch.rand(len(logits), generator=generator) < 0.1
+            scores = own.scores_from_logits(logits, how)
+            ranked = own.ranked_values(logits, scores, how)
+            there = [one.to(stage.device) for one in (ranked, bias, padding, logits, scores)]
+            poison(stage.device)
+            ids = own.choose_experts(there[0], there[1], how)
+            wanted = own.choose_experts(ranked, bias, how)
+            stage.holds(f"router, {name}: the choice", torch.equal(ids.cpu(), wanted), "experts differ")
+            for sequences in (1, 37):
+                counts = load_balance.count_tokens(ids, experts, there[2], sequences).cpu()
+                right = load_balance.count_tokens(wanted, experts, padding, sequences)
+                stage.holds(f"router, {name}: counts of {sequences}", torch.equal(counts, right), "counts differ")
+            exact, found = (
+                _weights(own.weigh_experts, *tensors, how, generator.manual_seed(1))
+                for tensors in ((logits.double(), wanted, padding), (there[3], ids, there[2]))
+            )
+            errors = {part: error_of(found[part].cpu(), exact[part]) for part in exact}
+            stage.within(f"router, {name}: weights", max(errors.values()), 4e-6, **errors)
+
+
+def _weights(weigh: Any, logits: Tensor, ids: Tensor, padding: Tensor, how: Any, generator: Any) -> dict[str, Tensor]:
+    from megatron_moe.moe.routing import scores_from_logits
+
+    leaf = logits.detach().clone().requires_grad_()
+    weights = weigh(leaf, scores_from_logits(leaf, how), ids, how, padding)
+    upstream = torch.randn(weights.shape, generator=generator).to(weights)
+    return {"result": weights.detach(), "gradient": torch.autograd.grad(weights, leaf, upstream)[0]}
+
+
+def sorting(stage: Stage, size: int) -> None:
+    """Compare the sort by expert: order, inverse and ends are equal bit for bit."""
+    from megatron_moe.moe import dispatch
+
+    generator = torch.Generator().manual_seed(7)
+    tokens = 129 * size
+    cases = {
+        "256 experts": (torch.randint(256, (tokens, 8), generator=generator), 256),
+        "all on one": (torch.full((tokens, 2), 4), 5),
+        "one row each": (torch.randperm(64, generator=generator).view(8, 8), 64),
+        "no rows": (torch.zeros(0, 2, dtype=torch.int64), 3),
+    }
+    for name, (ids, experts) in cases.items():
+        with stage.attempt(f"sort by expert, {name}"):
+            found = dispatch.sort_by_expert(ids.to(stage.device), experts)
+            wanted = dispatch.sort_by_expert(ids, experts)
+            equal = all(torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True))
+            stage.holds(f"sort by expert, {name}", equal, "order, inverse or ends differ")
+
+
+def positions(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    """Compare latent attention's heads: both parts joined and the second rotated, one each or one for all heads."""
+    from megatron_moe.model.rotary import _JoinPositions
+    from tests.gpu.operators import _draw, compare
+
+    angles = torch.outer(torch.arange(31.0), 10000.0 ** -torch.arange(0, 1, 1 / 32))[:, None, None, :]
+    tables = (angles.cos(), angles.sin())
+
+    def truth(rest: Tensor, positional: Tensor) -> Tensor:
+        turned = torch.view_as_complex(positional.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(*tables).to(
+            torch.complex128
+        )
+        return torch.cat((rest, torch.view_as_real(turned).flatten(-2).expand(*rest.shape[:-1], -1)), dim=-1)
+
+    def ours(rest: Tensor, positional: Tensor) -> Tensor:
+        return _JoinPositions.apply(rest, positional, *(one.to(rest.device) for one in tables))
+
+    for name, own in (("one for all heads", 1), ("of each head", 4 * size)):
+        inputs = [_draw(31, 2, 4 * size, 128, dtype=dtype), _draw(31, 2, own, 64, dtype=dtype, seed=1)]
+        compare(stage, f"heads with positions, {name}", ours, inputs, truth)
+
+
+def adam(stage: Stage, size: int) -> None:
+    """Compare our Adam, torch's fused kernel over all tensors, with torch's own loop in fp64, after ten steps."""
+    from megatron_moe.platform.adam import Adam
+    from tests.gpu.operators import error_of
+
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    shapes = [(3, 5), (17,), (0,), (64 * size, 33)]
+    generator = torch.Generator().manual_seed(11)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(10)]
+
+    def stepped(kind: Any, device: Any, dtype: torch.dtype, **more: Any) -> list[Tensor]:
+        params = [torch.nn.Parameter(one.clone().to(device, dtype)) for one in start]
+        optimizer = kind(params, **options, **more)
+        for step in gradients:
+            for param, gradient in zip(params, step):
+                param.grad = gradient.to(device, dtype)
+            optimizer.step()
+        return [param.detach().cpu() for param in params]
+
+    with stage.attempt("Adam over all tensors"):
+        found = stepped(Adam, stage.device, torch.float32)
+        exact = stepped(torch.optim.AdamW, "cpu", torch.float64, foreach=False)
+        errors = {str(shape): error_of(one, other) for shape, one, other in zip(shapes, found, exact)}
+        stage.within("Adam over all tensors", max(errors.values()), 2e-6, **errors)

@@ -1,0 +1,50 @@
+"""Which form of an operation computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe import platform
+from megatron_moe.kernels import choice
+from megatron_moe.kernels.choice import takes_kernels
+from megatron_moe.platform import switches
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(switches.KERNELS, raising=False)
+    monkeypatch.setattr(choice, "why_no_triton", lambda: None)
+
+
+@pytest.mark.claim("A kernel computes on a GPU, and torch's operations on a CPU.")
+@pytest.mark.usefixtures("with_triton")
+def test_a_kernel_computes_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, planned = torch.empty(2), torch.empty(2, device="meta")
+    assert not takes_kernels(here) and not takes_kernels(planned)
+    with platform.imagining("cuda", {}):
+        assert takes_kernels(planned) and not takes_kernels(planned.double()) and not takes_kernels(here)
+        monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
+        assert not takes_kernels(planned)
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_the_variable_chooses_one_form_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switches.KERNELS, "triton")
+    assert takes_kernels(torch.empty(2)) and not takes_kernels(torch.empty(2, dtype=torch.float64))
+    monkeypatch.setenv(switches.KERNELS, "torch")
+    with platform.imagining("cuda", {}):
+        assert not takes_kernels(torch.empty(2, device="meta"))
+
+
+def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuses(*arguments: object) -> object:
+        asked.append(arguments)
+        return NotImplemented
+
+    monkeypatch.setenv(switches.KERNELS, "triton")
+    monkeypatch.setattr(choice, "_kernel", lambda module, name: refuses)
+    doubled = choice.has_kernel("anywhere")(lambda x: x * 2)
+    assert doubled(torch.ones(2)).tolist() == [2, 2] and len(asked) == 1
