@@ -19,13 +19,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
-from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from megatron_moe.parallel.collectives import (
+    all_gather_rows,
+    all_to_all_rows,
+    exchange_rows,
+    packed_rows,
+    reduce_scatter_rows,
+    trailing_weights,
+)
 from megatron_moe.platform.host_copy import HostCopy
 
 # Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
@@ -216,6 +224,58 @@ class ExchangePlan:
     inverse: Tensor
 
 
+@dataclass(frozen=True)
+class _Wire:
+    """Where rows and their weights leave from and arrive at, in one exchange and in its backward.
+
+    send_splits, recv_splits, group: those of `all_to_all_rows`. rows: the sort of [T, ...] rows into the R sent ones.
+    weights: the same of [T x K] weights. order, inverse [R]: from arrival order to expert order, and back. partial: as
+    in `copy_rows`.
+    """
+
+    send_splits: list[int]
+    recv_splits: list[int]
+    group: ProcessGroup
+    rows: SortPlan
+    weights: SortPlan
+    order: Tensor
+    inverse: Tensor
+    partial: bool
+
+
+class _ExchangeWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, packed: Tensor, wire: _Wire) -> tuple[Tensor, Tensor]:
+        ctx.wire, ctx.dtype = wire, weights.dtype
+        arrived = exchange_rows(packed, wire.send_splits, wire.recv_splits, wire.group)
+        hidden = rows.shape[1]
+        of_weights = trailing_weights(arrived, hidden, weights.dtype)
+        return arrived[:, :hidden].index_select(0, wire.order), of_weights.index_select(0, wire.order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        wire, hidden = ctx.wire, grad.shape[1]
+        packed = packed_rows(grad, weights_grad.to(ctx.dtype), wire.inverse, wire.inverse)
+        home = exchange_rows(packed, wire.recv_splits, wire.send_splits, wire.group)
+        of_weights = sum_rows(trailing_weights(home, hidden, ctx.dtype), wire.weights.slots, wire.partial)
+        # Sums of whole rows, of which the last elements mean nothing: `sum_rows` would copy a part of rows.
+        of_rows = sum_rows(home, wire.rows.slots, wire.partial)[:, :hidden].contiguous()
+        return of_rows, of_weights, None, None
+
+
+def exchange_weighted(rows: Tensor, weights: Tensor, packed: Tensor, wire: _Wire) -> tuple[Tensor, Tensor]:
+    """Send copies of rows [T, H], each with a weight, in one all-to-all, and return both in expert order: [R, H], [R].
+
+    Args:
+        rows, weights: [T, H] and [T x K], for the gradient.
+        packed: their copies, from `packed_rows`; made before, while the host waits for the splits.
+        wire: what leaves, and where it arrives.
+
+    Backward: gradients of rows and weights return in one all-to-all, and a row's copies are summed in fp32.
+    """
+    return _ExchangeWeighted.apply(rows, weights, packed, wire)
+
+
 class AllToAllDispatcher(Dispatcher):
     """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
 
@@ -236,27 +296,20 @@ class AllToAllDispatcher(Dispatcher):
             order, inverse = _first_rows(order, inverse, sum(rows_to_ep))
         pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
-        leaving = copy_rows(hidden, sent.source, sent.slots, partial=self.drops)
-        weights = copy_rows(decision.probs.flatten(), pairs, slots, partial=self.drops)
+        probs = decision.probs.flatten()
+        packed = packed_rows(hidden.detach(), probs.detach(), sent.source, pairs)
         if not self.sends_by_splits:  # the device gathers the rows above while the host waits
             rows_to_ep, recv_splits = self.splits(copied)
         send_splits = [n for n in rows_to_ep for _ in range(etp)]
-        arrived = all_to_all_rows(leaving, send_splits, recv_splits, group)
-        arrived_weights = all_to_all_rows(weights, send_splits, recv_splits, group)
-
         local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
         arrived_ids = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(recv_splits))
         into_experts, back, ends = _sorted(arrived_ids, self.num_local_experts, drops=False)
+        weights = SortPlan(source=pairs, slots=slots)
+        wire = _Wire(send_splits, recv_splits, group, sent, weights, into_experts, back, partial=self.drops)
+        rows, row_weights = exchange_weighted(hidden, probs, packed, wire)
         plan = ExchangePlan(sent, send_splits, recv_splits, into_experts, back)
-        return (
-            ExpertInput(
-                copy_rows(arrived, into_experts, back.unsqueeze(1)),
-                copy_rows(arrived_weights, into_experts, back.unsqueeze(1)),
-                ends.to(torch.int32),
-                copied.result()[-self.num_local_experts :],
-            ),
-            plan,
-        )
+        host_offsets = copied.result()[-self.num_local_experts :]
+        return ExpertInput(rows, row_weights, ends.to(torch.int32), host_offsets), plan
 
     @property
     def sends_by_splits(self) -> bool:

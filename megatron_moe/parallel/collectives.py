@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    """Return what `all_to_all_rows` returns, without a gradient: for a function that has a backward of its own."""
+    if group.size() == 1:
+        return rows
     received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
     return received
@@ -25,12 +28,12 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = (send_splits, recv_splits), group
-        return _exchange(rows, send_splits, recv_splits, group)
+        return exchange_rows(rows, send_splits, recv_splits, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send_splits, recv_splits = ctx.splits
-        return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
+        return exchange_rows(grad, recv_splits, send_splits, ctx.group), None, None, None
 
 
 def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
@@ -47,6 +50,34 @@ def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int]
     if group.size() == 1:
         return rows
     return _AllToAllRows.apply(rows, send_splits, recv_splits, group)
+
+
+def packed_rows(rows: Tensor, weights: Tensor, row_of: Tensor, weight_of: Tensor) -> Tensor:
+    """Return copies [R, H + W] of rows [T, H], in their dtype, each with the bytes of a weight in its last W elements.
+
+    One exchange then sends both, and weights keep their bits. Rows are gathered into their places: packing rows that
+    were gathered before would cost the memory and the traffic of all of them again.
+
+    Args:
+        rows: [T, H]. weights: [N], of any dtype.
+        row_of, weight_of: [R] int64, the row and the weight of each copy.
+    """
+    hidden, size = rows.shape[1], weights.element_size()
+    packed = rows.new_empty((row_of.shape[0], hidden - (-size // rows.element_size())))
+    torch.index_select(rows, 0, row_of, out=packed[:, :hidden])
+    _trailing_bytes(packed, hidden, size).copy_(weights.index_select(0, weight_of).view(torch.uint8).view(-1, size))
+    return packed
+
+
+def trailing_weights(packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights [R], in their dtype, behind the first `hidden` elements of `packed_rows`."""
+    size = dtype.itemsize
+    return _trailing_bytes(packed, hidden, size).clone(memory_format=torch.contiguous_format).view(dtype).squeeze(1)
+
+
+def _trailing_bytes(packed: Tensor, hidden: int, size: int) -> Tensor:
+    first = hidden * packed.element_size()
+    return packed.view(torch.uint8)[:, first : first + size]
 
 
 def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:

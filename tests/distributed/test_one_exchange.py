@@ -1,0 +1,88 @@
+"""Rows and their routing weights travel in one all-to-all, with the bits that two of them would bring."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe.moe import dispatch
+from megatron_moe.moe.groups import MoEGroups
+from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.parallel.collectives import all_to_all_rows
+from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+
+TOKENS, EXPERTS, TOPK = 11, 4, 2
+
+
+def in_two_exchanges(rows: torch.Tensor, weights: torch.Tensor, packed: torch.Tensor, wire: Any) -> Any:
+    """What the package did before: an all-to-all of the rows, another of the weights."""
+
+    def sent(values: torch.Tensor, sort: Any) -> torch.Tensor:
+        leaving = dispatch.copy_rows(values, sort.source, sort.slots, wire.partial)
+        arrived = all_to_all_rows(leaving, wire.send_splits, wire.recv_splits, wire.group)
+        return dispatch.copy_rows(arrived, wire.order, wire.inverse.unsqueeze(1))
+
+    return sent(rows, wire.rows), sent(weights, wire.weights)
+
+
+def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool) -> Any:
+    """Rows, weights and both gradients, as bytes: in one exchange and in two."""
+    world, rank = dist.group.WORLD, dist.get_rank()
+    ep = world.size() // etp
+    groups = MoEGroups(world, world, world, world, world, ep, rank // etp, etp, rank % etp)
+    dispatcher = dispatch.AllToAllDispatcher(EXPERTS, groups, drops)
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
+    ids = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+    if nobody:  # the last rank gets no row
+        ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+    probs = torch.randn(TOKENS, TOPK, generator=generator, dtype=router)
+    probs[:2, 0] = torch.tensor([float("nan"), 1e-44], dtype=router)  # no number is looked at on the way
+    kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
+    decision = RoutingDecision(ids, probs.requires_grad_(), kept)
+    found = []
+    for way in (dispatch.exchange_weighted, in_two_exchanges):
+        with mock.patch.object(dispatch, "exchange_weighted", way):
+            given, _ = dispatcher.dispatch(hidden, decision)
+        slope = torch.Generator().manual_seed(10 + rank)
+        slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]
+        grads = torch.autograd.grad((given.rows, given.probs), (hidden, probs), slopes)
+        found.append([one.detach().view(torch.uint8) for one in (given.rows, given.probs, *grads)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(hidden_size=24, dtype=torch.bfloat16, router=torch.float32, etp=1, drops=False, nobody=False),
+        dict(hidden_size=7, dtype=torch.float16, router=torch.float32, etp=2, drops=False, nobody=False),
+        dict(hidden_size=5, dtype=torch.bfloat16, router=torch.float64, etp=1, drops=True, nobody=True),
+        dict(hidden_size=6, dtype=torch.float32, router=torch.float32, etp=1, drops=True, nobody=False),
+        dict(hidden_size=3, dtype=torch.float64, router=torch.float32, etp=1, drops=False, nobody=True),
+    ],
+    ids=["bf16", "fp16, ETP2", "bf16, fp64 router, drops", "fp32, drops", "fp64"],
+)
+def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any, case: dict[str, Any]) -> None:
+    for one, two in gloo.run(2, exchanged, **case):
+        assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+def exchanges_of_layer() -> tuple[int, int]:
+    """How many all-to-alls a layer's forward and backward pass call."""
+    case = {**random_case(3), "dispatcher": "alltoall", "padding": False}
+    layer, _ = build_layer(case, dict(expert_model_parallel_size=2))
+    hidden, _ = tokens_and_padding(case, 4, 1)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as called:
+        output, _ = layer(hidden.requires_grad_())
+        forward = called.call_count
+        output.sum().backward()
+    return forward, called.call_count - forward
+
+
+@pytest.mark.claim("A MoE layer calls three all-to-alls forward, one of them for counts, and two backward.")
+def test_a_layer_exchanges_counts_then_rows_with_weights_then_results(gloo: Any) -> None:
+    assert gloo.run(2, exchanges_of_layer) == [(3, 2)] * 2
