@@ -269,6 +269,12 @@ def assert_translated(name, table, translate):
     assert {key: getattr(engine, key) for key in wanted} == wanted
 
 
+@pytest.mark.parametrize("virtual", [None, 1])
+def test_no_stage_waits_for_its_device_after_a_message(virtual):
+    run = replace(Run(), pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=virtual)
+    assert transformer_config(run).batch_p2p_sync is False
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_accepted_by_the_engine(name):
     config = transformer_config(replace(Run(), **PRESETS[name]))
