@@ -1,9 +1,9 @@
-"""Which form of an operation computes: a Triton kernel on a GPU, torch's operations elsewhere.
+"""Which form of an operation computes: a Triton kernel on a GPU, C for some on a CPU, torch's operations elsewhere.
 
 An operation is written in torch where it belongs, and decorated with `has_kernel`, which names the module of this room
-with a function of the same name and arguments that launches a kernel. What is decorated is not differentiable by
-itself: autograd functions call it. The environment variable MEGATRON_MOE_KERNELS chooses one form for all tensors
-(`platform/switches.py`).
+with a function of the same name and arguments that launches a kernel; `compiled.py` has one for some of them that calls
+C. What is decorated is not differentiable by itself: autograd functions call it. The environment variable
+MEGATRON_MOE_KERNELS chooses one form for all tensors, MEGATRON_MOE_CPU_KERNELS one for a CPU's (`platform/switches.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.kernels import compiled
 from megatron_moe.platform import switches
 
 _P = ParamSpec("_P")
@@ -24,7 +25,7 @@ _R = TypeVar("_R")
 
 
 def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a kernel compute an operation where its first argument is on a GPU.
+    """Let a kernel compute an operation: of a module of this room on a GPU, of `compiled.py` on a CPU.
 
     A kernel that does not cover the arguments returns NotImplemented, and torch computes. The form in torch alone stays
     as the attribute `eager`.
@@ -38,10 +39,11 @@ def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
             tensor: Any = args[0]
             if takes_kernels(tensor):
-                result = _kernel(module, operation.__name__)(*args, **named)
-                if result is not NotImplemented:
-                    return result
-            return operation(*args, **named)
+                kernel = _kernel(module, operation.__name__)
+            else:
+                kernel = compiled.operation(operation.__name__, tensor)
+            result = NotImplemented if kernel is None else kernel(*args, **named)
+            return operation(*args, **named) if result is NotImplemented else result
 
         chosen.eager = operation  # type: ignore[attr-defined]
         return chosen

@@ -11,7 +11,13 @@ HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
 """The variable that says how a CPU multiplies bf16 and fp16: see `half_products`."""
 KERNELS = "MEGATRON_MOE_KERNELS"
 """The variable that says which form of an operation computes: see `kernels/choice.py`."""
-_VALUES = {HALF_PRODUCTS: ("auto", "native", "fp32"), KERNELS: ("auto", "triton", "torch")}
+CPU_KERNELS = "MEGATRON_MOE_CPU_KERNELS"
+"""The variable that says whether kernels in C compute on a CPU: see `kernels/compiled.py`."""
+_VALUES = {
+    HALF_PRODUCTS: ("auto", "native", "fp32"),
+    KERNELS: ("auto", "triton", "torch"),
+    CPU_KERNELS: ("auto", "c", "torch"),
+}
 
 
 def half_products() -> str:
@@ -30,6 +36,15 @@ def kernels() -> str:
         ConfigError: the variable has another value.
     """
     return _read(KERNELS)
+
+
+def cpu_kernels() -> str:
+    """Return which form of an operation computes on a CPU: "c", "torch", or "auto", C where it can be compiled.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    return _read(CPU_KERNELS)
 
 
 def _read(name: str) -> str:

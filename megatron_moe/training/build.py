@@ -25,6 +25,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import Import, fill
+from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
@@ -116,6 +117,8 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
     """Initialize the process groups, start the watchdog and lock the folder of `--save` against other runs."""
     pg_collection = groups.initialize(run, fault_folder(run))
     facts = groups.rank_facts()
+    if not platform.has_cuda():
+        resources.enter_context(compiled.same_on_all_ranks())
     watchdog = resources.enter_context(_watchdog(run, facts)) if run.faults.watchdog else None
     lock, lock_notes = claim(run) if run.checkpoint.save is not None else (None, [])
     if lock is not None:
@@ -231,9 +234,18 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_precision_notes(run),
         *_sharding_notes(run, ranks.facts.world_size),
         *_balancing_notes(trainer),
+        *_kernel_notes(),
         *known,
     ):
         trainer.reporter.message(note)
+
+
+def _kernel_notes() -> list[str]:
+    """Say which form computes the experts' activation on a CPU, in one line; nothing with CUDA."""
+    if platform.has_cuda():
+        return []
+    reason = compiled.why_not()
+    return ["CPU kernels: C" if reason is None else f"CPU kernels: torch's operations, not C ({reason})"]
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:

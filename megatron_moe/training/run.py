@@ -16,6 +16,7 @@ from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.kernels import compiled
 from megatron_moe.model.generate import generate
 from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
@@ -128,6 +129,8 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
         summary["precision_warnings"] = trainer.precision_warnings
     if trainer.checkpoint_warnings:
         summary["checkpoint_warnings"] = trainer.checkpoint_warnings
+    if not platform.has_cuda():
+        summary["cpu_kernels"] = "torch" if compiled.why_not() else "c"
     summary["checkpoint"] = str(trainer.saved) if trainer.saved is not None else None
     return summary
 

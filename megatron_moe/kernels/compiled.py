@@ -1,0 +1,220 @@
+"""The kernels in C for CPUs (`cpu.c`): compiled with gcc at first use, kept in the user's cache, called through ctypes.
+
+They compute the bits of torch's form (the source says how), in one pass instead of some twenty. Where they cannot be
+had, torch's form computes: on another processor than x86-64 with AVX2, without gcc, and where a rank of the run lacks
+them (`same_on_all_ranks`). MEGATRON_MOE_CPU_KERNELS chooses (`platform/switches.py`).
+
+A compiled library is kept under a name made of a hash of the source, the compiler, its flags, torch's OpenMP library
+and the processor. It is written next to its place and renamed, so that processes that compile at the same time or are
+killed leave whole files and no lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform as host
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.files import replacing
+from megatron_moe.platform import switches
+
+SOURCE = Path(__file__).with_name("cpu.c")
+_FLAGS = "-O3 -march=native -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+_COMPILER_SECONDS = 60
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
+_NUMBERS_PER_THREAD = 32768
+
+
+class _Unavailable(Exception):
+    """The kernels cannot be had here; the message says why."""
+
+
+_objections: list[str] = []
+"""Why the ranks of this run have agreed to use torch's form; empty where none objected, or outside of a run."""
+
+
+def why_not() -> str | None:
+    """Return why the kernels do not compute on this CPU, None if they do; compiles them at the first call.
+
+    Raises:
+        ConfigError: MEGATRON_MOE_CPU_KERNELS=c, and they cannot be had.
+    """
+    reason = _reason()
+    if reason is not None and switches.cpu_kernels() == "c":
+        raise ConfigError(f"{switches.CPU_KERNELS}=c: {reason}; leave it unset, and torch's form computes")
+    return reason
+
+
+def _reason() -> str | None:
+    for name, way in ((switches.KERNELS, switches.kernels()), (switches.CPU_KERNELS, switches.cpu_kernels())):
+        if way == "torch":
+            return f"{name}=torch"
+    return _objections[0] if _objections else _loaded()[1]
+
+
+@contextmanager
+def same_on_all_ranks() -> Iterator[None]:
+    """Let all ranks use torch's form within the block if one of them has no other. Collective over all ranks."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, _reason())
+    _objections[:] = [f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one is not None]
+    try:
+        yield
+    finally:
+        _objections.clear()
+
+
+def operation(name: str, tensor: Any) -> Callable[..., Any] | None:
+    """Return the kernel of an operation, by the operation's name, for its first argument; None if there is none.
+
+    There is none for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit,
+    a compiler, a tracer), which would not see what C does.
+    """
+    kernel = _KERNELS.get(name)
+    if kernel is None or type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+        return None
+    return kernel if why_not() is None else None
+
+
+def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Any:
+    if not _covers(gate_up, probs):
+        return NotImplemented
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    hidden = gate_up.new_empty((rows, width))
+    _call("weighted_swiglu_forward", (gate_up, probs, hidden), rows, width, _threads(rows * width))
+    return hidden
+
+
+def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> Any:
+    if not _covers(gate_up, probs) or grad.dtype != gate_up.dtype:
+        return NotImplemented
+    rows, width = grad.shape
+    threads = _threads(rows * width)
+    grad_gate_up, grad_probs = torch.empty_like(gate_up), torch.empty_like(probs)
+    products = probs.new_empty((threads, width))
+    operands = (grad.contiguous(), gate_up, probs, grad_gate_up, grad_probs, products)
+    _call("weighted_swiglu_backward", operands, rows, width, threads)
+    return grad_gate_up, grad_probs
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (weighted_swiglu_forward, weighted_swiglu_backward)
+}
+
+
+def _covers(gate_up: Tensor, probs: Tensor) -> bool:
+    """Return whether there is a kernel for these dtypes and strides."""
+    contiguous = gate_up.is_contiguous() and probs.is_contiguous()
+    return gate_up.dtype in _NAMES and probs.dtype == torch.float32 and contiguous
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // _NUMBERS_PER_THREAD))
+
+
+def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int) -> None:
+    function = getattr(_loaded()[0], f"{name}_{_NAMES[operands[0].dtype]}")
+    pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
+    function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads))
+
+
+# Compiling and loading.
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    """Return the library, or why there is none."""
+    try:
+        return _load(), None
+    except (_Unavailable, OSError, subprocess.SubprocessError) as error:
+        return None, " ".join(str(error).split())[:300]
+
+
+def _load() -> ctypes.CDLL:
+    flags = _processor_flags()
+    if host.machine() != "x86_64" or not {"avx2", "fma"} <= set(flags.split()):
+        raise _Unavailable("the kernels in C are for x86-64 processors with AVX2 and FMA")
+    openmp = _openmp_of_torch()
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        raise _Unavailable("there is no C compiler (gcc)")
+    about = os.stat(compiler)
+    described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
+    kept = cache_folder() / f"cpu-{key}.so"
+    if _is_ours(kept):
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(prefix="megatron_moe-") as folder:
+        built = Path(folder) / "cpu.so"
+        _compile(compiler, openmp, built)
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(kept, "wb") as file:
+                file.write(built.read_bytes())
+        except OSError:  # no home, or one that cannot be written: it is compiled again next time
+            pass
+        return ctypes.CDLL(str(built))
+
+
+def cache_folder() -> Path:
+    """Return the folder where compiled kernels are kept, of this user."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "megatron_moe"
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file is there that no other user could have written."""
+    try:
+        about = (os.stat(path), os.stat(path.parent))
+    except OSError:
+        return False
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return all(one.st_uid == os.getuid() and not one.st_mode & others for one in about)
+
+
+def _processor_flags() -> str:
+    """Return the flags of the processor as Linux names them, "" where there is no such list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
+
+
+def _openmp_of_torch() -> Path:
+    """Return the OpenMP library that torch has loaded: a second one would bring threads of its own."""
+    with open("/proc/self/maps") as file:
+        paths = {Path(line.split()[-1]) for line in file if "libgomp" in line}
+    if len(paths) != 1:
+        raise _Unavailable(f"torch's OpenMP library is not to be told: {len(paths)} are loaded that gcc's code can use")
+    return paths.pop()
+
+
+def _compile(compiler: str, openmp: Path, built: Path) -> None:
+    """Compile the source, and link it with torch's OpenMP library and nothing else."""
+    middle = built.with_suffix(".o")
+    for command in (
+        [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(middle)],
+        [compiler, "-shared", "-nostdlib", str(middle), str(openmp), "-o", str(built)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_SECONDS, check=False)
+        if done.returncode:
+            raise _Unavailable(f"gcc failed: {done.stderr.strip() or done.returncode}")

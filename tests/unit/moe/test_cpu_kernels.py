@@ -1,0 +1,173 @@
+"""The kernels in C for CPUs compute torch's bits, and where they cannot be had torch's form computes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks.launches import Launches
+from megatron_moe.config import cli
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.kernels import compiled
+from megatron_moe.moe.experts import weighted_swiglu_backward, weighted_swiglu_forward
+from megatron_moe.platform import switches
+from megatron_moe.report import Sink
+from megatron_moe.training.run import pretrain
+
+needs_c = pytest.mark.skipif(compiled._loaded()[0] is None, reason=f"no kernels in C here: {compiled._loaded()[1]}")
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def no_switch(monkeypatch):
+    monkeypatch.delenv(switches.CPU_KERNELS, raising=False)
+    monkeypatch.delenv(switches.KERNELS, raising=False)
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch, tmp_path):
+    """An empty cache, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled._loaded.cache_clear()
+    yield tmp_path / "megatron_moe"
+    compiled._loaded.cache_clear()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def both_forms(gate_up, probs, grad):
+    """(hidden, grad_gate_up, grad_probs) of the kernels, and of torch's form."""
+    ours = (compiled.weighted_swiglu_forward(gate_up, probs), *compiled.weighted_swiglu_backward(grad, gate_up, probs))
+    forward, backward = weighted_swiglu_forward.eager, weighted_swiglu_backward.eager
+    return ours, (forward(gate_up, probs), *backward(grad, gate_up, probs))
+
+
+def draw(rows, width, dtype, spread=3.0):
+    generator = torch.Generator().manual_seed(rows + width)
+    gate_up = (torch.randn(rows, 2 * width, generator=generator) * spread).to(dtype)
+    return gate_up, torch.rand(rows, generator=generator), torch.randn(rows, width, generator=generator).to(dtype)
+
+
+@needs_c
+@pytest.mark.claim("The kernels in C compute the bits of torch's form.")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (64, 64), (1024, 256), (32, 1408), (2, 8192), (2, 65536)])
+def test_a_kernel_computes_the_bits_of_torchs_form(rows, width, dtype, threads):
+    ours, theirs = both_forms(*draw(rows, width, dtype))
+    for mine, other in zip(ours, theirs):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_does_so_for_every_gate_that_bf16_has_and_passes_nan_and_infinity_on(dtype):
+    gates = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    gate_up = torch.cat([gates, torch.full_like(gates, 1.5)], dim=1).to(dtype)
+    ours, theirs = both_forms(gate_up, torch.full((64,), 0.75), torch.full((64, 1024), -0.5, dtype=dtype))
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    assert theirs[0].isnan().any() and theirs[0].isinf().any()
+
+
+@needs_c
+@pytest.mark.parametrize("width", [1, 3, 20, 45])
+def test_what_torch_computes_with_another_exponential_is_within_its_rounding(width):
+    """At the end of a row that is not a whole number of vectors torch calls the C library's."""
+    for mine, other in zip(*both_forms(*draw(7, width, torch.float32))):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dtype, monkeypatch):
+    called = []
+    call = compiled._call
+    monkeypatch.setattr(compiled, "_call", lambda *arguments: (called.append(arguments[0]), call(*arguments)))
+    gate_up, probs, grad = draw(4, 32, dtype)
+    weighted_swiglu_forward(gate_up, probs)
+    weighted_swiglu_backward(grad.t().contiguous().t(), gate_up, probs)
+    assert called == ["weighted_swiglu_forward", "weighted_swiglu_backward"]
+    with Launches() as watching:
+        weighted_swiglu_forward(gate_up, probs)
+    assert "silu" in {one.name for one in watching.found}
+    weighted_swiglu_forward(gate_up[:, ::2], probs)
+    weighted_swiglu_forward(gate_up.double(), probs.double())
+    monkeypatch.setenv(switches.CPU_KERNELS, "torch")
+    weighted_swiglu_forward(gate_up, probs)
+    assert len(called) == 2
+
+
+@needs_c
+@pytest.mark.claim("The kernels in C are compiled once for a user, and never taken from a file that others can write.")
+def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(compiled_anew, monkeypatch):
+    assert compiled.why_not() is None
+    (kept,) = compiled_anew.iterdir()
+    builds = []
+    monkeypatch.setattr(compiled, "_compile", lambda *_: builds.append(1) or (_ for _ in ()).throw(OSError("built")))
+    compiled._loaded.cache_clear()
+    assert compiled.why_not() is None and not builds
+    os.chmod(kept, 0o666)
+    compiled._loaded.cache_clear()
+    assert compiled.why_not() == "built" and builds
+
+
+@needs_c
+def test_without_a_cache_that_can_be_written_it_is_compiled_for_this_process(compiled_anew, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert compiled.why_not() is None
+
+
+@pytest.mark.claim("Without a C compiler a run computes with torch's operations, and says so once.")
+@pytest.mark.usefixtures("one_process")
+def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_anew, monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    said = []
+
+    class Messages(Sink):
+        def message(self, text):
+            said.append(text)
+
+    flags = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0"
+    summary = pretrain(cli.parse(flags.split(), world_size=1), also=[Messages()])
+    assert summary["cpu_kernels"] == "torch"
+    (line,) = [text for text in said if "CPU kernels" in text]
+    if os.uname().machine == "x86_64":
+        assert "no C compiler" in line
+    monkeypatch.setenv(switches.CPU_KERNELS, "c")
+    with pytest.raises(ConfigError, match=f"{switches.CPU_KERNELS}=c"):
+        compiled.why_not()
+
+
+@needs_c
+def test_a_compiler_that_fails_is_a_reason_and_no_error(compiled_anew, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="cc1: out of memory")
+    monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: failed)
+    assert "out of memory" in (compiled.why_not() or "")
+
+
+def _form_of_ranks(lacking: int) -> tuple[str | None, str | None]:
+    rank = torch.distributed.get_rank()
+    loaded = compiled._loaded
+    compiled._loaded = lambda: (None, "no compiler" if rank == lacking else None)
+    try:
+        with compiled.same_on_all_ranks():
+            within = compiled.why_not()
+        return within, compiled.why_not()
+    finally:
+        compiled._loaded = loaded
+
+
+@pytest.mark.claim("All ranks of a run use the same form of an operation.")
+def test_all_ranks_take_torchs_form_where_one_lacks_the_kernels(gloo):
+    agreed = "rank 1: no compiler"
+    assert gloo.run(2, _form_of_ranks, lacking=1) == [(agreed, None), (agreed, "no compiler")]
+    assert gloo.run(2, _form_of_ranks, lacking=2) == [(None, None)] * 2
