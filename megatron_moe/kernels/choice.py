@@ -2,8 +2,8 @@
 
 An operation is written in torch where it belongs, and decorated with `has_kernel`, which names the module of this room
 with a function of the same name and arguments that launches a kernel; `compiled.py` has one for some of them that calls
-C. What is decorated is not differentiable by itself: autograd functions call it. The environment variable
-MEGATRON_MOE_KERNELS chooses one form for all tensors, MEGATRON_MOE_CPU_KERNELS one for a CPU's (`platform/switches.py`).
+C. What is decorated is not differentiable by itself: autograd functions call it. Two environment variables choose one
+form for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/switches.py`).
 """
 
 from __future__ import annotations
