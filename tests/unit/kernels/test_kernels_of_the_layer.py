@@ -82,14 +82,19 @@ SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
+def test_choices_are_sorted_by_expert(fused: Any, tokens: int, topk: int, num_experts: int, kind: str) -> None:
+    ids = choices(tokens, topk, num_experts, kind)
+    found, wanted = fused.sort_by_expert(ids, num_experts), dispatch.sort_by_expert.eager(ids, num_experts)  # type: ignore[attr-defined]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), [one for one in SORTS if one[0] * one[1] < 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_sorted_copied_and_summed(
+def test_rows_are_copied_and_summed(
     fused: Any, tokens: int, topk: int, num_experts: int, kind: str, dtype: torch.dtype
 ) -> None:
     ids = choices(tokens, topk, num_experts, kind)
-    wanted = dispatch.sort_by_expert.eager(ids, num_experts)  # type: ignore[attr-defined]
-    order, inverse, ends = fused.sort_by_expert(ids, num_experts)
-    assert all(torch.equal(one, other) for one, other in zip((order, inverse, ends), wanted, strict=True))
+    order, inverse, _ = dispatch.sort_by_expert.eager(ids, num_experts)  # type: ignore[attr-defined]
     rows = torch.randn(tokens, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
     slots = inverse.view(tokens, topk)
     copies = fused.gather_rows(rows, order // topk, slots)
@@ -175,7 +180,8 @@ def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value
     copies[3, 1] = value
     found = fused.sum_rows(copies, slots, partial=False)
     assert torch.equal(found.isfinite(), dispatch.sum_rows.eager(copies, slots, False).isfinite())  # type: ignore[attr-defined]
-    assert torch.equal(fused.gather_rows(found, slots // 2, slots).isnan(), found[slots // 2].isnan())
+    source = slots.flatten() // 2
+    assert torch.equal(fused.gather_rows(found, source, slots).isfinite(), found[source].isfinite())
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
     joined = fused.join_positions(rest, positional, *tables)
