@@ -5,16 +5,18 @@
 One layer of one rank runs forward and backward on torch's meta device, as it would on CUDA. Every operation of torch
 that is no view is a launch (a grouped product is two: it writes its pointers first), and reads or writes each of its
 tensors once; so is and does each of our kernels. With a memory bandwidth and a rate of the products that makes an
-estimate of the layer's time. MEGATRON_MOE_KERNELS=torch counts the form in torch's operations.
+estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and needs no Triton.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -104,7 +106,9 @@ def flops(name: str, args: tuple) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
-def of_layer(tokens: int, hidden: int, experts: int, topk: int, ffn: int) -> tuple[list[Launched], list[Launched]]:
+def of_layer(
+    tokens: int, hidden: int, experts: int, topk: int, ffn: int, kernels: str = "triton"
+) -> tuple[list[Launched], list[Launched]]:
     """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert."""
     from benchmarks.contestants import engine_config
     from benchmarks.problem import Problem, Shape
@@ -113,11 +117,13 @@ def of_layer(tokens: int, hidden: int, experts: int, topk: int, ffn: int) -> tup
     from megatron_moe.kernels.launching import launches_seen_by
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.parallel import groups
+    from megatron_moe.platform import switches
 
     nothing = torch.empty(0, dtype=torch.bfloat16)
     problem = Problem(Shape(tokens, hidden, experts, topk, ffn, 0), *[nothing] * 7)
     groups.initialize(schema.Run())
-    with platform.imagining("cuda", {}), torch.device("meta"):
+    form = mock.patch.dict(os.environ, {switches.KERNELS: kernels})
+    with form, platform.imagining("cuda", {}), torch.device("meta"):
         config = engine_config(problem, moe_shared_expert_intermediate_size=None)
         layer = MoELayer(config, layer_number=1).train()
         rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -137,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
+    parser.add_argument("--kernels", choices=("triton", "torch"), default="triton", help="default: triton")
     args = parser.parse_args(argv)
     passes = of_layer(**vars(args))
     for title, found in zip(("forward", "backward"), passes, strict=True):

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_moe import platform
 from megatron_moe.kernels import compiled
 from megatron_moe.platform import switches
 
@@ -52,14 +51,15 @@ def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def takes_kernels(tensor: Tensor) -> bool:
-    """Return whether kernels compute with this tensor: on a GPU, real or imagined, unless the variable says otherwise.
+    """Return whether kernels compute with this tensor: on a GPU, unless the variable says otherwise.
 
-    Never in fp64, which they do not have.
+    Never in fp64, which they do not have. A plan's imagined GPU has none: its figures would depend on whether the
+    machine that plans has Triton.
     """
     way = switches.kernels()
     if way == "torch" or tensor.dtype == torch.float64:
         return False
-    return way == "triton" or (not platform.on_cpu(tensor) and why_no_triton() is None)
+    return way == "triton" or (tensor.device.type == "cuda" and why_no_triton() is None)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -17,15 +19,22 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "why_no_triton", lambda: None)
 
 
+class OnGpu(NamedTuple):
+    """What is asked of a tensor, of one that this machine cannot have."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cuda:0")
+
+
 @pytest.mark.claim("A kernel computes on a GPU, and torch's operations on a CPU.")
 @pytest.mark.usefixtures("with_triton")
 def test_a_kernel_computes_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, planned = torch.empty(2), torch.empty(2, device="meta")
-    assert not takes_kernels(here) and not takes_kernels(planned)
-    with platform.imagining("cuda", {}):
-        assert takes_kernels(planned) and not takes_kernels(planned.double()) and not takes_kernels(here)
-        monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
-        assert not takes_kernels(planned)
+    assert takes_kernels(OnGpu()) and not takes_kernels(OnGpu(torch.float64))
+    assert not takes_kernels(torch.empty(2))
+    with platform.imagining("cuda", {}):  # a plan is the same where there is no Triton
+        assert not takes_kernels(torch.empty(2, device="meta"))
+    monkeypatch.setattr(choice, "why_no_triton", lambda: "not installed")
+    assert not takes_kernels(OnGpu())
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -33,8 +42,7 @@ def test_the_variable_chooses_one_form_for_all_tensors(monkeypatch: pytest.Monke
     monkeypatch.setenv(switches.KERNELS, "triton")
     assert takes_kernels(torch.empty(2)) and not takes_kernels(torch.empty(2, dtype=torch.float64))
     monkeypatch.setenv(switches.KERNELS, "torch")
-    with platform.imagining("cuda", {}):
-        assert not takes_kernels(torch.empty(2, device="meta"))
+    assert not takes_kernels(OnGpu())
 
 
 def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

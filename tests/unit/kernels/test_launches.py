@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import launches
-from megatron_moe.platform import switches
 from tests.helpers.compiled_kernels import ROOT
 
 SHAPE = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
 
 
-def totals() -> SimpleNamespace:
-    every = [one for found in launches.of_layer(**SHAPE) for one in found]
+def totals(kernels: str) -> SimpleNamespace:
+    every = [one for found in launches.of_layer(**SHAPE, kernels=kernels) for one in found]
     return SimpleNamespace(
         launches=sum(one.launches for one in every),
         gigabytes=sum(one.size for one in every if not one.flops) / 1e9,
@@ -28,15 +27,13 @@ def totals() -> SimpleNamespace:
 
 @pytest.mark.triton
 @pytest.mark.claim("A MoE layer of one rank launches at most 45 operations on a GPU, forward and backward.")
-def test_a_layer_launches_45_operations_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(switches.KERNELS, raising=False)
-    found = totals()
+def test_a_layer_launches_45_operations_at_most() -> None:
+    found = totals("triton")
     assert found.launches <= 45 and found.gigabytes <= 3.8 and found.tflops >= 555
 
 
-def test_without_kernels_it_launches_twice_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(switches.KERNELS, "torch")
-    found = totals()
+def test_without_kernels_it_launches_twice_as_many() -> None:
+    found = totals("torch")
     assert found.launches > 80 and found.gigabytes > 15 and found.tflops < 500
 
 
