@@ -20,8 +20,17 @@ class Contestant(ABC):
     """One step is a forward and a backward pass over the whole problem, to the input and all weights."""
 
     @abstractmethod
+    def forward(self) -> None:
+        """Run the forward pass."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """Run the backward pass."""
+
     def step(self) -> None:
         """Run one step; this is what is timed."""
+        self.forward()
+        self.backward()
 
     def clear(self) -> None:  # noqa: B027 (the bound has no gradients to forget)
         """Forget the gradients of the last step, as an optimizer would; not timed."""
@@ -45,9 +54,11 @@ class Bound(Contestant):
         self._act, self._w1 = torch.randn(rows, s.ffn, **like), torch.randn(2 * s.ffn, s.hidden, **like)
         self._w2 = torch.randn(s.hidden, s.ffn, **like)
 
-    def step(self) -> None:
+    def forward(self) -> None:
         torch.mm(self._x, self._w1.t())
         torch.mm(self._act, self._w2.t())
+
+    def backward(self) -> None:
         torch.mm(self._x, self._w2)
         torch.mm(self._x.t(), self._act)
         torch.mm(self._gate_up, self._w1)
@@ -70,12 +81,15 @@ class LayerContestant(Contestant):
         forward: Callable[[Tensor], Tensor],
         gradients: Callable[[], dict[str, Tensor]],
     ) -> None:
-        self._module, self._forward, self._gradients = module.train(), forward, gradients
+        self._module, self._compute, self._gradients = module.train(), forward, gradients
         self._x, self._grad_output = problem.x.clone().requires_grad_(), problem.grad_output
         self._y: Tensor | None = None
 
-    def step(self) -> None:
-        self._y = self._forward(self._x)
+    def forward(self) -> None:
+        self._y = self._compute(self._x)
+
+    def backward(self) -> None:
+        assert self._y is not None
         self._y.backward(self._grad_output)
 
     def clear(self) -> None:

@@ -26,10 +26,13 @@ import torch
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
 from benchmarks.contestants import Bound, Contestant, Skipped, ours, transformers_layer
 from benchmarks.engine_layer import engine_grouped, engine_sequential
+from benchmarks.measures import Clock, append, draw, operations_and_peak
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.config import schema
 from megatron_moe.io.files import replace_json
+from megatron_moe.kernels import compiled
+from megatron_moe.kernels.choice import why_no_triton
 from megatron_moe.parallel import groups
 from megatron_moe.platform import half_products
 from megatron_moe.report.summary import versions
@@ -81,9 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for key, value in facts.items():
             print(f"{key:<9} {value}")
         ready, errors, skipped = _admit(problem, {name: entries[name] for name in names}, TOLERANCE[args.dtype])
-        times = _race(ready, args.rounds, args.warmup)
-        rows = _rows(times, {name: entries[name][0] for name in ready}, shape)
+        counts = {name: operations_and_peak(contestant) for name, contestant in ready.items()}
+        passes = _race(ready, args.rounds, args.warmup, Clock(args.cpu_time))
+        times = {name: [both for _, both in pairs] for name, pairs in passes.items()}
+        rows = _rows(passes, {name: entries[name][0] for name in ready}, shape, counts)
         _print_table(rows)
+        if args.history:
+            append(args.history, {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts, "results": rows})
+        if args.plot:
+            draw(args.plot, rows, f"One MoE layer, {args.dtype}, {args.threads} threads")
         wrong = [name for name in names if name in skipped and skipped[name].startswith("WRONG")]
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +111,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contestant before those")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, beside the bound (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument("--history", type=Path, metavar="FILE", help="add facts and results to FILE, a line of JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into FILE, e.g. bench.png")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count this process's processor seconds, which other programs disturb less; for --threads 1",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("tokens", "hidden", "experts", "topk", "ffn", "shared"):
@@ -116,6 +132,8 @@ def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict
         "device": f"{device}: "
         + (torch.cuda.get_device_name() if platform.has_cuda() else f"{os.cpu_count()} x {_processor()}"),
         "threads": args.threads,
+        "clock": "processor seconds of this process" if args.cpu_time else "wall clock",
+        "kernels": _kernels(),
         "rounds": args.rounds,
         "load": f"{os.getloadavg()[0]:.1f} before the start (other programs on this machine, last minute)",
         "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _transformers()).items()),
@@ -126,6 +144,15 @@ def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict
             "everything else hardly shows; --dtype fp32 tells more here"
         )
     return facts
+
+
+def _kernels() -> str:
+    """Which form of an operation computes in our layer."""
+    if platform.has_cuda():
+        reason = why_no_triton()
+        return "Triton" if reason is None else f"torch ({reason})"
+    reason = compiled.why_not()
+    return "C" if reason is None else f"torch ({reason})"
 
 
 def _processor() -> str:
@@ -179,53 +206,64 @@ def _admit(
     return ready, errors, skipped
 
 
-def _race(ready: dict[str, Contestant], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each timed step, by contestant; one step of everybody per round, each round starting with another."""
-    times: dict[str, list[float]] = {name: [] for name in ready}
+def _race(ready: dict[str, Contestant], rounds: int, warmup: int, clock: Clock) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each timed forward pass and step, by contestant; a round has a step of everybody, in turning order."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
     names = list(ready)
     for number in range(warmup + rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            platform.synchronize()
-            start = time.perf_counter()
-            ready[name].step()
-            platform.synchronize()
-            elapsed = time.perf_counter() - start
-            ready[name].clear()
+            passes = clock.passes(ready[name])
             if number >= warmup:
-                times[name].append(elapsed)
+                times[name].append(passes)
     return times
 
 
-def _rows(times: dict[str, list[float]], titles: dict[str, str], shape: Shape) -> list[dict[str, Any]]:
-    bound_median, bound_min = statistics.median(times[BOUND]), min(times[BOUND])
+def _rows(
+    passes: dict[str, list[tuple[float, float]]],
+    titles: dict[str, str],
+    shape: Shape,
+    counts: dict[str, tuple[int, int]],
+) -> list[dict[str, Any]]:
+    """Return a row for each contestant, the fastest first; its passes are those of its fastest step."""
+    steps = {name: [both for _, both in pairs] for name, pairs in passes.items()}
+    bound_median, bound_min = statistics.median(steps[BOUND]), min(steps[BOUND])
     rows = []
-    for name, seconds in times.items():
-        median, best = statistics.median(seconds), min(seconds)
+    for name, pairs in passes.items():
+        median = statistics.median(steps[name])
+        best, forward = min((both, first) for first, both in pairs)
         rows.append(
             {
                 "name": name,
                 "what": titles[name],
                 "median_ms": 1e3 * median,
                 "min_ms": 1e3 * best,
+                "forward_ms": 1e3 * forward,
+                "backward_ms": 1e3 * (best - forward),
                 "tokens_per_second": shape.tokens / median,
-                "gflops": shape.flops / median / 1e9,
+                "gflops": shape.flops / best / 1e9,
                 "x_bound_median": median / bound_median,
                 "x_bound_min": best / bound_min,
+                "operations": counts[name][0],
+                "peak_bytes": counts[name][1],
             }
         )
     return sorted(rows, key=lambda row: row["x_bound_min"])
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'':<42}{'median ms':>10}{'min ms':>9}{'tok/s':>9}{'GFLOP/s':>9}{'x bound':>9}{'(min)':>7}")
+    titles = ("median ms", "min ms", "forward", "backward", "GFLOP/s", "x bound", "(min)", "ops", "peak MiB")
+    widths = (10, 9, 9, 9, 9, 9, 7, 7, 9)
+    print("\n" + " " * 42 + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
     for row in rows:
         print(
-            f"{row['what']:<42}{row['median_ms']:>10.1f}{row['min_ms']:>9.1f}{row['tokens_per_second']:>9,.0f}"
-            f"{row['gflops']:>9.0f}{row['x_bound_median']:>9.2f}{row['x_bound_min']:>7.2f}"
+            f"{row['what']:<42}{row['median_ms']:>10.1f}{row['min_ms']:>9.1f}{row['forward_ms']:>9.1f}"
+            f"{row['backward_ms']:>9.1f}{row['gflops']:>9.0f}{row['x_bound_median']:>9.2f}{row['x_bound_min']:>7.2f}"
+            f"{row['operations']:>7}{row['peak_bytes'] / 2**20:>9.0f}"
         )
-    print("x bound: median step / median step of the bound; (min): the same of the fastest steps,")
-    print("which is the column to read where other programs want the cores too")
+    print("x bound: median step / median step of the bound; (min): the same of the fastest steps. Where other programs")
+    print("want the cores too, read that column. Forward, backward and GFLOP/s are of the fastest step, too.")
+    print("ops: torch's operations and our Triton kernels in a step; on a CPU ops and peak are of torch's form.")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ from benchmarks import problem as problems
 from benchmarks.problem import Shape, make_problem, oracle, relative_error
 
 REPO = Path(__file__).resolve().parents[2]
+BUDGET = json.loads((REPO / "tests/data/operation_budget.json").read_text())
+"""Contestant and dtype -> torch operations of one step of the layer, those of torch's form."""
 SMALL = ["--tokens", "48", "--hidden", "64", "--experts", "8", "--topk", "2", "--ffn", "32", "--shared", "32"]
 
 
 def bench(tmp_path, *flags):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.moe_layer", *SMALL, "--threads", "1", "--rounds", "2"]
-        + ["--warmup", "0", "--json", str(tmp_path / "out.json"), *flags],
+        + ["--warmup", "0", "--json", str(tmp_path / "out.json"), "--history", str(tmp_path / "history.jsonl")]
+        + ["--plot", str(tmp_path / "bench.png"), *flags],
         cwd=REPO,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -30,6 +33,7 @@ def bench(tmp_path, *flags):
     return json.loads((tmp_path / "out.json").read_text()), done.stdout
 
 
+@pytest.mark.claim("A layer's step issues no more operations than are committed.")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race(tmp_path, dtype):
     result, output = bench(tmp_path, "--dtype", dtype)
@@ -44,6 +48,12 @@ def test_every_contestant_matches_the_oracle_or_says_why_it_cannot_race(tmp_path
     for name, reason in result["skipped"].items():
         assert f"{name:<17} skipped: {reason}" in output
     assert all(len(result["seconds"][name]) == 2 for name in raced)
+    for row in result["results"]:
+        if (most := BUDGET.get(row["name"], {}).get(dtype)) is not None:
+            assert row["operations"] <= most, f"{row['name']}: fewer is better; more wants a reason"
+        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["min_ms"])
+    assert json.loads((tmp_path / "history.jsonl").read_text())["results"] == result["results"]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_oracle_is_the_formula_for_one_token():

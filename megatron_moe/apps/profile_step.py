@@ -1,0 +1,261 @@
+"""tools/profile_step.py: run some steps of a run, print where their time goes by station, write a Chrome trace.
+
+The stations are those of docs/journey.md. In the forward pass a station is a range around a function or a module of
+the run; an operation belongs to the innermost range that it is in. In the backward pass an operation belongs to the
+station whose operation it is the backward of: autograd numbers both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_moe import platform
+from megatron_moe.config import cli, rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.presets import with_made_up_data
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.hf.architecture import filled_in
+from megatron_moe.io.files import require_writable
+from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.sink import Sink
+from megatron_moe.training.run import pretrain
+
+FUNCTIONS = {
+    "megatron_moe.data.batches:BatchIterator.__next__": "batch",
+    "megatron_moe.moe.router:TopKRouter.route": "route",
+    "megatron_moe.moe.dispatch:LocalDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.dispatch:LocalDispatcher.combine": "combine",
+    "megatron_moe.moe.dispatch:AllToAllDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.dispatch:AllToAllDispatcher.combine": "combine",
+    "megatron_moe.moe.dispatch:AllGatherDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.dispatch:AllGatherDispatcher.combine": "combine",
+    "megatron_moe.training.step:loss_func": "loss",
+    "megatron_moe.training.step:finalize_model_grads": "bias step",
+    "megatron_moe.training.step:_unscaled_gradients": "check",
+    "megatron_moe.training.step:_own_sums": "check",
+    "megatron_moe.training.step:_commit": "commit",
+}
+"""Function -> the station that it is. The bias step's has the reduction of gradients too."""
+MODULES = {
+    "ExactEmbedding": "embedding",
+    "LatentAttention": "attention",
+    "Attention": "attention",
+    "RMSNorm": "norms",
+    "LocalExperts": "experts",
+    "SharedExperts": "shared expert",
+    "MLP": "dense MLP",
+    "OutputLayer": "output layer",
+}
+"""Class of a module, or of one that it derives from -> its station; the first that fits, in the order of the class."""
+OPERATIONS = {"_VocabParallelCrossEntropy": "loss"}
+"""Operation -> its station, where no function or module of ours is around it."""
+ELSEWHERE = "elsewhere"
+_PREFIX, _BACKWARD = "station: ", "autograd::engine::evaluate_function: "
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    p = argparse.ArgumentParser(
+        prog="profile_step.py",
+        usage="profile_step.py [--profile-steps N] [--trace FILE] [pretrain_moe.py's flags]",
+        description="Run some training steps and print where rank 0's time goes, by station of docs/journey.md.",
+        epilog="Other flags, such as --preset tiny --bf16, are those of pretrain_moe.py; without data, tokens are made "
+        "up. The run ends after the profiled steps. Several ranks: torchrun ... tools/profile_step.py. Exit status: 0 "
+        "done; 1 a fault of the run; 2 a mistake in the flags.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--profile-steps", type=int, default=3, metavar="N", help="steps to profile (default: 3)")
+    p.add_argument("--profile-warmup", type=int, default=2, metavar="N", help="steps before those (default: 2)")
+    p.add_argument("--trace", metavar="FILE", help="write a Chrome trace (chrome://tracing, ui.perfetto.dev)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Profile what the flags name, and return the exit status."""
+    return run_program("profile_step.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
+
+
+def _main(argv: list[str]) -> int:
+    flags, rest = parser().parse_known_args(argv)
+    for name in ("profile_steps", "profile_warmup"):
+        if (number := getattr(flags, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {number}: it has to be at least 1")
+    require_writable("--trace", flags.trace)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    run = with_made_up_data(cli.parse(rest, filled_in, world_size))
+    rules.check(run, world_size)
+    profiler = profiled(run, flags.profile_warmup, flags.profile_steps)
+    if profiler.shares is None:  # another rank than 0
+        return DONE
+    say(text(profiler.shares, flags.profile_steps))
+    if flags.trace is not None and profiler.profile is not None:
+        profiler.profile.export_chrome_trace(flags.trace)
+        say(f"wrote {flags.trace}")
+    return DONE
+
+
+@dataclass
+class Share:
+    """The time of one station in ms, on the host without what it calls at other stations, and on the GPU."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    device: float = 0.0
+    operations: dict[str, float] = field(default_factory=dict)
+
+
+class StepProfiler(Sink):
+    """A sink that profiles steps of a run on rank 0.
+
+    Attributes:
+        shares: what came of it, by station; None before the last profiled step.
+        seconds: the time of each profiled step.
+        profile: torch's, for a trace.
+    """
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self._first, self._last = warmup, warmup + steps
+        self._steps = 0
+        self.shares: dict[str, Share] | None = None
+        self.seconds: list[float] = []
+        self.profile: Any = None
+
+    def step(self, record: StepRecord) -> None:
+        self._steps += 1
+        if self._first < self._steps <= self._last:
+            self.seconds.append(record.seconds)
+        if self._steps == self._first:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.has_cuda() else [])]
+            self.profile = profile(activities=activities)
+            self.profile.start()
+        if self._steps == self._last:
+            self.profile.stop()
+            self.shares = shares(self.profile.events())
+
+
+def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
+    """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
+    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None)
+    profiler = StepProfiler(warmup, steps)
+    with stations():
+        pretrain(run, also=(profiler,))
+    return profiler
+
+
+@contextmanager
+def stations() -> Iterator[None]:
+    """Put a range around every station within the block."""
+    open_ranges: list[tuple[torch.nn.Module, Any]] = []
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        station = next((MODULES[one.__name__] for one in type(module).__mro__ if one.__name__ in MODULES), None)
+        if station is not None:
+            named = record_function(_PREFIX + station)
+            named.__enter__()
+            open_ranges.append((module, named))
+
+    def leave(module: torch.nn.Module, *_: Any) -> None:
+        if open_ranges and open_ranges[-1][0] is module:
+            open_ranges.pop()[1].__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for path, station in FUNCTIONS.items():
+            stack.enter_context(_ranged(path, station))
+        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
+            stack.callback(handle.remove)
+        yield
+
+
+def _ranged(path: str, station: str) -> Any:
+    """Return a context in which the function at `path` ("module:name" or "module:Class.name") is a range."""
+    module, _, name = path.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(function)
+    def ranged(*args: Any, **named: Any) -> Any:
+        with record_function(_PREFIX + station):
+            return function(*args, **named)
+
+    return mock.patch.object(owner, name, ranged)
+
+
+def shares(events: Any) -> dict[str, Share]:
+    """Return each station's share of the time of these events of a profile."""
+    by_sequence: dict[int, str] = {}
+    for event in events:
+        # An operation without a graph bears the number that the next one with a graph will take: the last one counts.
+        if event.sequence_nr >= 0 and _in_backward(event) is None:
+            by_sequence[event.sequence_nr] = _station(event)
+    found: dict[str, Share] = {}
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU or event.is_async:
+            continue
+        node = _in_backward(event)
+        station = _station(event)
+        if station == ELSEWHERE and node is not None:
+            station = by_sequence.get(node.sequence_nr, ELSEWHERE)
+        share = found.setdefault(station, Share())
+        took = event.self_cpu_time_total / 1e3
+        if node is None:
+            share.forward += took
+        else:
+            share.backward += took
+        share.device += event.self_device_time_total / 1e3
+        if not event.name.startswith(_PREFIX):
+            name = event.name.removeprefix(_BACKWARD)
+            share.operations[name] = share.operations.get(name, 0.0) + took
+    return found
+
+
+def _station(event: Any) -> str:
+    """Return the station of the innermost range around an event."""
+    one = event
+    while one is not None:
+        if one.name.startswith(_PREFIX):
+            return one.name.removeprefix(_PREFIX)
+        if one.name in OPERATIONS:
+            return OPERATIONS[one.name]
+        if one.name.startswith(_BACKWARD):  # what is around a backward pass is not the station of what it computes
+            return ELSEWHERE
+        one = one.cpu_parent
+    return ELSEWHERE
+
+
+def _in_backward(event: Any) -> Any:
+    """Return the innermost step of autograd around an event; None in the forward pass."""
+    one = event
+    while one is not None and not one.name.startswith(_BACKWARD):
+        one = one.cpu_parent
+    return one
+
+
+def text(found: dict[str, Share], steps: int) -> str:
+    """Return the table of the shares, per step, the largest first."""
+    total = sum(one.forward + one.backward for one in found.values())
+    device = sum(one.device for one in found.values())
+    lines = [f"{'station':<16}{'forward ms':>11}{'backward ms':>12}{'share':>7}" + (f"{'GPU ms':>9}" if device else "")]
+    for name, one in sorted(found.items(), key=lambda item: -(item[1].forward + item[1].backward)):
+        line = f"{name:<16}{one.forward / steps:>11.2f}{one.backward / steps:>12.2f}"
+        line += f"{(one.forward + one.backward) / total:>7.1%}" + (f"{one.device / steps:>9.2f}" if device else "")
+        most = sorted(one.operations.items(), key=lambda item: -item[1])[:3]
+        lines.append(line + "  " + ", ".join(f"{key} {ms / steps:.2f}" for key, ms in most))
+    lines.append(f"{'total':<16}{total / steps:>11.2f} ms a step on rank 0, in {steps} steps")
+    lines.append("at the right: the largest operations of a station")
+    return "\n".join(lines)
