@@ -21,7 +21,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,16 @@ def _reason() -> str | None:
 
 @contextmanager
 def same_on_all_ranks() -> Iterator[None]:
-    """Let all ranks use torch's form within the block if one of them has no other. Collective over all ranks."""
+    """Let all ranks use torch's form within the block if one of them has no other. Collective over all ranks.
+
+    Raises:
+        ConfigError: see `why_not`; on all ranks.
+    """
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, _reason())
     _objections[:] = [f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one is not None]
     try:
+        why_not()
         yield
     finally:
         _objections.clear()
@@ -89,7 +94,7 @@ def operation(name: str, tensor: Any) -> Callable[..., Any] | None:
     kernel = _KERNELS.get(name)
     if kernel is None or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
-    if torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return None
     return kernel if why_not() is None else None
 
@@ -161,7 +166,8 @@ def _load() -> ctypes.CDLL:
     key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
     kept = cache_folder() / f"cpu-{key}.so"
     if _is_ours(kept):
-        return ctypes.CDLL(str(kept))
+        with suppress(OSError):  # damaged: it is made again
+            return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="megatron_moe-") as folder:
         built = Path(folder) / "cpu.so"
         _compile(compiler, openmp, built)
