@@ -213,6 +213,18 @@ class PrecisionConfig:
         "over the whole model (decoder.layers.0, *.router), or one of embedding, output_layer, norms, router, experts, "
         "shared_experts, attention, softmax, first_layer, last_layer",
     )
+    fp8_format: str | None = free(
+        None,
+        "bf16: multiply routed experts in emulated FP8: e4m3, or hybrid with e5m2 for gradients; default: in bf16",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = free(
+        "blockwise",
+        "FP8: how numbers share scales; tiles of 1 x 128 and blocks of 128 x 128 are there, the others are refused "
+        "(Megatron-LM's default is delayed)",
+        choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
+    )
+    fp8_param_gather: bool = free(False, "FP8: store and gather weights in FP8; refused")
     fp32_residual_connection: bool = flag(False, "bf16, fp16: carry and add the residual stream in fp32")
     eval_in_fp32: bool = flag(False, "bf16, fp16: evaluate the model's weights, as they are, with fp32 compute")
     check_precision_interval: int = flag(

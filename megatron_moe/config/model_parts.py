@@ -20,6 +20,8 @@ Condition = Callable[[Run], bool]
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16", "int64": "int64"}
 NONE = "-"
 MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
+PRODUCTS, GRADIENTS_OF_PRODUCTS = "{products}", "{gradients_of_products}"
+"""The dtypes in which the routed experts multiply, and multiply the gradients of their outputs: OWN without FP8."""
 OWN = "{own}"
 """The dtype of a part's own weights: the model's, or fp32 where `--keep-fp32` names the part."""
 INPUT = "{input}"
@@ -209,11 +211,20 @@ TOP_K_ROUTER = ModelPart(
     emits=lambda run, kept: ROUTER,
 )
 
+
+def _in_fp8(run: Run) -> bool:
+    return run.precision.fp8_format is not None
+
+
 EXPERTS = ModelPart(
     {"weight1": _always, "weight2": _always},
     alias="experts",
     tensors=(
-        _weights("expert weights", reduced="fp32"),
+        _weights("expert weights", computed=PRODUCTS, reduced="fp32"),
+        TensorClass("expert rows in FP8", MODEL, PRODUCTS, note="tiles of 1 x 128 and 128 x 1, emulated", when=_in_fp8),
+        TensorClass(
+            "gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8
+        ),
         TensorClass("experts' activation", MODEL, "fp32", note="rounded once"),
         TensorClass("combine of the experts", MODEL, "fp32", "fp32", "fp32", note="rounded once"),
     ),

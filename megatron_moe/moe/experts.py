@@ -16,6 +16,7 @@ from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_torch
+from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.recompute import without_output
@@ -163,6 +164,7 @@ class GroupedExperts(LocalExperts):
         groups: the layer's process groups.
         kernel: the product of groups of rows with one matrix per group.
         offsets_on_host: whether the kernel reads the offsets on the host.
+        gate_up_kernel: the product with gate and up projection, [e, 2F/ETP, H], where it is another kernel.
 
     Raises:
         ValueError: the grouped product cannot take these widths in the dtype of the weights, when they are built or
@@ -176,9 +178,11 @@ class GroupedExperts(LocalExperts):
         groups: MoEGroups,
         kernel: GroupedLinear = grouped_linear_torch,
         offsets_on_host: bool = False,
+        gate_up_kernel: GroupedLinear | None = None,
     ) -> None:
         super().__init__(config, options, groups)
         self.grouped_linear = kernel
+        self.gate_up_linear = kernel if gate_up_kernel is None else gate_up_kernel
         self.offsets_on_host = offsets_on_host
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
@@ -193,7 +197,7 @@ class GroupedExperts(LocalExperts):
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
-        gate_up = self.grouped_linear(rows, self.weight1.flatten(1, 2), offsets)
+        gate_up = self.gate_up_linear(rows, self.weight1.flatten(1, 2), offsets)
 
         def down(hidden: Tensor) -> Tensor:
             return self.grouped_linear(hidden, self.weight2, offsets)
@@ -208,7 +212,8 @@ class GroupedExperts(LocalExperts):
     def _require_whole_rows(self) -> None:
         options, dtype = self.options, str(self.weight1.dtype).removeprefix("torch.")
         refusal = grouped_product_refusal(dtype, options.hidden_size, self.local_ffn_size)
-        if self.grouped_linear is grouped_linear_torch and refusal is not None:
+        by_torch = self.grouped_linear is grouped_linear_torch or isinstance(self.grouped_linear, Fp8Product)
+        if by_torch and refusal is not None:
             raise ValueError(
                 f"--moe-expert-backend grouped_mm, --hidden-size {options.hidden_size}, --moe-ffn-hidden-size "
                 f"{options.ffn_hidden_size}, --expert-tensor-parallel-size {self.groups.etp_size}: {refusal}"

@@ -54,6 +54,7 @@ class MoEOptions:
     per_token_loss: bool
     dispatcher: str
     backend: str
+    fp8_format: str | None
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
@@ -105,6 +106,7 @@ class MoEOptions:
             per_token_loss=run.optimizer.calculate_per_token_loss,
             dispatcher=moe.moe_token_dispatcher_type,
             backend=moe.moe_expert_backend,
+            fp8_format=run.precision.fp8_format,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
@@ -114,11 +116,12 @@ class MoEOptions:
     def from_engine_config(cls, config: Any) -> MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
-        It lacks what this project adds (probability normalisation, expert backend, centred bias, counts of the global
-        loss). For these an attribute with the schema's name is read if it is set, otherwise the schema's default
-        applies. Without the group score, groups are scored as megatron-core scores them, not by that default. The gate
-        is computed in fp32 unless the configuration asks for fp64; lower precision is not supported. Sinkhorn routing
-        has its own weights, see `_sinkhorn_weights`.
+        It lacks what this project adds (probability normalisation, expert backend, emulated FP8, centred bias, counts
+        of the global loss). For these an attribute with the schema's name is read if it is set, otherwise the schema's
+        default applies. The engine's `fp8` is for Transformer Engine's modules, and is not read. Without the group
+        score, groups are scored as megatron-core scores them, not by that default. The gate is computed in fp32 unless
+        the configuration asks for fp64; lower precision is not supported. Sinkhorn routing has its own weights, see
+        `_sinkhorn_weights`.
 
         Raises:
             ValueError: a score function that is not registered (megatron-core 0.19.2 has a third one), or
@@ -165,6 +168,7 @@ class MoEOptions:
             per_token_loss=config.calculate_per_token_loss,
             dispatcher=config.moe_token_dispatcher_type,
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
+            fp8_format=getattr(config, "fp8_format", None),
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,

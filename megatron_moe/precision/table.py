@@ -22,6 +22,9 @@ from megatron_moe.config.schema import Run
 
 _COLUMNS = ("name", "stored", "computed", "accumulated", "reduced", "saved", "note")
 
+# --fp8-format -> the dtypes of the experts' operands, and of the gradients of their products
+_FP8 = {"e4m3": ("e4m3", "e4m3"), "hybrid": ("e4m3", "e5m2")}
+
 _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note="of the weights as they are")
 
 _BACKWARD_AND_FILES = (
@@ -55,8 +58,10 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     for part in every_part():
         if part in present:
             own = "fp32" if part.alias in kept else words["model"]
+            products, gradients = _FP8.get(run.precision.fp8_format or "", (own, own))
+            its_words = {**words, "own": own, "products": products, "gradients_of_products": gradients}
             for row in (*part.tensors, *part.state.values()):
-                rows.setdefault(row.name, _resolved(row, {**words, "own": own}))
+                rows.setdefault(row.name, _resolved(row, its_words))
     whole_classes = {part.alias for part in every_part() if part.tensors}
     own_lines = [_kept_line(pattern) for pattern in kept if pattern not in whole_classes]
     others = [_resolved(row, words) for row in (_EVALUATION, *_BACKWARD_AND_FILES)]
@@ -81,6 +86,8 @@ def title(run: Run) -> str:
     flags += [f"--{n.replace('_', '-')}" for n in _SWITCHES if getattr(p, n)]
     if p.accumulate_allreduce_grads_in_fp32 is False:
         flags.append("--no-accumulate-allreduce-grads-in-fp32")
+    if p.fp8_format is not None:
+        flags.append(f"--fp8-format {p.fp8_format} --fp8-recipe {p.fp8_recipe}")
     if p.keep_fp32:
         flags.append(f"--keep-fp32 {' '.join(p.keep_fp32)}")
     if run.moe.num_experts is not None and run.moe.moe_router_dtype != "fp32":

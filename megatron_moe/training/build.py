@@ -283,6 +283,12 @@ def _precision_notes(run: Run) -> list[str]:
         notes.append(
             f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"
         )
+    if run.precision.fp8_format is not None:
+        notes.append(
+            f"--fp8-format {run.precision.fp8_format}, --fp8-recipe {run.precision.fp8_recipe}: FP8 is emulated. The "
+            "routed experts' products round their operands to FP8 and multiply them in fp32: this shows what FP8 does "
+            "to the loss, is slower than bf16, and was not verified on hardware. All else, shared experts too, is bf16"
+        )
     if kept := kept_in_fp32(run):
         more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
         notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")

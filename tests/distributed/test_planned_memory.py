@@ -54,6 +54,7 @@ LAYOUTS = {
     "CP2": (2, {"context_parallel_size": 2}),
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "EP2, all-gather": (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
+    "EP2, FP8 experts": (2, {"expert_model_parallel_size": 2, "fp8_format": "e4m3"}),
     "EP2, capacity": (2, {"expert_model_parallel_size": 2, "moe_expert_capacity_factor": 1.5}),
     "DP4, ZeRO 2": (4, {"data_parallel_sharding_strategy": "optim_grads"}),
     "DP4, ZeRO 3, one micro-batch": (4, {"use_torch_fsdp2": True, "micro_batch_size": 2}),

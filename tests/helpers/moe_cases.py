@@ -134,6 +134,7 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
     config.moe_router_group_score = routing.group_score
     config.moe_router_norm_topk_prob = routing.normalise
     config.moe_expert_backend = case["backend"]
+    config.fp8_format = case.get("fp8_format")
     config.moe_shared_expert_gate = case["shared"] and case["shared_gate"]
     return config
 

@@ -168,7 +168,7 @@ class Reshard(Conversion):
         if self.options.dtype is None:
             return self.config
         bf16, fp16 = self.options.dtype == torch.bfloat16, self.options.dtype == torch.float16
-        return {**self.config, "bf16": bf16, "fp16": fp16, "keep_fp32": None}
+        return {**self.config, "bf16": bf16, "fp16": fp16, "keep_fp32": None, "fp8_format": None}
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
         step = folder.step_folder(output, self.iteration)

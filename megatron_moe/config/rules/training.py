@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_moe.config import module_names
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
@@ -57,6 +58,59 @@ def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
     stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))
     if stray and not (run.precision.bf16 or run.precision.fp16):
         raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; add --bf16 or --fp16")
+
+
+_NOT_COMPUTED = {
+    "tensorwise": "one scale for a whole tensor needs a maximum over all ranks that share it",
+    "delayed": "scales from the maxima of earlier steps are state, which no checkpoint here has",
+    "mxfp8": "blocks of 32 with powers of two as scales are another format, of Blackwell",
+    "custom": "it names a recipe of Transformer Engine's, which does not multiply here",
+}
+
+
+def fp8_scales_are_per_block(run: Run, world_size: int) -> None:
+    """Refuse recipes of FP8 other than scales per tile and block, and weights that are stored in FP8."""
+    p = run.precision
+    if p.fp8_recipe in _NOT_COMPUTED:
+        raise refuse(run, ("fp8_recipe",), f"{_NOT_COMPUTED[p.fp8_recipe]}; use --fp8-recipe blockwise")
+    if p.fp8_param_gather:
+        raise refuse(
+            run,
+            ("fp8_param_gather",),
+            "weights are stored and gathered in the model's dtype, and rounded to FP8 for a product; drop the flag, or "
+            "use --zero-quantized-weights to gather fewer bytes",
+        )
+
+
+def fp8_is_for_bf16_experts(run: Run, world_size: int) -> None:
+    """Require what FP8 is computed for: the routed experts of a bf16 model, in the grouped product."""
+    if run.precision.fp8_format is None:
+        return
+    if run.moe.num_experts is None:
+        raise refuse(
+            run, ("fp8_format", "num_experts"), "the products of routed experts alone are in FP8; add --num-experts 8"
+        )
+    if not run.precision.bf16:
+        raise refuse(run, ("fp8_format", "bf16"), "the model around FP8 experts is bf16; add --bf16")
+    if run.moe.moe_expert_backend != "grouped_mm":
+        raise refuse(
+            run, ("fp8_format", "moe_expert_backend"), "this kernel has no FP8; use --moe-expert-backend grouped_mm"
+        )
+
+
+def fp8_and_fp32_exclude_each_other(run: Run, world_size: int) -> None:
+    """Refuse FP8 for experts that are to compute in fp32."""
+    if run.precision.fp8_format is None:
+        return
+    if run.precision.eval_in_fp32:
+        raise refuse(run, ("fp8_format", "eval_in_fp32"), "experts would still round to FP8; drop one of them")
+    kept = module_names.kept_in_fp32(run)
+    experts = [name for name, part in module_names.parts(run).items() if part.alias == "experts"]
+    both = [name for name in experts if name in kept or module_names.is_inside(name, kept)]
+    if both:
+        raise refuse(
+            run, ("fp8_format", "keep_fp32"), f"{both[0]} cannot be fp32 and FP8; keep other modules, or drop one flag"
+        )
 
 
 def audit_output_needs_audit(run: Run, world_size: int) -> None:

@@ -22,6 +22,7 @@ DECLARES = (*FLAGS, "config/fields.py", "config/cli.py", "config/presets", "conf
 # Fields that nothing reads by name, each with the reason.
 NOT_READ = {
     "list_advisories": "the entry script acts on it before a run is built",
+    "fp8_param_gather": "a rule refuses it, whatever else is set",
     "print_precision": "the entry script acts on it before a run is built",
     "use_checkpoint_args": "the command line is read again with the checkpoint's settings",
     "valid_data_path": "read by its name, with those of the other splits (data/sources.py)",

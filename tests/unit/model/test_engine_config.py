@@ -151,6 +151,7 @@ MOE = {
     "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
     "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
+    "fp8_format": ("hybrid", {**EXPERTS, "bf16": True}, {"fp8_format": "hybrid"}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
     "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),

@@ -52,6 +52,7 @@ def test_our_model_mixes_nothing_in_forward_backward_and_update(tmp_path, preset
         ["--moe-router-dtype", "fp64"],
         ["--moe-shared-expert-gate"],
         ["--fp32-residual-connection"],
+        ["--fp8-format", "hybrid"],
         ["--keep-fp32", "router", "first_layer"],
         ["--mtp-num-layers", "2", "--fp32-residual-connection"],
         ["--mtp-num-layers", "1", "--keep-fp32", "norms", "output_layer", "mtp.layers.0.eh_proj"],

@@ -20,6 +20,11 @@ def test_gradients_that_are_summed_in_half_precision_are_told_in_one_line():
     assert notes(accumulate_allreduce_grads_in_fp32=False) == [] == notes(bf16=True)
 
 
+def test_a_run_with_fp8_says_that_it_is_emulated():
+    (note,) = notes(bf16=True, fp8_format="e4m3")
+    assert all(words in note for words in ("--fp8-format e4m3", "emulated", "slower than bf16", "not verified"))
+
+
 def test_kept_modules_are_named_a_few_of_them():
     assert notes(bf16=True, keep_fp32=["softmax"]) == [
         "in fp32 by --keep-fp32: " + ", ".join(f"decoder.layers.{i}.self_attention.core_attention" for i in range(4))

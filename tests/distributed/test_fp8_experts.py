@@ -1,0 +1,135 @@
+"""Routed experts in emulated FP8, in a layer on several ranks and in a run: what they change, and what they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.moe_cases import build_layer, tokens_and_padding
+from tests.reference.reference_moe import Routing
+
+SEQUENCE, SEQUENCES = 8, 4
+CASE: dict[str, Any] = {
+    "seed": 3,
+    "num_experts": 4,
+    "routing": Routing(2, "sigmoid"),
+    "bias": False,
+    "shared": False,
+    "padding": False,
+    "dispatcher": "alltoall",
+    "backend": "grouped_mm",
+    "per_token": False,
+    "aux": None,
+    "z": None,
+}
+LAYOUTS = {
+    "one process": (1, {}, {}),
+    "EP2": (2, {"expert_model_parallel_size": 2}, {}),
+    "EP2, all-gather": (2, {"expert_model_parallel_size": 2}, {"dispatcher": "allgather"}),
+    "EP4": (4, {"expert_model_parallel_size": 4}, {}),
+}
+
+
+def layer_pass(case: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """One forward and backward over the same tokens on any layout: what this rank has of the results."""
+    layer, pg = build_layer(case, layout)
+    hidden, _ = tokens_and_padding(case, SEQUENCE, SEQUENCES)
+    mine = hidden.chunk(pg.dp.size(), dim=1)[pg.dp.rank()].clone().requires_grad_()
+    output, _ = layer(mine)
+    (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
+    return {
+        "output": output.detach().transpose(0, 1),
+        "gradient": mine.grad.transpose(0, 1),
+        "weight1": layer.experts.weight1.grad,
+        "weight2": layer.experts.weight2.grad,
+        "counts": layer.router.local_tokens_per_expert[None].clone(),
+    }
+
+
+@pytest.fixture(scope="module")
+def passed(gloo: Any) -> Any:
+    """The results of all ranks together, by layout and options, computed once each."""
+    known: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def of(layout: str, fp8_format: str | None) -> dict[str, torch.Tensor]:
+        if (layout, fp8_format) not in known:
+            ranks, flags, options = LAYOUTS[layout]
+            found = gloo.run(ranks, layer_pass, case={**CASE, **options, "fp8_format": fp8_format}, layout=flags)
+            known[layout, fp8_format] = {name: torch.cat([rank[name] for rank in found]) for name in found[0]}
+        return known[layout, fp8_format]
+
+    return of
+
+
+@pytest.mark.claim("FP8 experts spread over ranks multiply what one process does.")
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+def test_experts_on_several_ranks_round_the_same_tiles(passed: Any, layout: str, fp8_format: str) -> None:
+    """An expert has fewer than 128 rows here, one tile, whose maximum does not depend on their order.
+
+    A number that another order of addition moves over the middle between two FP8 numbers may be rounded the other way.
+    """
+    found, alone, plain = passed(layout, fp8_format), passed("one process", fp8_format), passed("one process", None)
+    assert torch.equal(found["counts"].sum(0), plain["counts"].sum(0))
+    for name in ("output", "gradient", "weight1", "weight2"):
+        size = plain[name].norm()
+        assert (found[name] - alone[name]).norm() < 5e-3 * size, name
+        assert 1e-2 * size < (alone[name] - plain[name]).norm() < 0.15 * size, name  # which FP8 does to them
+
+
+def steps(flags: dict[str, Any], count: int = 2) -> dict[str, Any]:
+    """Some steps of a tiny model: initial weights, dtypes, losses, and after the first step every router's state."""
+    from megatron_moe.moe.state import routers
+    from tests.helpers.stepped_trainer import Trainer, digest
+
+    trainer = Trainer({"bf16": True, **flags})
+    weights = {name: digest(value) for chunk in trainer.model for name, value in chunk.state_dict().items()}
+    results, states = [], []
+    for _ in range(count):
+        results.append(trainer.step())
+        states.append([(one.expert_bias.tolist(), one.expert_bias.dtype.itemsize) for one in routers(trainer.model)])
+    return {
+        "weights": weights,
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "committed": all(result.committed for result in results),
+        "bias": states[0],
+        "state": trainer.state(),
+    }
+
+
+@pytest.fixture(scope="module")
+def in_fp8(gloo: Any) -> dict[str, Any]:
+    return gloo.run(1, steps, flags={"fp8_format": "e4m3"})[0]
+
+
+@pytest.mark.claim("FP8 experts store what bf16 ones do, and leave routing to fp32.")
+def test_a_run_with_fp8_starts_from_the_same_weights_and_state_and_routes_the_same_tokens(
+    gloo: Any, in_fp8: dict[str, Any]
+) -> None:
+    """The first layer of experts gets the same input in the first step, and so its bias the same counts."""
+    (plain,) = gloo.run(1, steps, flags={})
+    assert in_fp8["weights"] == plain["weights"]  # and so a checkpoint of one is one of the other
+    assert in_fp8["bias"][0] == plain["bias"][0] and plain["bias"][0][1] == 4 and any(plain["bias"][0][0])
+    assert in_fp8["committed"] and in_fp8["losses"] != plain["losses"]
+    assert in_fp8["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+    assert in_fp8["norms"] == pytest.approx(plain["norms"], rel=5e-2)
+
+
+@pytest.mark.parametrize("modules", [("moe",), ("moe_act", "layernorm")])
+def test_recomputation_gives_the_same_bits(gloo: Any, in_fp8: dict[str, Any], modules: tuple[str, ...]) -> None:
+    flags = {"fp8_format": "e4m3", "recompute_granularity": "selective", "recompute_modules": modules}
+    (again,) = gloo.run(1, steps, flags=flags)
+    assert again == in_fp8
+
+
+def test_weights_spread_over_ranks_and_padded_experts_train_in_fp8_too(gloo: Any, in_fp8: dict[str, Any]) -> None:
+    """ZeRO-3 with experts on two ranks; capacity and padding; other tiles along tokens than one process has."""
+    flags = {"fp8_format": "e4m3", "expert_model_parallel_size": 2, "moe_expert_capacity_factor": 4.0}
+    flags |= {"moe_pad_expert_input_to_capacity": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    for rank in gloo.run(2, steps, flags=flags):
+        assert rank["committed"]
+        assert rank["losses"] == pytest.approx(in_fp8["losses"], rel=2e-3)
+        assert rank["norms"] == pytest.approx(in_fp8["norms"], rel=3e-2)
