@@ -37,6 +37,7 @@ def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         @functools.wraps(operation)
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
             tensor: Any = args[0]
+            kernel: Callable[..., Any] | None
             if takes_kernels(tensor):
                 kernel = _kernel(module, operation.__name__)
             else:
@@ -59,7 +60,7 @@ def takes_kernels(tensor: Tensor) -> bool:
     way = switches.kernels()
     if way == "torch" or tensor.dtype == torch.float64:
         return False
-    return way == "triton" or (tensor.device.type == "cuda" and why_no_triton() is None)
+    return way == "triton" or (tensor.device.type not in ("cpu", "meta") and why_no_triton() is None)
 
 
 @functools.cache
