@@ -116,6 +116,9 @@ class MoEConfig:
     )
     moe_shared_expert_intermediate_size: int | None = flag(None, "width of the shared expert; none: no shared expert")
     moe_shared_expert_gate: bool = flag(False, "gate the shared expert's output (Qwen2-MoE)")
+    moe_shared_expert_overlap: bool = free(
+        False, "CUDA: compute the shared expert on a stream of its own, next to dispatch, experts and combine"
+    )
     moe_router_bias_center: bool = free(False, "subtract the mean from the expert bias after every update")
     moe_global_aux_loss_counts: str = free(
         "batch",

@@ -21,7 +21,7 @@ from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.shared_experts import SharedExperts
+from megatron_moe.moe.shared_experts import SharedExperts, shared_schedule
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.isolation import is_autocast_on, without_autocast
 from megatron_moe.precision.gates import require_dtype
@@ -88,6 +88,7 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             linears = submodules or MoESubmodules()
             products = MLPSubmodules(linear_fc1=linears.linear_fc1, linear_fc2=linears.linear_fc2)
             self.shared_experts = SharedExperts(config, options, products, groups.tp)
+        self.schedule = shared_schedule(options)
         self.recompute = options.recompute
         self.recompute_shared_experts = options.recompute_shared_experts
         self.layer_number = layer_number
@@ -122,10 +123,12 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             return self._mixture(hidden.to(dtype), is_padding).to(hidden.dtype)
 
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Route, dispatch, compute the experts, and combine."""
+        """Route, dispatch, compute the experts, and combine; the shared expert computes when its schedule says."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
+        for_shared = self.schedule.fork(hidden)
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
+        shared = self.schedule.compute(self._shared, for_shared)
         expert_output = self.experts(expert_input)
         require_dtype(
             expert_output,
@@ -135,11 +138,10 @@ class MoELayer(CopiesShareGroups, MegatronModule):
             remedy="an expert backend returns the dtype of its rows; cast before it returns",
         )
         output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
-        if self.shared_experts is None:
-            return output
-        return output + self._shared(self.shared_experts, hidden)
+        return self.schedule.add(self._shared, output, shared)
 
-    def _shared(self, shared_experts: SharedExperts, hidden: Tensor) -> Tensor:
+    def _shared(self, hidden: Tensor) -> Tensor:
+        assert self.shared_experts is not None
         if self.recompute_shared_experts and self.training:
-            return tensor_parallel.checkpoint(shared_experts, False, hidden)
-        return shared_experts(hidden)
+            return tensor_parallel.checkpoint(self.shared_experts, False, hidden)
+        return self.shared_experts(hidden)

@@ -31,6 +31,7 @@ class MoEOptions:
     ffn_hidden_size: int
     shared_ffn_hidden_size: int | None
     shared_gate: bool
+    shared_overlap: bool
     score_function: str
     pre_softmax: bool
     norm_topk_prob: bool
@@ -83,6 +84,7 @@ class MoEOptions:
             ffn_hidden_size=run.derived.moe_ffn_hidden_size,
             shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size,
             shared_gate=moe.moe_shared_expert_gate,
+            shared_overlap=moe.moe_shared_expert_overlap,
             score_function=score_function,
             pre_softmax=pre_softmax,
             norm_topk_prob=norm_topk_prob,
@@ -145,6 +147,7 @@ class MoEOptions:
             ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
             shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
+            shared_overlap=config.moe_shared_expert_overlap,
             score_function=score_function,
             pre_softmax=pre_softmax,
             norm_topk_prob=norm_topk_prob,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_moe import platform
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.platform import streams
 from megatron_moe.platform.isolation import without_autocast
 from megatron_moe.precision.contract import mixes_dtypes
 
@@ -75,3 +78,51 @@ class SharedExperts(CopiesShareGroups, MLP):
             own = {"gate_weight": self.gate_weight}
             sharded.update(make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets))
         return sharded
+
+
+class SharedAfterRouted:
+    """The schedule of a shared expert that computes when the routed experts are done."""
+
+    def fork(self, hidden: Tensor) -> Tensor:
+        """Return hidden [S, B, H] as `compute` takes it; called before the tokens are dispatched."""
+        return hidden
+
+    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return what `add` takes; called when the dispatch is queued, before the experts compute."""
+        return hidden
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        """Return the combined output [S, B, H] with the shared expert's."""
+        return output + shared_experts(shared)
+
+
+class NoSharedExpert(SharedAfterRouted):
+    """The schedule of a layer without a shared expert."""
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        return output
+
+
+class SharedBesideRouted(SharedAfterRouted):
+    """The schedule of a shared expert on a stream of its own, next to the dispatch, the experts and the combine.
+
+    It waits for the layer's input alone. In CPU time it comes after the dispatch, so that the all-to-all, which needs
+    few multiprocessors, is queued before products that take all of them.
+    """
+
+    def fork(self, hidden: Tensor) -> Tensor:
+        return streams.fork(hidden)
+
+    def compute(self, shared_experts: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        with streams.on_side():
+            return shared_experts(hidden)
+
+    def add(self, shared_experts: Callable[[Tensor], Tensor], output: Tensor, shared: Tensor) -> Tensor:
+        return output + streams.join(shared)
+
+
+def shared_schedule(options: MoEOptions) -> SharedAfterRouted:
+    """Return when the shared expert of a layer with these options computes; without CUDA there are no streams."""
+    if not options.shared_ffn_hidden_size:
+        return NoSharedExpert()
+    return SharedBesideRouted() if options.shared_overlap and platform.has_streams() else SharedAfterRouted()

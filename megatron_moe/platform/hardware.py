@@ -66,6 +66,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available() if imagined is None else imagined.kind == "cuda"
 
 
+def has_streams() -> bool:
+    """Return whether work can be queued on CUDA streams: there is a device, and it is not imagined."""
+    return _imagined.get() is None and torch.cuda.is_available()
+
+
 def on_cpu(tensor: torch.Tensor) -> bool:
     """Return whether a CPU works on this tensor.
 

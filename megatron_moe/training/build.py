@@ -233,7 +233,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *built.origin_notes,
         *_precision_notes(run),
         *_sharding_notes(run, ranks.facts.world_size),
-        *_balancing_notes(trainer),
+        *_expert_notes(trainer),
         *_kernel_notes(),
         *known,
     ):
@@ -314,8 +314,8 @@ def _sharding_notes(run: Run, world_size: int) -> list[str]:
     return notes
 
 
-def _balancing_notes(trainer: Trainer) -> list[str]:
-    """Say what the balancing of the experts costs or leaves out, a line each."""
+def _expert_notes(trainer: Trainer) -> list[str]:
+    """Say what settings of the experts cost or leave out, a line each."""
     moe = trainer.run.moe
     notes: list[str] = []
     if moe.num_experts is None:
@@ -325,6 +325,8 @@ def _balancing_notes(trainer: Trainer) -> list[str]:
             "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
             "something, losses are not, and no model is trained"
         )
+    if moe.moe_shared_expert_overlap and not platform.has_cuda():
+        notes.append("--moe-shared-expert-overlap has no effect here: without a CUDA device there are no streams")
     if "global_aux_loss" in moe.moe_router_load_balancing_type and trainer.schedule.final_micro_batches > 1:
         notes.append(
             "global_aux_loss counts the whole global batch before each step, which costs one more forward pass: a "

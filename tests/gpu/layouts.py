@@ -67,6 +67,7 @@ def on_device(stage: Stage) -> None:
     _equal_logits(stage)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         _layer(stage, dtype, bound)
+    _shared_overlap(stage)
     with stage.attempt("tiny model in fp32 against the CPU"):
         oracle, request = _oracle(stage, _request("demo", 2), 1e-5)
         got = assemble([measure(request)])
@@ -113,6 +114,36 @@ def _layer(stage: Stage, dtype: Any, bound: float) -> None:
         finally:
             groups.destroy()
         stage.within(name, errors[worst(errors)], bound, worst(errors), **errors)
+
+
+def _shared_overlap(stage: Stage) -> None:
+    """Check that a layer has the same bits whether or not its shared expert computes on a stream of its own."""
+    import torch
+
+    from megatron_moe import platform
+    from megatron_moe.moe.shared_experts import SharedAfterRouted, SharedBesideRouted
+    from megatron_moe.parallel import groups
+    from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+
+    name = "the shared expert on a stream of its own, bits of output and gradients"
+    with stage.attempt(name):
+        case = {**random_case(5), "shared": True, "shared_gate": True, "padding": False}
+        try:
+            layer = build_layer(case, {})[0].to(stage.device)
+            hidden, _ = tokens_and_padding(case, 16 if stage.dry else 2048, 4)
+            found = []
+            beside = SharedBesideRouted if platform.has_streams() else SharedAfterRouted
+            for schedule in (SharedAfterRouted, *[beside] * 10):
+                layer.schedule = schedule()
+                layer.zero_grad(set_to_none=True)
+                given = hidden.to(stage.device).requires_grad_()
+                output, _ = layer(given)
+                (output * torch.linspace(0.5, 1.5, output.shape[-1], device=output.device)).sum().backward()
+                found.append([output.detach(), given.grad, *(weight.grad for weight in layer.parameters())])
+        finally:
+            groups.destroy()
+        same = all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one))
+        stage.holds(name, same, "ten passes against one without")
 
 
 def _equal_logits(stage: Stage) -> None:

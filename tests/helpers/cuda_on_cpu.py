@@ -82,6 +82,7 @@ def install() -> None:
     _replace_functions(torch.cuda)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.record_stream = lambda self, _stream: None
     torch.Tensor.type = _type_of(torch.Tensor.type)
     torch.compile = _uncompiled  # for a device that is not there
     torch.get_device_module = lambda _device=None: torch.cuda

@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     moe.forced_balance_is_the_only_choice,
     moe.forced_balance_is_even,
     moe.shared_gate_needs_shared_expert,
+    moe.shared_overlap_needs_shared_expert,
     moe.experts_are_gated_and_unbiased,
     # the layout
     parallel.tensor_parallel_divides_heads,

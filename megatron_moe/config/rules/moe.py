@@ -252,6 +252,32 @@ def shared_gate_needs_shared_expert(run: Run, world_size: int) -> None:
         )
 
 
+def shared_overlap_needs_shared_expert(run: Run, world_size: int) -> None:
+    """Refuse to overlap a shared expert that is not there, and one that another setting takes off its stream."""
+    if not run.moe.moe_shared_expert_overlap:
+        return
+    if run.moe.moe_shared_expert_intermediate_size is None:
+        raise refuse(
+            run,
+            ("moe_shared_expert_overlap", "moe_shared_expert_intermediate_size"),
+            "there is no shared expert to overlap; add --moe-shared-expert-intermediate-size or drop the flag",
+        )
+    if "shared_experts" in run.derived.recomputed_modules:
+        raise refuse(
+            run,
+            ("moe_shared_expert_overlap", "recompute_modules"),
+            "the shared expert alone is not recomputed on a stream of its own, in Megatron-LM neither; recompute moe,"
+            " or drop one of the two",
+        )
+    if run.derived.zero_stage >= 2:
+        raise refuse(
+            run,
+            ("moe_shared_expert_overlap", *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            "weights and gradients that are gathered and freed on streams of their own were not made to wait for the"
+            " shared expert's; use --data-parallel-sharding-strategy optim, or drop the flag",
+        )
+
+
 def experts_are_gated_and_unbiased(run: Run, world_size: int) -> None:
     """Require SwiGLU without biases, since the grouped experts have gate, up and down matrices alone."""
     if run.moe.num_experts is None:

@@ -64,6 +64,7 @@ MORE = {
     "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
     "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
     "moe_input_jitter_eps": (5, "it draws random numbers: a run says so, also where a resume draws others"),
+    "moe_shared_expert_overlap": (4, "the start of a run says that it has no effect on a CPU"),
     "moe_router_force_load_balancing": (4, "the start of a run warns of it"),
 }
 

@@ -147,6 +147,7 @@ MOE = {
         {**EXPERTS, "moe_expert_capacity_factor": 1.5},
         {"pad_to_capacity": True},
     ),
+    "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
     "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
     "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),

@@ -1,0 +1,63 @@
+"""A CUDA stream next to the current one: for work that needs few results of others, and hides behind their messages.
+
+A tensor that one stream wrote and another reads needs two things, in forward and again, the other way round, in
+backward: the reader waits for the writer, and the allocator has to know of the reader, since it would otherwise hand
+the memory out again while the reader is still at work. `fork` and `join` do both, on the way to the side stream and
+back.
+Autograd runs the backward of an operation on the stream of its forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def _side(device: int) -> torch.cuda.Stream:
+    """Return the side stream of a device, the same one for all layers: they do not run at the same time."""
+    return torch.cuda.Stream(device)
+
+
+def side() -> torch.cuda.Stream:
+    """Return the side stream of the current device."""
+    return _side(torch.cuda.current_device())
+
+
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, origin: torch.cuda.Stream, target: torch.cuda.Stream) -> Tensor:
+        ctx.streams = origin, target
+        target.wait_stream(origin)
+        tensor.record_stream(target)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        origin, target = ctx.streams
+        origin.wait_stream(target)
+        grad.record_stream(origin)
+        return grad, None, None
+
+
+def fork(tensor: Tensor) -> Tensor:
+    """Return a tensor of the current stream for the side stream, which waits for what is queued on this one so far.
+
+    What is queued on the current stream after this call runs next to the side stream's work. Backward: the current
+    stream waits for the gradient.
+    """
+    return _Crossing.apply(tensor, torch.cuda.current_stream(), side())
+
+
+def join(tensor: Tensor) -> Tensor:
+    """Return a tensor of the side stream for the current one, which waits for it. Backward: the other way round."""
+    return _Crossing.apply(tensor, side(), torch.cuda.current_stream())
+
+
+def on_side() -> AbstractContextManager[Any]:
+    """Return a context in which work is queued on the side stream."""
+    return torch.cuda.stream(side())

@@ -1,0 +1,190 @@
+"""The shared expert on a stream of its own: the order of waits, on streams that only take notes, and the same bits.
+
+The streams have CUDA's methods and queue nothing. No test here can see that kernels overlap on a card, or that memory
+is not reused early there; `make gpu` compares the bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_moe import platform
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.moe.shared_experts import NoSharedExpert, SharedAfterRouted, SharedBesideRouted, shared_schedule
+from megatron_moe.platform import streams
+from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+
+
+class NotedStream:
+    """A stream that notes who waits for whom."""
+
+    def __init__(self, notes: list[str], name: str) -> None:
+        self.notes, self.name = notes, name
+
+    def wait_stream(self, stream: Any) -> None:
+        self.notes.append(f"{self.name} waits for {stream.name}")
+
+
+class Noted(torch.autograd.Function):
+    """The identity, which notes when and on which stream it is reached; its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, notes: list[str], name: str) -> torch.Tensor:
+        ctx.notes, ctx.name = notes, name
+        notes.append(f"{name} on {torch.cuda.current_stream().name}")  # type: ignore[attr-defined]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.notes.append(f"{ctx.name}, backward")
+        return grad, None, None
+
+
+@contextlib.contextmanager
+def noted_streams(notes: list[str], named: dict[int, str]) -> Iterator[None]:
+    """Within the block torch.cuda has two streams. named: tensors' names by the addresses of their memory."""
+    current = [NotedStream(notes, "main")]
+
+    @contextlib.contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        notes.append(f"{named.get(tensor.data_ptr(), 'a gradient')} is kept for {stream.name}")
+
+    replaced = {
+        "Stream": lambda device=None, priority=0, **kwargs: NotedStream(notes, "side"),
+        "current_stream": lambda device=None: current[-1],
+        "current_device": lambda: 0,
+        "stream": stream,
+    }
+    streams._side.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for name, function in replaced.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
+        yield
+    streams._side.cache_clear()
+
+
+def passes(case: dict[str, Any]) -> dict[str, Any]:
+    """A layer's output and gradients without and with the overlap, and the notes of forward and backward."""
+    case = {**case, "shared": True, "dispatcher": "alltoall"}
+    hidden, padding = tokens_and_padding(case, 6, 2)
+    found: dict[str, Any] = {}
+    layer, _ = build_layer(case, dict(expert_model_parallel_size=2))
+    for name in ("without", "with"):
+        notes: list[str] = []
+        given = hidden.clone().requires_grad_()
+        named = {given.data_ptr(): "hidden"}
+        layer.zero_grad(set_to_none=True)
+        layer.schedule = SharedBesideRouted() if name == "with" else SharedAfterRouted()
+        watched = noted_layer(layer, notes, named) if name == "with" else contextlib.nullcontext()
+        with noted_streams(notes, named), watched:
+            output, _ = layer(given, padding_mask=padding)
+            forward = list(notes)
+            named.clear()  # memory that is free by now has other tensors
+            (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
+        grads = [given.grad, *(weight.grad for weight in layer.parameters())]
+        found[name] = [output.detach(), *grads]
+        found["forward"], found["backward"] = forward, notes[len(forward) :]
+    return found
+
+
+@contextlib.contextmanager
+def noted_layer(layer: Any, notes: list[str], named: dict[int, str]) -> Iterator[None]:
+    """The layer notes when it dispatches, combines, and computes the two kinds of experts."""
+    dispatch, combine = layer.dispatcher.dispatch, layer.dispatcher.combine
+    experts, shared = layer.experts.forward, layer.shared_experts.forward
+
+    def noted_shared(hidden: torch.Tensor) -> torch.Tensor:
+        output = Noted.apply(shared(hidden), notes, "the shared expert")
+        named[output.data_ptr()] = "its output"
+        return output
+
+    with (
+        mock.patch.object(
+            layer.dispatcher, "dispatch", lambda x, decision: dispatch(Noted.apply(x, notes, "dispatch"), decision)
+        ),
+        mock.patch.object(layer.experts, "forward", lambda given: Noted.apply(experts(given), notes, "the experts")),
+        mock.patch.object(layer.dispatcher, "combine", lambda x, plan: Noted.apply(combine(x, plan), notes, "combine")),
+        mock.patch.object(layer.shared_experts, "forward", noted_shared),
+    ):
+        yield
+
+
+FORWARD = [
+    "side waits for main",
+    "hidden is kept for side",
+    "dispatch on main",
+    "the shared expert on side",
+    "the experts on main",
+    "combine on main",
+    "main waits for side",
+    "its output is kept for main",
+]
+BACKWARD = [
+    "side waits for main",
+    "a gradient is kept for side",
+    "combine, backward",
+    "the experts, backward",
+    "the shared expert, backward",
+    "dispatch, backward",
+    "main waits for side",
+    "a gradient is kept for main",
+]
+
+
+@pytest.mark.claim("--moe-shared-expert-overlap changes no bit, and streams wait for each other forward and backward.")
+@pytest.mark.parametrize("gate", [False, True])
+def test_streams_wait_for_each_other_in_both_passes_and_no_bit_changes(gloo: Any, gate: bool) -> None:
+    case = {**random_case(5), "shared_gate": gate}
+    for found in gloo.run(2, passes, case=case):
+        assert found["forward"] == FORWARD
+        assert found["backward"] == BACKWARD
+        assert len(found["with"]) == len(found["without"]) >= 6
+        assert all(torch.equal(a, b) for a, b in zip(found["with"], found["without"]))
+
+
+def test_the_noted_streams_have_cudas_signatures() -> None:
+    assert str(inspect.signature(NotedStream.wait_stream)).startswith("(self, stream")
+    assert list(inspect.signature(torch.cuda.Stream.wait_stream).parameters) == ["self", "stream"]
+    assert list(inspect.signature(torch.cuda.stream).parameters) == ["stream"]
+    assert list(inspect.signature(torch.cuda.current_stream).parameters) == ["device"]
+
+
+@pytest.mark.parametrize(
+    ("width", "asked", "streams_here", "chosen"),
+    [
+        (8, False, True, SharedAfterRouted),
+        (8, True, False, SharedAfterRouted),
+        (8, True, True, SharedBesideRouted),
+        (None, False, True, NoSharedExpert),
+    ],
+)
+def test_the_schedule_is_chosen_when_the_layer_is_built(
+    width: Any, asked: bool, streams_here: bool, chosen: type
+) -> None:
+    options: Any = types.SimpleNamespace(shared_ffn_hidden_size=width, shared_overlap=asked)
+    with mock.patch.object(platform, "has_streams", lambda: streams_here):
+        assert type(shared_schedule(options)) is chosen
+
+
+def test_a_run_without_streams_says_that_it_does_not_overlap() -> None:
+    from megatron_moe.training.build import _expert_notes
+
+    run = replace(Run(), num_experts=4, moe_shared_expert_intermediate_size=8, moe_shared_expert_overlap=True)
+    (note,) = _expert_notes(types.SimpleNamespace(run=run))  # type: ignore[arg-type]
+    assert note.startswith("--moe-shared-expert-overlap has no effect")
+    with mock.patch.object(platform, "has_cuda", lambda: True):
+        assert _expert_notes(types.SimpleNamespace(run=run)) == []  # type: ignore[arg-type]
