@@ -109,6 +109,10 @@ class MoEConfig:
     moe_aux_loss_coeff: tuple[float, ...] = free((0.0,), "coefficient of each auxiliary loss")
     moe_z_loss_coeff: float | None = free(None, "coefficient of the router z-loss")
     moe_token_dispatcher_type: str = free("alltoall", "how tokens reach their experts", choices=DISPATCHERS)
+    moe_flex_dispatcher_backend: str = free(
+        "deepep", "library of the flex dispatcher (Megatron-LM has others)", choices=("deepep",)
+    )
+    moe_enable_deepep: bool = free(False, "Megatron-LM's older spelling of --moe-flex-dispatcher-backend deepep")
     moe_expert_backend: str = free(
         "grouped_mm",
         "kernel of the experts: torch's grouped_mm, Transformer Engine's, or a plain loop",

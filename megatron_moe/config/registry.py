@@ -71,6 +71,6 @@ EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "
 """The backends of a rank's experts: a function (config, options, groups) -> `moe.experts.LocalExperts`, where
 `config` is the engine's TransformerConfig, `options` a `MoEOptions` and `groups` the layer's `MoEGroups`."""
 
-DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather")
+DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather", "flex")
 """The dispatchers to experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`.
 Without expert parallelism none of these is used."""

@@ -13,9 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.config.registry import EXPERT_BACKENDS
+from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
+from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 from megatron_moe.moe.groups import MoEGroups, moe_groups
@@ -42,6 +43,7 @@ def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExp
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
+DISPATCHERS.register("flex", flex_dispatcher)
 
 
 @dataclass(frozen=True)

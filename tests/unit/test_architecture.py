@@ -50,6 +50,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.spec_utils": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_layer": {"model/spec.py", "model/mtp.py"},
     "transformer.transformer_config": {"model/engine_config.py"},
+    "transformer.moe.fused_a2a": {"moe/flex.py"},
     "transformer.moe": {"moe/load_balance.py", "platform/isolation.py"},
     # the engine's own configurations, all made in one place
     "distributed.DistributedDataParallelConfig": {"model/engine_config.py"},

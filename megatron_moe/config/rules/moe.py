@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 from megatron_moe.config import derived
@@ -275,6 +276,37 @@ def shared_overlap_needs_shared_expert(run: Run, world_size: int) -> None:
             ("moe_shared_expert_overlap", *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
             "weights and gradients that are gathered and freed on streams of their own were not made to wait for the"
             " shared expert's; use --data-parallel-sharding-strategy optim, or drop the flag",
+        )
+
+
+def flex_dispatcher_can_work(run: Run, world_size: int) -> None:
+    """Require for the flex dispatcher what DeepEP works with, and DeepEP; refuse its switch without the dispatcher."""
+    kind, switch = "moe_token_dispatcher_type", "moe_enable_deepep"
+    if run.moe.moe_token_dispatcher_type != "flex":
+        if run.moe.moe_enable_deepep:
+            raise refuse(run, (switch, kind), "DeepEP is the flex dispatcher's; add --moe-token-dispatcher-type flex")
+        return
+    if run.parallel.expert_model_parallel_size == 1:
+        raise refuse(
+            run,
+            (kind, "expert_model_parallel_size"),
+            "there is no other rank to send tokens to; use --expert-model-parallel-size 2 or more, or alltoall",
+        )
+    if run.derived.expert_tensor_parallel_size > 1:
+        raise refuse(
+            run,
+            (kind, "tensor_model_parallel_size", "expert_tensor_parallel_size"),
+            "DeepEP sends a token to a rank once, and not to several that share an expert; use"
+            " --expert-tensor-parallel-size 1, or --moe-token-dispatcher-type alltoall",
+        )
+    if not run.precision.bf16:
+        raise refuse(run, (kind, "bf16"), "DeepEP sends bf16; add --bf16, or use --moe-token-dispatcher-type alltoall")
+    if importlib.util.find_spec("deep_ep") is None:
+        raise refuse(
+            run,
+            (kind, "moe_flex_dispatcher_backend"),
+            "the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); install it, or use"
+            " --moe-token-dispatcher-type alltoall",
         )
 
 

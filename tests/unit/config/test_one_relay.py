@@ -21,6 +21,8 @@ DECLARES = (*FLAGS, "config/fields.py", "config/cli.py", "config/presets", "conf
 
 # Fields that nothing reads by name, each with the reason.
 NOT_READ = {
+    "moe_enable_deepep": "Megatron-LM's switch for what the flex dispatcher does: the rules check that it is chosen",
+    "moe_flex_dispatcher_backend": "it has one value, the library that the flex dispatcher uses",
     "list_advisories": "the entry script acts on it before a run is built",
     "fp8_param_gather": "a rule refuses it, whatever else is set",
     "print_precision": "the entry script acts on it before a run is built",
@@ -64,6 +66,7 @@ MORE = {
     "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
     "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
     "moe_input_jitter_eps": (5, "it draws random numbers: a run says so, also where a resume draws others"),
+    "moe_token_dispatcher_type": (4, "config/registry.py names it in its messages"),
     "moe_shared_expert_overlap": (4, "the start of a run says that it has no effect on a CPU"),
     "moe_router_force_load_balancing": (4, "the start of a run warns of it"),
 }

@@ -147,6 +147,8 @@ MOE = {
         {**EXPERTS, "moe_expert_capacity_factor": 1.5},
         {"pad_to_capacity": True},
     ),
+    "moe_enable_deepep": (True, {**EXPERTS, "moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
+    "moe_flex_dispatcher_backend": ("deepep", {**EXPERTS, "moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
     "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
     "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
@@ -297,7 +299,7 @@ def test_sequence_parallelism_needs_tensor_parallelism():
     assert transformer_config(replace(Run(), sequence_parallel=True)).sequence_parallel is False
 
 
-SINGLE = ("normalization", "optimizer", "cp_comm_type")
+SINGLE = ("normalization", "optimizer", "cp_comm_type", "moe_flex_dispatcher_backend")
 
 
 def test_defaults_differ_from_the_tested_values():

@@ -138,8 +138,8 @@ def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
 
 
 def test_dispatchers_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="--moe-token-dispatcher-type flex"):
-        build_dispatcher("flex", 4, moe_groups())
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type pigeon"):
+        build_dispatcher("pigeon", 4, moe_groups())
 
 
 # ---- widths that the grouped product cannot take
