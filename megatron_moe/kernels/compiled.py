@@ -210,7 +210,9 @@ def _openmp_of_torch() -> Path:
     with open("/proc/self/maps") as file:
         paths = {Path(line.split()[-1]) for line in file if "libgomp" in line}
     if len(paths) != 1:
-        raise _Unavailable(f"torch's OpenMP library is not to be told: {len(paths)} are loaded that gcc's code can use")
+        raise _Unavailable(
+            f"no OpenMP library of torch's that gcc's code can use: {len(paths)} of the name libgomp are loaded"
+        )
     return paths.pop()
 
 
