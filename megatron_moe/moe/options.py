@@ -119,11 +119,10 @@ class MoEOptions:
         """Read the options from megatron-core's TransformerConfig.
 
         It lacks what this project adds (probability normalisation, expert backend, emulated FP8, centred bias, counts
-        of the global loss). For these an attribute with the schema's name is read if it is set, otherwise the schema's
-        default applies. The engine's `fp8` is for Transformer Engine's modules, and is not read. Without the group
-        score, groups are scored as megatron-core scores them, not by that default. The gate is computed in fp32 unless
-        the configuration asks for fp64; lower precision is not supported. Sinkhorn routing has its own weights, see
-        `_sinkhorn_weights`.
+        of the global loss): an attribute with the schema's name is read if it is set, else the schema's default
+        applies. The engine's `fp8` is Transformer Engine's, and is not read. Without the group score, groups are scored
+        as megatron-core scores them. The gate is computed in fp32 unless the configuration asks for fp64; lower
+        precision is not supported. Sinkhorn routing has its own weights, see `_sinkhorn_weights`.
 
         Raises:
             ValueError: a score function that is not registered (megatron-core 0.19.2 has a third one), or
