@@ -99,6 +99,12 @@ def operation(name: str, tensor: Any) -> Callable[..., Any] | None:
     return kernel if why_not() is None else None
 
 
+def call(name: str, tensor: Tensor, *args: Any) -> Any:
+    """Return what the kernel of an operation computes from its arguments; NotImplemented where torch's form has to."""
+    kernel = operation(name, tensor)
+    return NotImplemented if kernel is None else kernel(tensor, *args)
+
+
 def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Any:
     if not _covers(gate_up, probs):
         return NotImplemented
@@ -120,8 +126,32 @@ def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> An
     return grad_gate_up, grad_probs
 
 
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    if x.dtype not in _NAMES or not x.dtype == weight.dtype == dtype or not x.is_contiguous():
+        return NotImplemented
+    threads = _threads(rows * width)
+    y, inverse_rms = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    operands = (x, weight, y, inverse_rms, inverse_rms.new_empty((threads, width)))
+    _call("rms_norm_forward", operands, rows, width, threads, ctypes.c_float(eps))
+    return y, inverse_rms
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> Any:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    if x.dtype not in _NAMES or not x.dtype == weight.dtype == grad.dtype or not x.is_contiguous():
+        return NotImplemented
+    threads = _threads(rows * width)
+    grad_x, grad_weights = torch.empty_like(x), inverse_rms.new_empty((rows, width))
+    products = inverse_rms.new_empty((threads, width))
+    operands = (grad.contiguous(), x, weight, inverse_rms, grad_x, grad_weights, products)
+    _call("rms_norm_backward", operands, rows, width, threads)
+    return grad_x, grad_weights.sum(0).to(weight.dtype)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (weighted_swiglu_forward, weighted_swiglu_backward)
+    one.__name__: one
+    for one in (weighted_swiglu_forward, weighted_swiglu_backward, rms_norm_forward, rms_norm_backward)
 }
 
 
@@ -135,10 +165,10 @@ def _threads(numbers: int) -> int:
     return max(1, min(torch.get_num_threads(), numbers // _NUMBERS_PER_THREAD))
 
 
-def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int) -> None:
+def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int, *more: Any) -> None:
     function = getattr(_loaded()[0], f"{name}_{_NAMES[operands[0].dtype]}")
     pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
-    function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads))
+    function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads), *more)
 
 
 # Compiling and loading.

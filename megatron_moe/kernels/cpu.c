@@ -1,7 +1,7 @@
-/* The weighted SwiGLU on a CPU: one pass over the rows forward, one backward.
+/* The weighted SwiGLU and RMSNorm on a CPU: one pass over the rows forward, one backward.
 
-   Each function computes what `moe/experts.py` writes in torch's operations, in fp32 and in their order, and rounds
-   once, to nearest even: its results are theirs to the bit. So the exponential is the one torch uses (Sleef's expf with
+   Each function computes what `moe/experts.py` and `model/norm.py` write in torch's operations, in fp32 and in their
+   order, and rounds once, to nearest even: its results are theirs to the bit. So the exponential is the one torch uses (Sleef's expf with
    an error of at most 1.0 ulp), and sums are added in torch's order. It is compiled without -ffast-math and without
    contraction: the fused multiplications are those that are written here.
 
@@ -167,5 +167,58 @@ static float sum_of(const float *row, i64 width) {
                           products + thread * width, first, last, width))                           \
   }
 
+/* x, y, grad, grad_x [rows, width]; weight [width]; inverse_rms [rows]; grad_weights [rows, width], of which the sum
+   over the rows is the weight's gradient; products as above. */
+
+#define NORMS(name, type, load, store)                                                              \
+  static void norm_##name(const type *restrict x, const type *restrict weight, type *restrict y,    \
+                          float *restrict inverse_rms, float *restrict products, i64 first,         \
+                          i64 last, i64 width, float eps) {                                         \
+    for (i64 row = first; row < last; row++) {                                                      \
+      const type *in = x + row * width;                                                             \
+      type *out = y + row * width;                                                                  \
+      for (i64 c = 0; c < width; c++) products[c] = load(in + c) * load(in + c);                    \
+      const float inverse = 1.0f / __builtin_sqrtf(sum_of(products, width) / (float)width + eps);   \
+      for (i64 c = 0; c < width; c++) store(out + c, load(in + c) * inverse * load(weight + c));    \
+      inverse_rms[row] = inverse;                                                                   \
+    }                                                                                               \
+  }                                                                                                 \
+                                                                                                    \
+  static void norm_backward_##name(const type *restrict grad, const type *restrict x,               \
+                                   const type *restrict weight, const float *restrict inverse_rms,  \
+                                   type *restrict grad_x, float *restrict grad_weights,             \
+                                   float *restrict products, i64 first, i64 last, i64 width) {      \
+    for (i64 row = first; row < last; row++) {                                                      \
+      const type *in = x + row * width, *slopes = grad + row * width;                               \
+      const float inverse = inverse_rms[row];                                                       \
+      for (i64 c = 0; c < width; c++) {                                                             \
+        const float normed = load(in + c) * inverse, slope = load(slopes + c);                      \
+        grad_weights[row * width + c] = slope * normed;                                             \
+        products[c] = slope * load(weight + c) * normed;                                            \
+      }                                                                                             \
+      const float along = sum_of(products, width) / (float)width;                                   \
+      for (i64 c = 0; c < width; c++) {                                                             \
+        const float normed = load(in + c) * inverse, inner = load(slopes + c) * load(weight + c);   \
+        store(grad_x + row * width + c, (inner - normed * along) * inverse);                        \
+      }                                                                                             \
+    }                                                                                               \
+  }                                                                                                 \
+                                                                                                    \
+  void rms_norm_forward_##name(const type *x, const type *weight, type *y, float *inverse_rms,      \
+                               float *products, i64 rows, i64 width, int threads, float eps) {      \
+    SPLIT(rows, threads,                                                                            \
+          norm_##name(x, weight, y, inverse_rms, products + thread * width, first, last, width, eps)) \
+  }                                                                                                 \
+                                                                                                    \
+  void rms_norm_backward_##name(const type *grad, const type *x, const type *weight,                \
+                                const float *inverse_rms, type *grad_x, float *grad_weights,        \
+                                float *products, i64 rows, i64 width, int threads) {                \
+    SPLIT(rows, threads,                                                                            \
+          norm_backward_##name(grad, x, weight, inverse_rms, grad_x, grad_weights,                  \
+                               products + thread * width, first, last, width))                      \
+  }
+
+NORMS(fp32, float, load_float, store_float)
+NORMS(bf16, u16, load_bf16, store_bf16)
 OPERATIONS(fp32, float, load_float, store_float)
 OPERATIONS(bf16, u16, load_bf16, store_bf16)

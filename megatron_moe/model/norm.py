@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.kernels import compiled
 from megatron_moe.precision.contract import mixes_dtypes
 
 
@@ -63,6 +64,11 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        found = compiled.call("rms_norm_forward", x, weight, eps, dtype)
+        if found is not NotImplemented:
+            y, inverse_rms = found
+            ctx.save_for_backward(x, weight, inverse_rms)
+            return y
         wide = x.float()
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -72,6 +78,9 @@ class _RMSNormFunction(torch.autograd.Function):
     @mixes_dtypes("the weight, in the model's dtype, is multiplied in fp32 without a copy of it")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
+        found = compiled.call("rms_norm_backward", grad, x, weight, inverse_rms)
+        if found is not NotImplemented:
+            return *found, None, None
         normed = x.float() * inverse_rms
         wide = grad.float()
         weight_grad = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)

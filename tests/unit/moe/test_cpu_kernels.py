@@ -12,6 +12,7 @@ from benchmarks.launches import Launches
 from megatron_moe.config import cli
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels import compiled
+from megatron_moe.model.norm import _RMSNormFunction
 from megatron_moe.moe.experts import weighted_swiglu_backward, weighted_swiglu_forward
 from megatron_moe.platform import switches
 from megatron_moe.report import Sink
@@ -64,6 +65,25 @@ def draw(rows, width, dtype, spread=3.0):
 def test_a_kernel_computes_the_bits_of_torchs_form(rows, width, dtype, threads):
     ours, theirs = both_forms(*draw(rows, width, dtype))
     for mine, other in zip(ours, theirs):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+@needs_c
+@pytest.mark.claim("The kernels in C compute the bits of torch's form.")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 32), (64, 3, 100), (32, 16, 256), (5, 1, 7168)])
+def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypatch):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator).to(dtype)
+    weight, grad = torch.rand(shape[-1], generator=generator).to(dtype), torch.randn(shape, generator=generator)
+    results = []
+    for way in ("c", "torch"):
+        monkeypatch.setenv(switches.CPU_KERNELS, way)
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = _RMSNormFunction.apply(*leaves, 1e-6, dtype)
+        y.backward(grad.to(dtype))
+        results.append((y.detach(), leaves[0].grad, leaves[1].grad))
+    for mine, other in zip(*results):
         assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
