@@ -1,0 +1,90 @@
+"""A layer with kernels: the numbers of one without, what a GPU would launch, and what the kernels take of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import launches
+from benchmarks.contestants import engine_config
+from benchmarks.problem import Problem, Shape
+from megatron_moe.config.schema import Run
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
+from megatron_moe.platform import switches
+from tests.helpers.compiled_kernels import ROOT
+
+SHAPE = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
+
+
+def totals(kernels: str) -> SimpleNamespace:
+    every = [one for found in launches.of_layer(**SHAPE, kernels=kernels) for one in found]
+    return SimpleNamespace(
+        launches=sum(one.launches for one in every),
+        gigabytes=sum(one.size for one in every if not one.flops) / 1e9,
+        tflops=sum(one.flops for one in every) / sum(one.seconds for one in every) / 1e12,
+    )
+
+
+@pytest.mark.triton
+@pytest.mark.claim("A MoE layer of one rank launches at most 45 operations on a GPU, forward and backward.")
+def test_a_layer_launches_45_operations_at_most() -> None:
+    found = totals("triton")
+    assert found.launches <= 45 and found.gigabytes <= 3.8 and found.tflops >= 555
+
+
+def test_without_kernels_it_launches_twice_as_many() -> None:
+    found = totals("torch")
+    assert found.launches > 80 and found.gigabytes > 15 and found.tflops < 500
+
+
+@pytest.mark.triton
+@pytest.mark.claim("Our kernels compile for sm_80, sm_90 and sm_100 within a budget of registers and memory.")
+def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.compiled_kernels", "--check"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def stepped(kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """A small MoE layer's output, gradients and counts with this form of its operations."""
+    nothing = torch.empty(0, dtype=dtype)
+    config = engine_config(Problem(Shape(24, 16, 8, 2, 8, 0), *[nothing] * 7), moe_shared_expert_intermediate_size=None)
+    config.moe_expert_backend = "grouped_mm"
+    layer = MoELayer(config, layer_number=1).train()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    hidden = torch.randn(24, 1, 16, generator=generator).to(dtype).requires_grad_()
+    monkeypatch.setenv(switches.KERNELS, kernels)
+    output = layer(hidden)[0]
+    output.backward(torch.randn(24, 1, 16, generator=generator).to(dtype))
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    counts = layer.router.local_tokens_per_expert
+    return {"output": output.detach(), "hidden": hidden.grad, **gradients, "counts": counts}
+
+
+@pytest.mark.triton
+@pytest.mark.claim("A layer with kernels counts the same tokens, bit for bit, and computes the same in bounds.")
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_layer_is_the_same_with_kernels(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.initialize(Run())
+    wanted, found = stepped("torch", dtype, monkeypatch), stepped("triton", dtype, monkeypatch)
+    assert torch.equal(found.pop("counts"), wanted.pop("counts"))
+    errors = {
+        name: float((found[name] - right).double().norm() / right.double().norm()) for name, right in wanted.items()
+    }
+    assert len(errors) == 5 and max(errors.values()) <= bound, errors
