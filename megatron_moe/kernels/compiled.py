@@ -236,14 +236,20 @@ def _processor_flags() -> str:
 
 
 def _openmp_of_torch() -> Path:
-    """Return the OpenMP library that torch has loaded: a second one would bring threads of its own."""
+    """Return the OpenMP library that torch has loaded: a second one would bring threads of its own.
+
+    Other packages load theirs next to it (sentencepiece does).
+    """
     with open("/proc/self/maps") as file:
-        paths = {Path(line.split()[-1]) for line in file if "libgomp" in line}
-    if len(paths) != 1:
+        loaded = {Path(line.split()[-1]) for line in file if "libgomp" in line}
+    package = Path(torch.__file__).parent
+    folders = {package, package.with_name("torch.libs")}
+    of_torch = {path for path in loaded if folders & set(path.parents)} or loaded
+    if len(of_torch) != 1:
         raise _Unavailable(
-            f"no OpenMP library of torch's that gcc's code can use: {len(paths)} of the name libgomp are loaded"
+            f"no OpenMP library of torch's that gcc's code can use: {len(of_torch)} of the name libgomp are loaded"
         )
-    return paths.pop()
+    return of_torch.pop()
 
 
 def _compile(compiler: str, openmp: Path, built: Path) -> None:

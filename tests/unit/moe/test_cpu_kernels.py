@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 
@@ -124,6 +125,12 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
     monkeypatch.setenv(switches.CPU_KERNELS, "torch")
     weighted_swiglu_forward(gate_up, probs)
     assert len(called) == 2
+
+
+@needs_c
+def test_an_openmp_library_of_another_package_is_passed_over(compiled_anew):
+    importlib.import_module("sentencepiece")  # has one of its own
+    assert compiled.why_not() is None
 
 
 @needs_c

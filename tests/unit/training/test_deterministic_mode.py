@@ -117,7 +117,7 @@ DECIDED = {
     "index_copy_ float16",
     "gather float32",  # weights of the chosen experts, and its backward
     "gather float64",
-    "scatter_add float32",
+    "scatter float32",  # the gradient of the routing weights: the experts of a token are different ones
     "scatter_add_ int64",
     "scatter_ bool",
     "index_put_ bool",
