@@ -101,13 +101,13 @@ class LayerContestant(Contestant):
         return {"y": self._y.detach(), "dx": self._x.grad, **self._gradients()}
 
 
-def ours(problem: Problem, backend: str) -> Contestant:
-    """Our MoELayer with one of its expert backends."""
+def ours(problem: Problem, backend: str, pg_collection: Any = None) -> Contestant:
+    """Our MoELayer with one of its expert backends; groups of one rank are the default."""
     from megatron_moe.moe.layer import MoELayer
 
     config = engine_config(problem)
     config.moe_expert_backend = backend  # the engine has none: MoEOptions reads it by its name
-    module = MoELayer(config, layer_number=1).to(problem.x.device)
+    module = MoELayer(config, layer_number=1, pg_collection=pg_collection).to(problem.x.device)
     experts, shared = module.experts, module.shared_experts
     with torch.no_grad():
         module.router.weight.copy_(problem.router)
@@ -203,6 +203,7 @@ def engine_config(problem: Problem, **changes: Any) -> Any:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": s.experts // len(problem.w1),
         "bf16": problem.x.dtype == torch.bfloat16,
         "params_dtype": problem.x.dtype,
         "perform_initialization": False,

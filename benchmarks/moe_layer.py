@@ -1,4 +1,4 @@
-"""`make bench`: one MoE layer, forward and backward, ours beside the engine's and transformers'.
+"""`make bench`: one MoE layer, forward and backward, ours beside the engine's, transformers' and torchtitan's.
 
 All contestants get the same weights, input, output gradient and routing. Each has to match an fp32 oracle in its
 output and all its gradients before it is timed. Rounds are interleaved, so that a busy neighbour slows everybody, and
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks.contestants import Bound, Contestant, Skipped, ours, transformer
 from benchmarks.engine_layer import engine_grouped, engine_sequential
 from benchmarks.measures import Clock, append, draw, operations_and_peak
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
+from benchmarks.torchtitan_layer import torchtitan_layer
 from megatron_moe import platform
 from megatron_moe.config import schema
 from megatron_moe.io.files import replace_json
@@ -62,6 +64,7 @@ def contestants(pg_collection: Any) -> dict[str, tuple[str, Callable[[Problem], 
             partial(transformers_layer, implementation="grouped_mm"),
         ),
         "hf_eager": ("transformers DeepseekV3MoE, eager", partial(transformers_layer, implementation="eager")),
+        "torchtitan": ("torchtitan MoE", torchtitan_layer),
     }
 
 
@@ -136,7 +139,7 @@ def _facts(args: argparse.Namespace, shape: Shape, device: torch.device) -> dict
         "kernels": _kernels(),
         "rounds": args.rounds,
         "load": f"{os.getloadavg()[0]:.1f} before the start (other programs on this machine, last minute)",
-        "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _transformers()).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in (versions() | _competitors()).items()),
     }
     if half_products.multiply_in_fp32(torch.empty(0, dtype=DTYPES[args.dtype], device=device)):
         facts["note"] = (
@@ -166,13 +169,14 @@ def _processor() -> str:
     return found.get("model name", host.machine())
 
 
-def _transformers() -> dict[str, str]:
+def _competitors() -> dict[str, str]:
     from importlib import metadata
 
-    try:
-        return {"transformers": metadata.version("transformers")}
-    except metadata.PackageNotFoundError:
-        return {}
+    found = {}
+    for name in ("transformers", "torchtitan"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _admit(

@@ -43,7 +43,8 @@ class Shape:
 class Problem:
     """What every contestant is given, all in one dtype.
 
-    x, grad_output: [T, H]. router: [E, H]. w1: [E, 2F, H], gate rows before up rows. w2: [E, H, F].
+    x, grad_output: [T, H]. router: [E, H]. w1: [E, 2F, H], gate rows before up rows. w2: [E, H, F]; of a rank's problem
+    w1 and w2 are its own experts'.
     shared_w1: [2Fs, H]. shared_w2: [H, Fs].
     """
 
