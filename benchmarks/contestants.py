@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.problem import Problem
+from benchmarks.problem import Problem, Shape
 
 
 class Skipped(Exception):
@@ -105,7 +105,7 @@ def ours(problem: Problem, backend: str, pg_collection: Any = None) -> Contestan
     """Our MoELayer with one of its expert backends; groups of one rank are the default."""
     from megatron_moe.moe.layer import MoELayer
 
-    config = engine_config(problem)
+    config = engine_config(problem.shape, problem.x.dtype, expert_model_parallel_size=problem.expert_ranks)
     config.moe_expert_backend = backend  # the engine has none: MoEOptions reads it by its name
     module = MoELayer(config, layer_number=1, pg_collection=pg_collection).to(problem.x.device)
     experts, shared = module.experts, module.shared_experts
@@ -179,33 +179,31 @@ def transformers_layer(problem: Problem, implementation: str) -> Contestant:
     return LayerContestant(problem, module, lambda x: module(x.unsqueeze(0)).squeeze(0), gradients)
 
 
-def engine_config(problem: Problem, **changes: Any) -> Any:
+def engine_config(shape: Shape, dtype: torch.dtype, **changes: Any) -> Any:
     """The engine's own TransformerConfig of the layer, which both its layer and ours are built from."""
     import torch.nn.functional as F
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    s = problem.shape
     settings: dict[str, Any] = {
         "num_layers": 1,
-        "hidden_size": s.hidden,
+        "hidden_size": shape.hidden,
         "num_attention_heads": 4,
-        "ffn_hidden_size": 4 * s.hidden,
+        "ffn_hidden_size": 4 * shape.hidden,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "num_moe_experts": s.experts,
-        "moe_ffn_hidden_size": s.ffn,
-        "moe_shared_expert_intermediate_size": s.shared,
-        "moe_router_topk": s.topk,
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_shared_expert_intermediate_size": shape.shared,
+        "moe_router_topk": shape.topk,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": s.scaling_factor,
+        "moe_router_topk_scaling_factor": shape.scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": s.experts // len(problem.w1),
-        "bf16": problem.x.dtype == torch.bfloat16,
-        "params_dtype": problem.x.dtype,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,
     }

@@ -98,7 +98,8 @@ def _build(problem: Problem, pg_collection: Any, grouped: bool, **config: Any) -
     spec = get_moe_module_spec(use_te=False, num_experts=problem.shape.experts, moe_grouped_gemm=grouped)
     # 0.16.1 describes the layer with a ModuleSpec, 0.19.2 with a builder.
     submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
-    module = MoELayer(engine_config(problem, **config), submodules, layer_number=1, pg_collection=pg_collection)
+    settings = engine_config(problem.shape, problem.x.dtype, expert_model_parallel_size=problem.expert_ranks, **config)
+    module = MoELayer(settings, submodules, layer_number=1, pg_collection=pg_collection)
     module.to(problem.x.device)
     with torch.no_grad():
         module.router.weight.copy_(problem.router)

@@ -111,7 +111,7 @@ def of_layer(
 ) -> tuple[list[Launched], list[Launched]]:
     """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert."""
     from benchmarks.contestants import engine_config
-    from benchmarks.problem import Problem, Shape
+    from benchmarks.problem import Shape
     from megatron_moe import platform
     from megatron_moe.config import schema
     from megatron_moe.kernels.launching import launches_seen_by
@@ -119,20 +119,21 @@ def of_layer(
     from megatron_moe.parallel import groups
     from megatron_moe.platform import switches
 
-    nothing = torch.empty(0, dtype=torch.bfloat16)
-    problem = Problem(Shape(tokens, hidden, experts, topk, ffn, 0), *[nothing] * 7)
+    shape = Shape(tokens, hidden, experts, topk, ffn, 0)
     groups.initialize(schema.Run())
     form = mock.patch.dict(os.environ, {switches.KERNELS: kernels})
-    with form, platform.imagining("cuda", {}), torch.device("meta"):
-        config = engine_config(problem, moe_shared_expert_intermediate_size=None)
-        layer = MoELayer(config, layer_number=1).train()
-        rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
-        launches = Launches()
-        with launches, launches_seen_by(launches.seen):
-            output, _ = layer(rows)
-            forward = len(launches.found)
-            output.backward(torch.empty_like(output))
-    groups.destroy()
+    try:
+        with form, platform.imagining("cuda", {}), torch.device("meta"):
+            config = engine_config(shape, torch.bfloat16, moe_shared_expert_intermediate_size=None)
+            layer = MoELayer(config, layer_number=1).train()
+            rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+            launches = Launches()
+            with launches, launches_seen_by(launches.seen):
+                output, _ = layer(rows)
+                forward = len(launches.found)
+                output.backward(torch.empty_like(output))
+    finally:
+        groups.destroy()
     begin = next(place for place, one in enumerate(launches.found) if one.name != "empty_like" and place >= forward)
     return launches.found[:begin], launches.found[begin:]
 

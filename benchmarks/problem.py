@@ -57,6 +57,11 @@ class Problem:
     shared_w1: Tensor
     shared_w2: Tensor
 
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks that the experts are divided among."""
+        return self.shape.experts // len(self.w1)
+
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
     """Draw a problem. A token whose choice of experts is a close call is drawn again.

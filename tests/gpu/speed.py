@@ -38,14 +38,12 @@ def layer_of(stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = 
     import torch
 
     from benchmarks.contestants import engine_config
-    from benchmarks.problem import Problem, Shape
+    from benchmarks.problem import Shape
     from megatron_moe.moe.layer import MoELayer
 
     tokens, hidden, experts, topk, width = shape
-    nothing = torch.empty(0, dtype=dtype)
-    problem = Problem(Shape(tokens, hidden, experts, topk, width, 0), *[nothing] * 7)
     changes = {"moe_shared_expert_intermediate_size": None, "moe_router_force_load_balancing": balanced}
-    config = engine_config(problem, **changes)
+    config = engine_config(Shape(tokens, hidden, experts, topk, width, 0), dtype, **changes)
     config.moe_expert_backend = "grouped_mm"
     layer = MoELayer(config, layer_number=1).to(stage.device).train()
     with torch.no_grad():
