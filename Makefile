@@ -52,8 +52,9 @@ check: $(STAMP) ## style, format, types, architecture, the page of what is verif
 	$(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_sizes_and_names.py
 	$(RUN) -m tests.helpers.verification --check
 
-bench: $(STAMP) ## compare our MoE layer with the engine's and transformers' on this machine
-	@$(RUN) -m benchmarks.moe_layer $(ARGS)
+BENCH ?= moe_layer
+bench: $(STAMP) ## compare our MoE layer with others' on this machine (BENCH=whole_step: a training step with transformers')
+	@$(RUN) -W ignore -m benchmarks.$(BENCH) $(ARGS)
 
 # On a GPU machine nothing is installed but what is missing, from wheels/gpu, and torch never is: its own Python is taken.
 DRY_RUN := $(filter-out 0,$(DRY))

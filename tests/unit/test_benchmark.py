@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import expert_parallel
+from benchmarks import expert_parallel, whole_step
 from benchmarks import problem as problems
 from benchmarks.problem import Shape, make_problem, oracle, relative_error
 
@@ -63,6 +63,14 @@ def test_expert_parallel_contestants_match_the_oracle_too(capsys):
     assert expert_parallel.main(flags) == 0  # 1 if one of them gives a wrong answer
     rows = [line for line in capsys.readouterr().out.splitlines() if "e-" in line or "e+" in line]
     assert [float(row.split()[-1]) > 0 for row in rows] == [False, True, True]  # the bound computes no layer
+
+
+def test_a_whole_step_trains_what_transformers_trains_or_does_not_race(capsys, monkeypatch):
+    flags = ["--tokens", "64", "--seq-length", "32", "--vocab", "512", "--rounds", "2", "--threads", "1"]
+    assert whole_step.main(flags) == 0
+    assert "transformers, fp32     " in capsys.readouterr().out
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)  # transformers' gradients are not clipped
+    assert whole_step.main(flags) == 1
 
 
 def test_the_oracle_is_the_formula_for_one_token():
