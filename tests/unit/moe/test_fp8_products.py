@@ -13,6 +13,7 @@ from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
 from megatron_moe.moe.grouped_gemm import grouped_linear_torch
 from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, Fp8Product, TokenTiles, fp8_products, rounded_to_fp8
 from megatron_moe.moe.recompute import without_output
+from tests.helpers import scaled_product_stub
 from tests.reference import reference_fp8 as reference
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -107,13 +108,15 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
 
 
 @pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("fp8_format", "gradients"), [("e4m3", "e4m3"), ("hybrid", "e5m2")])
 def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
-    fp8_format: str, gradients: str, dtype: torch.dtype
+    fp8_format: str, gradients: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes that are no multiples of a tile, two matrices of an expert, an expert without rows."""
-    for kernel in fp8_products(fp8_format):
+    scaled_product_stub.install(monkeypatch)
+    for kernel in fp8_products(fp8_format, form):
         rows, weights, offsets, grad = case(kernel.matrices, 136, 144, dtype)
         result = kernel(rows, weights, offsets)
         result.backward(grad)
@@ -132,6 +135,33 @@ def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
             assert_close(result[mine].detach(), wanted[0], sizes[0])
             assert_close(rows.grad[mine], wanted[1], sizes[1])
             assert_close(weights.grad[expert], wanted[2].flatten(0, 1), sizes[2])
+
+
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
+def test_a_linear_layer_is_one_expert_with_all_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a second expert without rows, the rows get places, and the products are those of groups."""
+    calls, found = scaled_product_stub.install(monkeypatch), []
+    kernel = Fp8Product(E5M2, 1, form)
+    for alone in (True, False):
+        x = randn(10, 13, 144, seed=9, dtype=torch.bfloat16).requires_grad_()
+        weight = randn(136, 144, seed=10, dtype=torch.bfloat16).requires_grad_()
+        if alone:
+            y = kernel.linear(x, weight)
+        else:
+            stack = torch.stack([weight, weight.detach()])
+            y = kernel(x.flatten(0, 1), stack, torch.tensor([130, 130], dtype=torch.int32)).view(10, 13, -1)
+        y.backward(randn(*y.shape, seed=11, dtype=torch.bfloat16))
+        found.append((y.detach(), x.grad, weight.grad))
+    assert all(torch.allclose(a, b, rtol=2**-7, atol=1e-3) for a, b in zip(*found))
+    assert len(calls) == (6 if form == "scaled" else 0)
+
+
+def test_a_linear_layer_may_have_any_widths() -> None:
+    """torch's product of groups takes multiples of 16 bytes."""
+    x, weight = (randn(3, 5, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (12, 13))
+    y = Fp8Product(E4M3).linear(x, weight)
+    y.sum().backward()
+    assert y.shape == (3, 3) and x.grad.shape == weight.grad.shape == (3, 5)
 
 
 def test_fp8_is_near_the_product_without_it_and_not_the_same() -> None:
