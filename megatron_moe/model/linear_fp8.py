@@ -1,0 +1,96 @@
+"""Linear layers that multiply in FP8: the engine's tensor-parallel ones, those of latent attention, and TE's.
+
+Tiles are those of `moe/grouped_gemm_fp8.py`, cut on each rank's part of a weight: where TP cuts a dimension at multiples
+of 128, they are those of the whole weight. A layer keeps its class's weights, keys, checkpoints and communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_moe.config import module_names
+from megatron_moe.config.schema import Run
+from megatron_moe.model.initialize import global_name
+from megatron_moe.model.mla import ReplicatedLinear
+from megatron_moe.moe.experts import LocalExperts
+from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product, fp8_products
+
+
+class _InFp8:
+    """A mixin for the engine's parallel linear layers: their product, with the communication around it."""
+
+    fp8_product: Fp8Product
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return [S, B, out / TP] for an input [S, B, in], or [S / TP, B, in] under sequence parallelism.
+
+        Backward: the input's gradients are summed over TP ranks, in the model's dtype. The gathered input is kept for
+        it, which the engine's layers gather again.
+        """
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        output = self.fp8_product.linear(input, weight)
+        return output if bias is None else output + bias
+
+
+class Fp8ColumnParallelLinear(_InFp8, ColumnParallelLinear):
+    """The engine's column-parallel linear layer in FP8."""
+
+
+class Fp8RowParallelLinear(_InFp8, RowParallelLinear):
+    """The engine's row-parallel linear layer in FP8."""
+
+
+class Fp8ReplicatedLinear(ReplicatedLinear):
+    """The down projections of latent attention in FP8."""
+
+    fp8_product: Fp8Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `ReplicatedLinear.forward`."""
+        return self.fp8_product.linear(x, self.weight)
+
+
+_CLASSES: dict[type, type] = {
+    ColumnParallelLinear: Fp8ColumnParallelLinear,
+    RowParallelLinear: Fp8RowParallelLinear,
+    ReplicatedLinear: Fp8ReplicatedLinear,
+}
+
+
+def multiply_in_fp8(chunk: torch.nn.Module, run: Run) -> None:
+    """Turn the linear layers of a GPTModel chunk that `--fp8-format` names into those that multiply in FP8.
+
+    Routed experts have been built with their own kernels.
+    """
+    names = set(module_names.multiplied_in_fp8(run))
+    if not names:
+        return
+    gate_up, single = fp8_products(run.precision.fp8_format or "")
+    for name, module in chunk.named_modules():
+        if global_name(chunk, name) not in names or isinstance(module, LocalExperts):
+            continue
+        # The gate and the up projection of a gated layer are two matrices.
+        gated = name.endswith(".linear_fc1") and chunk.config.gated_linear_unit
+        module.__class__ = _CLASSES[type(module)]
+        module.fp8_product = gate_up if gated else single
