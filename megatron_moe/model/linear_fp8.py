@@ -7,6 +7,7 @@ of 128, they are those of the whole weight. A layer keeps its class's weights, k
 from __future__ import annotations
 
 from dataclasses import replace
+import functools
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import global_name
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.moe.experts import LocalExperts
-from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product, fp8_products
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    Fp8Product,
+    fp8_products,
+    require_fp8_of_transformer_engine,
+    transformer_engine_in_fp8,
+)
 
 
 class _InFp8:
@@ -71,6 +77,17 @@ class Fp8ReplicatedLinear(ReplicatedLinear):
         return self.fp8_product.linear(x, self.weight)
 
 
+class _ByTransformerEngine:
+    """A mixin for Transformer Engine's linear layers, which cut a gated layer's two matrices as one."""
+
+    fp8_format: str
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Compute the layer in FP8, forward and, as it remembers this, backward."""
+        with transformer_engine_in_fp8(self.fp8_format):
+            return super().forward(*args, **options)  # type: ignore[misc]
+
+
 _CLASSES: dict[type, type] = {
     ColumnParallelLinear: Fp8ColumnParallelLinear,
     RowParallelLinear: Fp8RowParallelLinear,
@@ -78,10 +95,18 @@ _CLASSES: dict[type, type] = {
 }
 
 
+@functools.cache
+def _of_transformer_engine(stock: type) -> type:
+    return type(f"Fp8{stock.__name__}", (_ByTransformerEngine, stock), {})
+
+
 def multiply_in_fp8(chunk: torch.nn.Module, run: Run) -> None:
     """Turn the linear layers of a GPTModel chunk that `--fp8-format` names into those that multiply in FP8.
 
     Routed experts have been built with their own kernels.
+
+    Raises:
+        ConfigError: Transformer Engine has no FP8 on this device.
     """
     names = set(module_names.multiplied_in_fp8(run))
     if not names:
@@ -90,7 +115,13 @@ def multiply_in_fp8(chunk: torch.nn.Module, run: Run) -> None:
     for name, module in chunk.named_modules():
         if global_name(chunk, name) not in names or isinstance(module, LocalExperts):
             continue
-        # The gate and the up projection of a gated layer are two matrices.
-        gated = name.endswith(".linear_fc1") and chunk.config.gated_linear_unit
-        module.__class__ = _CLASSES[type(module)]
-        module.fp8_product = gate_up if gated else single
+        stock = type(module)
+        if stock in _CLASSES:
+            # The gate and the up projection of a gated layer are two matrices.
+            gated = name.endswith(".linear_fc1") and chunk.config.gated_linear_unit
+            module.__class__ = _CLASSES[stock]
+            module.fp8_product = gate_up if gated else single
+        else:
+            require_fp8_of_transformer_engine("--transformer-impl transformer_engine")
+            module.__class__ = _of_transformer_engine(stock)
+            module.fp8_format = run.precision.fp8_format

@@ -28,6 +28,7 @@ becomes zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
+from megatron_moe.platform import switches
 from megatron_moe.platform.isolation import unaffected_by_autocast
 
 TILE = 128
@@ -156,47 +161,76 @@ class _Emulated:
         return rows @ matrices[0] if len(matrices) == 1 else F.grouped_mm(rows, matrices, offs=self.offsets)
 
 
+class PaddedGroups:
+    """Rows, grouped by expert, at places of their own: each expert's start at a whole tile, with zeros up to the next.
+
+    Args:
+        offsets: [e] on the host, the end of each expert's rows.
+
+    Attributes:
+        spans: the first place of each expert, and the first after it.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        ends = [0, *offsets.tolist()]
+        starts = [0]
+        for start, end in zip(ends, ends[1:]):
+            starts.append(starts[-1] + end - start + (start - end) % TILE)
+        self.spans: Sequence[tuple[int, int]] = list(zip(starts, starts[1:]))
+        self._offsets, self._num_rows = offsets, ends[-1]
+        self._tiles: TokenTiles | None = None
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Return rows [R, N] at their places, [places, N], with zeros between."""
+        places = self.spans[-1][1]
+        if len(self.spans) == 1:
+            return F.pad(rows, (0, 0, 0, places - self._num_rows))
+        return self._tiles_on(rows).placed(rows)[:places]
+
+    def taken(self, placed: Tensor) -> Tensor:
+        """Return the rows [R, N] from their places."""
+        return placed[: self._num_rows] if len(self.spans) == 1 else self._tiles_on(placed).taken(placed)
+
+    def _tiles_on(self, rows: Tensor) -> TokenTiles:
+        if self._tiles is None:
+            self._tiles = TokenTiles.of(self._offsets.to(rows.device), self._num_rows)
+        return self._tiles
+
+
 class _Scaled:
-    """The three products by torch's scaled product, each expert's rows in places of their own: whole tiles.
+    """The three products by torch's scaled product, one for each expert with rows.
 
     Shapes are those of `_Emulated`; the offsets are on the host.
     """
 
     def __init__(self, offsets: Tensor, num_rows: int) -> None:
-        ends = [0, *offsets.tolist()]
-        counts = [b - a for a, b in zip(ends, ends[1:])]
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count + -count % TILE)
-        self.spans: Sequence[tuple[int, int]] = list(zip(starts, starts[1:]))
-        self.offsets, self.num_rows = offsets, num_rows
-        self.tiles: TokenTiles | None = None
+        self.groups = PaddedGroups(offsets)
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
-        left, right = Tiles.of(self._placed(rows), 1, TILE), Tiles.of(matrices, TILE, TILE)
+        left, right = Tiles.of(self.groups.placed(rows), 1, TILE), Tiles.of(matrices, TILE, TILE)
         numbers, scales = right.numbers.flatten(1, 2), right.scales.flatten(1, 2)
         found = self._by_expert(left, numbers, scales, rows.dtype)
         found = found.unflatten(1, (matrices.shape[1], -1))[..., : matrices.shape[2]].flatten(1)
-        return self._taken(found)
+        return self.groups.taken(found)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
-        tiles = Tiles.of(self._placed(grad).unflatten(1, matrices.shape[1:3]).transpose(0, 1), 1, TILE, dtype)
+        tiles = Tiles.of(self.groups.placed(grad).unflatten(1, matrices.shape[1:3]).transpose(0, 1), 1, TILE, dtype)
         # [P, places, out'] -> [places, P x out']: sums run over all matrices of an expert
         numbers, scales = (one.transpose(0, 1).flatten(1) for one in (tiles.numbers, tiles.scales))
         blocks = Tiles.of(matrices, TILE, TILE)
         # cuBLAS reads both operands along the terms of a sum
         turned, turned_scales = (one.flatten(1, 2).mT.contiguous() for one in (blocks.numbers, blocks.scales))
         left = Tiles(numbers, scales, (numbers.shape[0], numbers.shape[1]))
-        return self._taken(self._by_expert(left, turned, turned_scales, grad.dtype)[:, : matrices.shape[3]])
+        return self.groups.taken(self._by_expert(left, turned, turned_scales, grad.dtype)[:, : matrices.shape[3]])
 
     def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_matrices`."""
-        left = Tiles.of(self._placed(grad).t(), 1, TILE, dtype)
-        right = Tiles.of(self._placed(rows).t(), 1, TILE)
-        found = rows.new_zeros((len(self.spans), left.shape[0], right.shape[0]))
-        for expert, (start, end) in enumerate(self.spans):
+        left = Tiles.of(_wide_enough(self.groups.placed(grad)).t(), 1, TILE, dtype)
+        right = Tiles.of(_wide_enough(self.groups.placed(rows)).t(), 1, TILE)
+        found = rows.new_zeros((len(self.groups.spans), left.shape[0], right.shape[0]))
+        for expert, (start, end) in enumerate(self.groups.spans):
             if start == end:
                 continue
             places, tiles = slice(start, end), slice(start // TILE, end // TILE)
@@ -204,12 +238,12 @@ class _Scaled:
                 left.numbers[:, places], left.scales[:, tiles], right.numbers[:, places], right.scales[:, tiles],
                 1, rows.dtype,
             )  # fmt: skip
-        return found.view(shape)
+        return found[:, : grad.shape[1], : rows.shape[1]].reshape(shape)
 
     def _by_expert(self, left: Tiles, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Return left [places, K] times the transpose of each expert's numbers [e, N, K], in blocks."""
         found = left.numbers.new_zeros((left.numbers.shape[0], numbers.shape[1]), dtype=dtype)
-        for expert, (start, end) in enumerate(self.spans):
+        for expert, (start, end) in enumerate(self.groups.spans):
             if start < end:
                 rows = slice(start, end)
                 found[rows] = scaled_product(
@@ -217,18 +251,10 @@ class _Scaled:
                 )
         return found
 
-    def _placed(self, rows: Tensor) -> Tensor:
-        if len(self.spans) == 1:
-            return F.pad(rows, (0, 0, 0, -self.num_rows % TILE))
-        return self._tiles(rows).placed(rows)
 
-    def _taken(self, placed: Tensor) -> Tensor:
-        return placed[: self.num_rows] if len(self.spans) == 1 else self._tiles(placed).taken(placed)
-
-    def _tiles(self, rows: Tensor) -> TokenTiles:
-        if self.tiles is None:
-            self.tiles = TokenTiles.of(self.offsets.to(rows.device), self.num_rows)
-        return self.tiles
+def _wide_enough(rows: Tensor) -> Tensor:
+    """Return rows [R, N] with N a multiple of 16, which cuBLAS asks of each dimension."""
+    return F.pad(rows, (0, -rows.shape[1] % 16))
 
 
 def scaled_product(
@@ -237,7 +263,7 @@ def scaled_product(
     """Return left right^T by torch's scaled product, which adds in fp32 and rounds once.
 
     Args:
-        left: [M, K] in FP8, in tiles of 1 x 128, with K a multiple of 128; left_scales: [M, K / 128] fp32.
+        left: [M, K] in FP8, in tiles of 1 x 128, with M a multiple of 16 and K of 128; left_scales: [M, K / 128] fp32.
         right: [N, K] in FP8, in tiles of `high` x 128, with N a multiple of 16; right_scales: [N / high, K / 128] fp32.
         high: 1 or 128.
         dtype: bf16, of the result [M, N].
@@ -325,12 +351,78 @@ class Fp8Product:
         return self(rows, weight.unsqueeze(0), offsets).unflatten(0, x.shape[:-1])
 
 
-def fp8_products(fp8_format: str, form: str = "emulated") -> tuple[Fp8Product, Fp8Product]:
+def fp8_form() -> str:
+    """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" elsewhere.
+
+    MEGATRON_MOE_FP8 chooses one of them (`platform/switches.py`).
+
+    Raises:
+        ConfigError: the variable asks for the scaled product where there is none.
+    """
+    way, why = switches.fp8_products(), platform.why_no_fp8_products()
+    if way == "scaled" and why is not None:
+        raise ConfigError(f"{switches.FP8}=scaled: {why}; leave it unset, or set it to emulated")
+    return "emulated" if way == "emulated" or why is not None else "scaled"
+
+
+def fp8_products(fp8_format: str, form: str | None = None) -> tuple[Fp8Product, Fp8Product]:
     """Return the kernels of an expert's first product, of gate and up projection, and of its second one.
 
     Args:
         fp8_format: a value of `--fp8-format`.
-        form: see `Fp8Product`.
+        form: see `Fp8Product`; None: `fp8_form`.
     """
+    form = form or fp8_form()
     gradients = GRADIENTS[fp8_format]
     return Fp8Product(gradients, 2, form), Fp8Product(gradients, 1, form)
+
+
+class TransformerEngineFp8(TransformerEngineProduct):
+    """Transformer Engine's grouped product in FP8 as a kernel, a `GroupedLinear`, with the tiles of this file.
+
+    Each expert's rows are padded with zeros to whole tiles, and the padding's results dropped. Widths are multiples of
+    128, so that Transformer Engine, which knows one matrix per expert, cuts gate and up projection as two.
+
+    Args:
+        fp8_format: a value of `--fp8-format`.
+
+    Raises:
+        ConfigError: the device has no such products.
+    """
+
+    def __init__(self, fp8_format: str) -> None:
+        super().__init__()
+        self.fp8_format = fp8_format
+        require_fp8_of_transformer_engine("--moe-expert-backend te")
+
+    def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """See `TransformerEngineProduct.__call__`."""
+        groups = PaddedGroups(offsets)
+        splits = [end - start for start, end in groups.spans]
+        with transformer_engine_in_fp8(self.fp8_format):
+            return groups.taken(self.product(groups.placed(rows), weights, splits))
+
+
+def require_fp8_of_transformer_engine(flag: str) -> None:
+    """Refuse a flag whose modules would multiply in FP8 by Transformer Engine on a device that cannot.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    why = platform.why_no_fp8_products()
+    if why is not None:
+        raise ConfigError(f"--fp8-format, {flag}: {why}; drop {flag}, to emulate FP8, or --fp8-format")
+
+
+def transformer_engine_in_fp8(fp8_format: str) -> AbstractContextManager[None]:
+    """Return a context in which Transformer Engine's modules multiply in FP8 with this file's tiles.
+
+    Its own scales are powers of two; these are not, as DeepSeek's.
+    """
+    from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
+    from transformer_engine.pytorch.quantization import autocast
+
+    recipe = Float8BlockScaling(fp8_format=Format.E4M3 if fp8_format == "e4m3" else Format.HYBRID)
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, operand, QParams(power_2_scale=False, amax_epsilon=0.0))
+    return autocast(enabled=True, recipe=recipe)

@@ -99,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     training.fp8_scales_are_per_block,
     training.fp8_narrowing_needs_fp8,
     training.fp8_is_for_bf16_products,
+    training.fp8_of_transformer_engine_takes_whole_tiles,
     training.fp8_and_fp32_exclude_each_other,
     training.audit_output_needs_audit,
     training.health_sample_needs_health,

@@ -63,8 +63,8 @@ def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
 _NOT_COMPUTED = {
     "tensorwise": "one scale for a whole tensor needs a maximum over all ranks that share it",
     "delayed": "scales from the maxima of earlier steps are state, which no checkpoint here has",
-    "mxfp8": "blocks of 32 with powers of two as scales are another format, of Blackwell",
-    "custom": "it names a recipe of Transformer Engine's, which does not multiply here",
+    "mxfp8": "blocks of 32 with powers of two as scales are another format, of Blackwell, which is not emulated here",
+    "custom": "it names a recipe of your own for Transformer Engine, which no flag here does",
 }
 
 
@@ -113,6 +113,24 @@ def fp8_is_for_bf16_products(run: Run, world_size: int) -> None:
             ("fp8_format", "moe_expert_backend"),
             "this kernel has no FP8; use --moe-expert-backend grouped_mm, or --fp8-modules without experts",
         )
+
+
+def fp8_of_transformer_engine_takes_whole_tiles(run: Run, world_size: int) -> None:
+    """Require that Transformer Engine cuts the experts' matrices where our own kernels do."""
+    if run.derived.fp8_format_of_experts is None or run.moe.num_experts is None or run.moe.moe_expert_backend != "te":
+        return
+    etp = run.derived.expert_tensor_parallel_size
+    for field, width, step in (
+        ("hidden_size", run.model.hidden_size, 128),
+        ("moe_ffn_hidden_size", run.derived.moe_ffn_hidden_size, 128 * etp),
+    ):
+        if width % step:
+            raise refuse(
+                run,
+                ("fp8_format", "moe_expert_backend", field, "expert_tensor_parallel_size"),
+                f"tiles of 128 would have numbers of two matrices; {nearest_multiples(width, step)} works, or "
+                "--moe-expert-backend grouped_mm",
+            )
 
 
 def fp8_and_fp32_exclude_each_other(run: Run, world_size: int) -> None:
