@@ -1,12 +1,11 @@
-"""Linear layers that multiply in FP8: the engine's tensor-parallel ones, those of latent attention, and TE's.
+"""Linear layers that multiply in FP8: the engine's parallel ones, those of latent attention, Transformer Engine's.
 
-Tiles are those of `moe/grouped_gemm_fp8.py`, cut on each rank's part of a weight: where TP cuts a dimension at multiples
-of 128, they are those of the whole weight. A layer keeps its class's weights, keys, checkpoints and communication.
+Tiles are those of `moe/grouped_gemm_fp8.py`, cut on each rank's part of a weight: where TP cuts a dimension at
+multiples of 128, they are those of the whole weight. A layer keeps its weights, keys, checkpoints and communication.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 import functools
 from typing import Any
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -174,9 +175,9 @@ class PaddedGroups:
     def __init__(self, offsets: Tensor) -> None:
         ends = [0, *offsets.tolist()]
         starts = [0]
-        for start, end in zip(ends, ends[1:]):
+        for start, end in pairwise(ends):
             starts.append(starts[-1] + end - start + (start - end) % TILE)
-        self.spans: Sequence[tuple[int, int]] = list(zip(starts, starts[1:]))
+        self.spans: Sequence[tuple[int, int]] = list(pairwise(starts))
         self._offsets, self._num_rows = offsets, ends[-1]
         self._tiles: TokenTiles | None = None
 

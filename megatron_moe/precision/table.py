@@ -37,9 +37,7 @@ _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note=
 _BACKWARD_AND_FILES = (
     TensorClass("matrix products", NONE, "of their operands", "fp32", note="split sums too; no TF32"),
     TensorClass("rows of products in FP8", MODEL, PRODUCTS, note="tiles of 1 x 128 and 128 x 1", when=_in_fp8),
-    TensorClass(
-        "gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8
-    ),
+    TensorClass("gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8),
     TensorClass("activation gradients", MODEL, MODEL, "fp32", MODEL, note="residual stream {residual}"),
     TensorClass("weight gradients", GRADIENTS, MODEL, GRADIENTS, note="main_grad{per_micro_batch}"),
     TensorClass("gradient reduction", NONE, reduced=GRADIENTS, note="over DP, and TP under sequence parallel"),

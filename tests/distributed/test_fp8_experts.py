@@ -189,7 +189,9 @@ def test_a_run_with_fp8_starts_from_the_same_weights_and_state_and_routes_the_sa
         assert one["norms"] == pytest.approx(plain["norms"], rel=5e-2)
 
 
-@pytest.mark.parametrize("modules", [("moe", "mlp", "core_attn"), ("moe_act", "layernorm", "mla_up_proj", "shared_experts")])
+@pytest.mark.parametrize(
+    "modules", [("moe", "mlp", "core_attn"), ("moe_act", "layernorm", "mla_up_proj", "shared_experts")]
+)
 def test_recomputation_gives_the_same_bits(gloo: Any, in_fp8: dict[str, Any], modules: tuple[str, ...]) -> None:
     flags = {"fp8_format": "e4m3", "recompute_granularity": "selective", "recompute_modules": modules}
     (again,) = gloo.run(1, steps, flags=flags)

@@ -102,7 +102,9 @@ def _operand(operand: Any, rowwise: bool) -> Tensor:
 _BLOCK = 128
 
 
-def _in_blocks(values: Tensor, high: int, largest: float, kind: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _in_blocks(
+    values: Tensor, high: int, largest: float, kind: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     """Return a matrix [M, N] in tiles of high x 128 as bytes, and the scales [M / high, N / 128], which are padded."""
     rows, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % _BLOCK, 0, -rows % high))

@@ -192,11 +192,14 @@ def test_products_in_fp8_are_those_of_linear_layers_and_experts() -> None:
     }
     attention = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
     inner = {f"decoder.layers.{i}.self_attention.linear_{name}" for i in (1, 2) for name in attention}
-    assert {name for name in of(first_last_layers_bf16=True) if ".self_attention." in name and "mtp" not in name} == inner
+    found = {name for name in of(first_last_layers_bf16=True) if ".self_attention." in name and "mtp" not in name}
+    assert found == inner
     assert not any(word in name for name in of() for word in ("router", "norm", "eh_proj", "embedding", "output_layer"))
 
 
-@pytest.mark.parametrize("model", ["latent, experts", "grouped, experts", "dense, biased", "further predictions, experts"])
+@pytest.mark.parametrize(
+    "model", ["latent, experts", "grouped, experts", "dense, biased", "further predictions, experts"]
+)
 def test_what_is_said_to_be_in_fp8_is_built_so(model, one_process):
     one_layer = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
     run, chunk = built({**MODELS[model], "bf16": True, "fp8_format": "e4m3", **one_layer})

@@ -8,11 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
 from megatron_moe.moe.grouped_gemm import grouped_linear_torch
-from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, Fp8Product, TokenTiles, fp8_products, rounded_to_fp8
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Product,
+    TokenTiles,
+    TransformerEngineFp8,
+    fp8_form,
+    fp8_products,
+    rounded_to_fp8,
+)
 from megatron_moe.moe.recompute import without_output
+from megatron_moe.platform import hardware, switches
 from tests.helpers import scaled_product_stub
 from tests.reference import reference_fp8 as reference
 
@@ -222,3 +234,30 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | No
     kernels: Any = (grouped_linear_torch,) * 2 if fp8_format is None else fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], Fp8Product)
+
+
+# ---- which form computes
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
+)
+def test_hopper_alone_has_the_scaled_product(
+    capability: tuple[int, int], cuda: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8_form() == "emulated"
+    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
+        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert fp8_form() == ("scaled" if reason is None else "emulated")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            TransformerEngineFp8("e4m3")
+    monkeypatch.setenv(switches.FP8, "scaled")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=f"{switches.FP8}=scaled: .*{reason}"):
+            fp8_form()
+    monkeypatch.setenv(switches.FP8, "emulated")
+    assert fp8_form() == "emulated"
