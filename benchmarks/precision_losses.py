@@ -1,4 +1,4 @@
-"""Where fp32, bf16, fp16 and FP8 experts end: one training on the demo's corpus in each, from one seed.
+"""Where fp32, bf16, fp16 and FP8 end: one training on the demo's corpus in each, from one seed.
 
     make demo                                       # prepares corpus, tokenizer and tokens in runs/demo
     python -m benchmarks.precision_losses [--train-iters 400] [--repeats 1] [-- flags for pretrain_moe.py]
@@ -23,6 +23,7 @@ FLAGS = {
     "bf16": ["--bf16"],
     "fp16": ["--no-bf16", "--fp16"],
     "fp8": ["--bf16", "--fp8-format", "e4m3"],
+    "fp8 experts": ["--bf16", "--fp8-format", "e4m3", "--fp8-modules", "experts"],
     "fp8 hybrid": ["--bf16", "--fp8-format", "hybrid"],
 }
 _MIB = 2**20

@@ -136,6 +136,21 @@ class DerivedSettings:
         return not self._run.precision.grad_reduce_in_bf16 if given is None else given
 
     @cached_property
+    def fp8_format_of_experts(self) -> str | None:
+        """The value of `--fp8-format` for routed experts: None where they multiply in the model's dtype."""
+        precision = self._run.precision
+        return precision.fp8_format if "experts" in precision.fp8_modules else None
+
+    @cached_property
+    def bf16_layers(self) -> tuple[int, ...]:
+        """The layers of the decoder, from 0, that `--first-last-layers-bf16` leaves out of FP8."""
+        precision, layers = self._run.precision, self._run.model.num_layers
+        if not precision.first_last_layers_bf16:
+            return ()
+        first_last = layers - precision.num_layers_at_end_in_bf16
+        return tuple(i for i in range(layers) if i < precision.num_layers_at_start_in_bf16 or i >= first_last)
+
+    @cached_property
     def health_interval(self) -> int:
         """Iterations between health measurements; 0: none. A measured step is slower: not every one is."""
         given = self._run.logging.health_interval

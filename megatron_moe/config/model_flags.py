@@ -222,9 +222,18 @@ class PrecisionConfig:
     )
     fp8_format: str | None = free(
         None,
-        "bf16: multiply routed experts in emulated FP8: e4m3, or hybrid with e5m2 for gradients; default: in bf16",
+        "bf16: multiply the linear layers and the routed experts in FP8: e4m3, or hybrid with e5m2 for gradients; "
+        "default: in bf16",
         choices=("e4m3", "hybrid"),
     )
+    fp8_modules: tuple[str, ...] = free(
+        ("experts", "shared_experts", "mlp", "attention"),
+        "FP8: the modules whose products are in FP8 (mlp: of dense layers); default: all four",
+        choices=("experts", "shared_experts", "mlp", "attention"),
+    )
+    first_last_layers_bf16: bool = free(False, "FP8: multiply the first and the last layers in bf16")
+    num_layers_at_start_in_bf16: int = free(1, "FP8: layers at the start for --first-last-layers-bf16")
+    num_layers_at_end_in_bf16: int = free(1, "FP8: layers at the end for --first-last-layers-bf16")
     fp8_recipe: str = free(
         "blockwise",
         "FP8: how numbers share scales; tiles of 1 x 128 and blocks of 128 x 128 are there, the others are refused "

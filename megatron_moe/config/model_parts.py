@@ -21,7 +21,7 @@ SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "f
 NONE = "-"
 MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
 PRODUCTS, GRADIENTS_OF_PRODUCTS = "{products}", "{gradients_of_products}"
-"""The dtypes in which the routed experts multiply, and multiply the gradients of their outputs: OWN without FP8."""
+"""The dtypes in which a part multiplies, and multiplies the gradients of its outputs: OWN without FP8."""
 OWN = "{own}"
 """The dtype of a part's own weights: the model's, or fp32 where `--keep-fp32` names the part."""
 INPUT = "{input}"
@@ -83,6 +83,7 @@ class ModelPart:
     alias: the word of `--keep-fp32` that names all modules of this kind.
     tensors: its lines of the precision contract; the first is that of its weights and of those inside it.
     state: buffers that stay fp32 under casts, and their lines of the contract, which say when they exist.
+    fp8: the word of `--fp8-modules` for its products: its own, or those of the linear layers inside it.
     emits: as an fp32 island, the dtype of what it returns; OWN leaves it in fp32, ROUTER is for a router, which casts
         for itself. Its arguments are the run and the modules that are kept.
     parts: the modules inside, by name.
@@ -93,6 +94,7 @@ class ModelPart:
     alias: str | None = None
     tensors: tuple[TensorClass, ...] = ()
     state: Mapping[str, TensorClass] = field(default_factory=dict)
+    fp8: str | None = None
     emits: Callable[[Run, tuple[str, ...]], str] = _emits_input
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
 
@@ -136,8 +138,9 @@ EMBEDDING = ModelPart(
 
 ATTENTION = ModelPart(
     alias="attention",
+    fp8="attention",
     tensors=(
-        _weights("attention weights", reduced=OWN),
+        _weights("attention weights", computed=PRODUCTS, reduced=OWN),
         TensorClass("attention softmax", NONE, "fp32", "fp32"),
         TensorClass(
             "keys and values over CP ranks",
@@ -171,7 +174,8 @@ ATTENTION = ModelPart(
 )
 
 DENSE_MLP = ModelPart(
-    tensors=(_weights("dense MLP weights", reduced=OWN),),
+    fp8="mlp",
+    tensors=(_weights("dense MLP weights", computed=PRODUCTS, reduced=OWN),),
     parts={"linear_fc1": LINEAR, "linear_fc2": LINEAR},
 )
 
@@ -212,19 +216,12 @@ TOP_K_ROUTER = ModelPart(
 )
 
 
-def _in_fp8(run: Run) -> bool:
-    return run.precision.fp8_format is not None
-
-
 EXPERTS = ModelPart(
     {"weight1": _always, "weight2": _always},
     alias="experts",
+    fp8="experts",
     tensors=(
         _weights("expert weights", computed=PRODUCTS, reduced="fp32"),
-        TensorClass("expert rows in FP8", MODEL, PRODUCTS, note="tiles of 1 x 128 and 128 x 1, emulated", when=_in_fp8),
-        TensorClass(
-            "gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8
-        ),
         TensorClass("experts' activation", MODEL, "fp32", note="rounded once"),
         TensorClass("combine of the experts", MODEL, "fp32", "fp32", "fp32", note="rounded once"),
     ),
@@ -235,7 +232,8 @@ SHARED_EXPERTS = replace(
     parameters={"gate_weight": lambda run: run.moe.moe_shared_expert_gate},
     when=lambda run: bool(run.moe.moe_shared_expert_intermediate_size),
     alias="shared_experts",
-    tensors=(_weights("shared expert weights", reduced=OWN),),
+    fp8="shared_experts",
+    tensors=(_weights("shared expert weights", computed=PRODUCTS, reduced=OWN),),
 )
 
 MOE_MLP = ModelPart(parts={"router": TOP_K_ROUTER, "experts": EXPERTS, "shared_experts": SHARED_EXPERTS})

@@ -83,6 +83,20 @@ def near_names(run: Run, pattern: str) -> list[str]:
     return found or [f"*.{tail}" for tail in difflib.get_close_matches(last, tails, n=3, cutoff=0.5)] or words
 
 
+def multiplied_in_fp8(run: Run) -> tuple[str, ...]:
+    """Return the modules whose products are in FP8: routed experts and single linear layers."""
+    precision, found = run.precision, []
+    if precision.fp8_format is None:
+        return ()
+    every, in_bf16 = parts(run), {f"decoder.layers.{layer}" for layer in run.derived.bf16_layers}
+    for name, part in every.items():
+        if part.fp8 not in precision.fp8_modules or is_inside(name, in_bf16):
+            continue
+        linear = [f"{name}.{child}" for child in part.parts if child.startswith("linear_")]
+        found += [child for child in linear if child in every] if part.parts else [name]
+    return tuple(found)
+
+
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Return whether a module or parameter is inside one of these modules."""
     path = name.split(".")

@@ -23,6 +23,7 @@ from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import initialize_weights
+from megatron_moe.model.linear_fp8 import multiply_in_fp8
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import FurtherPredictions, without_second_table
@@ -259,6 +260,7 @@ def _chunk(
         chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
     if hasattr(chunk, "embedding"):
         ExactEmbedding.take_over(chunk.embedding.word_embeddings)
+    multiply_in_fp8(chunk, run)
     if draw:
         chunk.to(platform.device())
     keep_in_fp32(chunk, run, config)

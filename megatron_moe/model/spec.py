@@ -6,7 +6,7 @@ engine's classes and for Transformer Engine's. Fused modules, which would be nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -72,18 +72,25 @@ class LayerSettings:
     """The options of our own modules in a layer, which the engine's configuration does not have.
 
     moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
-    whether attention rotates queries and keys.
+    whether attention rotates queries and keys. bf16_layers: the layers of the decoder whose experts are not in FP8.
     """
 
     moe: MoEOptions | None
     recomputed: tuple[str, ...]
     rotary: bool
+    bf16_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
         """Read the settings from a run that has passed `config.rules.check`."""
         rotary = run.model.position_embedding_type == "rope"
-        return cls(MoEOptions.from_run(run), run.derived.recomputed_modules, rotary)
+        return cls(MoEOptions.from_run(run), run.derived.recomputed_modules, rotary, run.derived.bf16_layers)
+
+    def of_layer(self, layer: int) -> LayerSettings:
+        """Return the settings of one layer of the decoder, by its number from 0 in the whole model."""
+        if self.moe is None or layer not in self.bf16_layers:
+            return self
+        return replace(self, moe=replace(self.moe, fp8_format=None))
 
 
 class RecomputedMLP(MLP):
@@ -128,8 +135,8 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [
-        layer_spec(config, settings, chosen, pg_collection, bool(moe))
-        for moe in config.moe_layer_freq[first : first + count]
+        layer_spec(config, settings.of_layer(layer), chosen, pg_collection, bool(config.moe_layer_freq[layer]))
+        for layer in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
 

@@ -134,10 +134,13 @@ class TransformerEngineProduct:
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products; the arguments are those of `GroupedLinear`, with the offsets on the host."""
-        if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
-            return grouped_linear_loop(rows, weights, offsets)
         ends = offsets.tolist()
-        splits = [end - start for start, end in zip([0, *ends[:-1]], ends)]
+        return self.product(rows, weights, [end - start for start, end in zip([0, *ends[:-1]], ends)])
+
+    def product(self, rows: Tensor, weights: Tensor, splits: list[int]) -> Tensor:
+        """Return the products; splits are the numbers of rows of each expert."""
+        if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
+            return grouped_linear_loop(rows, weights, torch.zeros(len(splits), dtype=torch.int32))
         module = self._module_for(weights)
         for name, weight in zip(module.borrowed, weights.unbind(0)):
             setattr(module, name, weight)
@@ -148,7 +151,7 @@ class TransformerEngineProduct:
                 delattr(module, name)
 
     def _module_for(self, weights: Tensor) -> Any:
-        """Return the module of the weights' shape; a module may keep what FP8 has to know from call to call."""
+        """Return the module of the weights' shape."""
         shape = tuple(weights.shape)
         if shape not in self._modules:
             self._modules[shape] = _without_parameters(weights)

@@ -1,8 +1,8 @@
-"""The grouped products of the experts in FP8 with a scale per tile, as DeepSeek-V3 trains (arXiv 2412.19437), emulated.
+"""Matrix products in FP8 with a scale per tile, as DeepSeek-V3 trains (arXiv 2412.19437): emulated, or on Hopper.
 
 An operand is cut into tiles. A tile has the scale max |x| / L in fp32, with L = 448 for e4m3 and 57344 for e5m2, and
 each of its numbers becomes the nearest FP8 number times that scale. The three products of y = x W^T read, for rows x
-[R, in] and a matrix W [out, in] per expert:
+[R, in] and a matrix W [out, in] per expert (a linear layer is one expert, of all rows):
 
     y = x W^T        x in tiles of 1 x 128 (a row, 128 features), W in blocks of 128 x 128
     dx = dy W        dy in tiles of 1 x 128, the same blocks of W
@@ -13,11 +13,13 @@ the last one is smaller where a size is no multiple of 128, gate and up projecti
 rows of two experts. DeepSeek keeps x in tiles of 1 x 128 for the backward pass and quantises those numbers again for
 dW; here x is kept in the model's dtype, and rounded to FP8 once for each product.
 
-This is an emulation: operands are rounded to FP8 and multiplied by their scales, which rounds to fp32, and these
-numbers are multiplied and added in fp32; the result is rounded once to the model's dtype. An FP8 kernel multiplies the
-FP8 numbers, adds 128 products, and multiplies their sum by the scales. The two differ as two orders of addition in fp32
-do, as long as that kernel adds in fp32: Hopper's tensor cores add with fewer bits between the promotions of DeepSeek's
-kernels. It takes more time and memory than the product in bf16.
+Two forms compute. The emulation, on any device, rounds operands to FP8 and multiplies them by their scales, which
+rounds to fp32; these numbers are multiplied and added in fp32, and the result is rounded once to the model's dtype. It
+takes more time and memory than the product in bf16. Torch's scaled product (`torch.nn.functional.scaled_mm`, cuBLAS
+with these very tiles, on Hopper alone) multiplies the FP8 numbers, adds 128 products, and multiplies their sum by the
+scales. The two differ as two orders of addition in fp32 do, as long as the kernel adds in fp32: Hopper's tensor cores
+add with fewer bits between cuBLAS's promotions. Torch's scaled product of groups has no such tiles, but one scale a
+row: so an expert's rows are a product of their own.
 
 What is not finite stays so: a NaN or an infinity makes its whole tile NaN, and the step is not applied. A tile of zeros
 becomes zeros.
@@ -25,13 +27,20 @@ becomes zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
+from megatron_moe.platform import switches
 from megatron_moe.platform.isolation import unaffected_by_autocast
 
 TILE = 128
@@ -41,28 +50,51 @@ _LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def rounded_to_fp8(values: Tensor, high: int, wide: int, dtype: torch.dtype = E4M3) -> Tensor:
-    """Return what is left of numbers in FP8: each as the nearest FP8 number times its tile's scale.
+@dataclass(frozen=True)
+class Tiles:
+    """Matrices in FP8, with zeros up to whole tiles.
 
-    Args:
-        values: [..., M, N] in any floating dtype; its last two dimensions are cut into tiles.
-        high, wide: the size of a tile; the last ones of a dimension may be smaller.
-        dtype: `E4M3` or `E5M2`.
-
-    Returns:
-        [..., M, N] in fp32.
+    Attributes:
+        numbers: [..., M', N'] in FP8; M' and N' are M and N rounded up to whole tiles.
+        scales: [..., M' / high, N' / wide] fp32.
+        shape: (M, N), without the zeros.
     """
-    rows, columns = values.shape[-2:]
-    exact = values.float()
-    if rows % high or columns % wide:
-        exact = F.pad(exact, (0, -columns % wide, 0, -rows % high))  # zeros change no maximum
-    tiles = exact.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
-    largest = tiles.abs().amax(dim=(-3, -1), keepdim=True)
-    scales = (largest / _LARGEST[dtype]).clamp_(min=_SMALLEST_SCALE)
-    # A quotient exceeds FP8's largest number by fp32's rounding at most, and is rounded back to it.
-    steps = (tiles / scales).to(dtype)
-    found = steps.float().mul_(scales).flatten(-2).flatten(-3, -2)
-    return found[..., :rows, :columns]
+
+    numbers: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, values: Tensor, high: int, wide: int, dtype: torch.dtype = E4M3) -> Tiles:
+        """Return what is left of numbers in FP8: each as the nearest FP8 number times its tile's scale.
+
+        Args:
+            values: [..., M, N] in any floating dtype; its last two dimensions are cut into tiles.
+            high, wide: the size of a tile; the last ones of a dimension may be smaller.
+            dtype: `E4M3` or `E5M2`.
+        """
+        rows, columns = values.shape[-2:]
+        exact = values.float()
+        if rows % high or columns % wide:
+            exact = F.pad(exact, (0, -columns % wide, 0, -rows % high))  # zeros change no maximum
+        tiles = exact.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
+        largest = tiles.abs().amax(dim=(-3, -1), keepdim=True)
+        scales = (largest / _LARGEST[dtype]).clamp_(min=_SMALLEST_SCALE)
+        # A quotient exceeds FP8's largest number by fp32's rounding at most, and is rounded back to it.
+        numbers = (tiles / scales).to(dtype).flatten(-2).flatten(-3, -2)
+        return cls(numbers, scales.squeeze(-1).squeeze(-2), (rows, columns))
+
+    def exact(self) -> Tensor:
+        """Return the numbers times their scales, [..., M, N] in fp32."""
+        down, across = self.scales.shape[-2:]
+        tiles = self.numbers.float().unflatten(-1, (across, -1)).unflatten(-3, (down, -1))
+        values = tiles.mul_(self.scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+        return values[..., : self.shape[0], : self.shape[1]]
+
+
+def rounded_to_fp8(values: Tensor, high: int, wide: int, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return what is left of numbers [..., M, N] in FP8, in fp32; the arguments are those of `Tiles.of`."""
+    return Tiles.of(values, high, wide, dtype).exact()
 
 
 @dataclass(frozen=True)
@@ -88,11 +120,173 @@ class TokenTiles:
         expert = torch.searchsorted(ends, row, right=True)
         return cls(row + shift.index_select(0, expert), (num_rows // TILE + offsets.shape[0]) * TILE)
 
+    def placed(self, rows: Tensor) -> Tensor:
+        """Return rows [R, N] at their places, [places, N], with zeros elsewhere."""
+        return rows.new_zeros((self.places, rows.shape[1])).index_copy_(0, self.slots, rows)
+
+    def taken(self, placed: Tensor) -> Tensor:
+        """Return the rows [R, N] of what is at their places."""
+        return placed.index_select(0, self.slots)
+
     def rounded(self, rows: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
         """Return rows [R, N] in FP8 tiles of 128 x 1, as fp32."""
-        placed = rows.new_zeros((self.places, rows.shape[1]), dtype=torch.float32)
-        placed.index_copy_(0, self.slots, rows.float())
-        return rounded_to_fp8(placed, TILE, 1, dtype).index_select(0, self.slots)
+        return self.taken(rounded_to_fp8(self.placed(rows), TILE, 1, dtype))
+
+
+class _Emulated:
+    """The three products by the emulation. Rows are [R, in], matrices [e, P, out, in], gradients [R, P x out]."""
+
+    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+        self.offsets, self.num_rows = offsets, num_rows
+
+    def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return y, [R, P x out]."""
+        blocks = rounded_to_fp8(matrices, TILE, TILE).flatten(1, 2)
+        return self._product(rounded_to_fp8(rows, 1, TILE), blocks.transpose(-2, -1)).to(rows.dtype)
+
+    def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dx, [R, in]."""
+        tiles = rounded_to_fp8(grad.unflatten(1, matrices.shape[1:3]), 1, TILE, dtype).flatten(1)
+        return self._product(tiles, rounded_to_fp8(matrices, TILE, TILE).flatten(1, 2)).to(grad.dtype)
+
+    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return dW, [e, P, out, in]."""
+        tiles = TokenTiles.of(self.offsets, self.num_rows)
+        left, right = tiles.rounded(grad, dtype).t(), tiles.rounded(rows)
+        one = self.offsets.shape[0] == 1
+        products = left @ right if one else F.grouped_mm(left, right, offs=self.offsets)
+        return products.view(shape).to(rows.dtype)
+
+    def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return each expert's rows times its matrix; torch's product of groups takes whole 16 bytes, `mm` any."""
+        return rows @ matrices[0] if len(matrices) == 1 else F.grouped_mm(rows, matrices, offs=self.offsets)
+
+
+class PaddedGroups:
+    """Rows, grouped by expert, at places of their own: each expert's start at a whole tile, with zeros up to the next.
+
+    Args:
+        offsets: [e] on the host, the end of each expert's rows.
+
+    Attributes:
+        spans: the first place of each expert, and the first after it.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        ends = [0, *offsets.tolist()]
+        starts = [0]
+        for start, end in pairwise(ends):
+            starts.append(starts[-1] + end - start + (start - end) % TILE)
+        self.spans: Sequence[tuple[int, int]] = list(pairwise(starts))
+        self._offsets, self._num_rows = offsets, ends[-1]
+        self._tiles: TokenTiles | None = None
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Return rows [R, N] at their places, [places, N], with zeros between."""
+        places = self.spans[-1][1]
+        if len(self.spans) == 1:
+            return F.pad(rows, (0, 0, 0, places - self._num_rows))
+        return self._tiles_on(rows).placed(rows)[:places]
+
+    def taken(self, placed: Tensor) -> Tensor:
+        """Return the rows [R, N] from their places."""
+        return placed[: self._num_rows] if len(self.spans) == 1 else self._tiles_on(placed).taken(placed)
+
+    def _tiles_on(self, rows: Tensor) -> TokenTiles:
+        if self._tiles is None:
+            self._tiles = TokenTiles.of(self._offsets.to(rows.device), self._num_rows)
+        return self._tiles
+
+
+class _Scaled:
+    """The three products by torch's scaled product, one for each expert with rows.
+
+    Shapes are those of `_Emulated`; the offsets are on the host.
+    """
+
+    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+        self.groups = PaddedGroups(offsets)
+
+    def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """See `_Emulated.results`."""
+        left, right = Tiles.of(self.groups.placed(rows), 1, TILE), Tiles.of(matrices, TILE, TILE)
+        numbers, scales = right.numbers.flatten(1, 2), right.scales.flatten(1, 2)
+        found = self._by_expert(left, numbers, scales, rows.dtype)
+        found = found.unflatten(1, (matrices.shape[1], -1))[..., : matrices.shape[2]].flatten(1)
+        return self.groups.taken(found)
+
+    def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `_Emulated.grad_rows`."""
+        tiles = Tiles.of(self.groups.placed(grad).unflatten(1, matrices.shape[1:3]).transpose(0, 1), 1, TILE, dtype)
+        # [P, places, out'] -> [places, P x out']: sums run over all matrices of an expert
+        numbers, scales = (one.transpose(0, 1).flatten(1) for one in (tiles.numbers, tiles.scales))
+        blocks = Tiles.of(matrices, TILE, TILE)
+        # cuBLAS reads both operands along the terms of a sum
+        turned, turned_scales = (one.flatten(1, 2).mT.contiguous() for one in (blocks.numbers, blocks.scales))
+        left = Tiles(numbers, scales, (numbers.shape[0], numbers.shape[1]))
+        return self.groups.taken(self._by_expert(left, turned, turned_scales, grad.dtype)[:, : matrices.shape[3]])
+
+    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `_Emulated.grad_matrices`."""
+        left = Tiles.of(_wide_enough(self.groups.placed(grad)).t(), 1, TILE, dtype)
+        right = Tiles.of(_wide_enough(self.groups.placed(rows)).t(), 1, TILE)
+        found = rows.new_zeros((len(self.groups.spans), left.shape[0], right.shape[0]))
+        for expert, (start, end) in enumerate(self.groups.spans):
+            if start == end:
+                continue
+            places, tiles = slice(start, end), slice(start // TILE, end // TILE)
+            found[expert] = scaled_product(
+                left.numbers[:, places], left.scales[:, tiles], right.numbers[:, places], right.scales[:, tiles],
+                1, rows.dtype,
+            )  # fmt: skip
+        return found[:, : grad.shape[1], : rows.shape[1]].reshape(shape)
+
+    def _by_expert(self, left: Tiles, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return left [places, K] times the transpose of each expert's numbers [e, N, K], in blocks."""
+        found = left.numbers.new_zeros((left.numbers.shape[0], numbers.shape[1]), dtype=dtype)
+        for expert, (start, end) in enumerate(self.groups.spans):
+            if start < end:
+                rows = slice(start, end)
+                found[rows] = scaled_product(
+                    left.numbers[rows], left.scales[rows], numbers[expert], scales[expert], TILE, dtype
+                )
+        return found
+
+
+def _wide_enough(rows: Tensor) -> Tensor:
+    """Return rows [R, N] with N a multiple of 16, which cuBLAS asks of each dimension."""
+    return F.pad(rows, (0, -rows.shape[1] % 16))
+
+
+def scaled_product(
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, high: int, dtype: torch.dtype
+) -> Tensor:
+    """Return left right^T by torch's scaled product, which adds in fp32 and rounds once.
+
+    Args:
+        left: [M, K] in FP8, in tiles of 1 x 128, with M a multiple of 16 and K of 128; left_scales: [M, K / 128] fp32.
+        right: [N, K] in FP8, in tiles of `high` x 128, with N a multiple of 16; right_scales: [N / high, K / 128] fp32.
+        high: 1 or 128.
+        dtype: bf16, of the result [M, N].
+    """
+    one_row, block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    scales = _in_columns(right_scales)
+    if high == TILE:  # a block's scales lie along the sum, which is rounded up to four of them
+        scales = F.pad(right_scales, (0, -right_scales.shape[1] % 4)).t()
+    return F.scaled_mm(
+        left.contiguous(),
+        right.contiguous().t(),
+        _in_columns(left_scales),
+        one_row,
+        scales,
+        block if high == TILE else one_row,
+        output_dtype=dtype,
+    )
+
+
+def _in_columns(scales: Tensor) -> Tensor:
+    """Return scales [M, K / 128] with strides (1, M), which cuBLAS reads."""
+    return scales.t().contiguous().t()
 
 
 class _GroupedFp8(torch.autograd.Function):
@@ -100,34 +294,35 @@ class _GroupedFp8(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype, form: type[_Form]
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
-        ctx.gradients = gradients
-        if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
+        ctx.gradients, ctx.form = gradients, form
+        if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernels refuse empty operands
             return rows.new_zeros((0, weights.shape[1] * weights.shape[2]))
-        matrices = rounded_to_fp8(weights, TILE, TILE).flatten(1, 2)
-        products = F.grouped_mm(rounded_to_fp8(rows, 1, TILE), matrices.transpose(-2, -1), offs=offsets)
-        return products.to(rows.dtype)
+        return form(offsets, rows.shape[0]).results(rows, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
         if rows.shape[0] == 0:
-            return torch.zeros_like(rows), torch.zeros_like(weights), None, None
+            return torch.zeros_like(rows), torch.zeros_like(weights), None, None, None
+        products = ctx.form(offsets, rows.shape[0])
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            by_matrix = grad.unflatten(1, weights.shape[1:3])
-            tiles = rounded_to_fp8(by_matrix, 1, TILE, ctx.gradients).flatten(1)
-            matrices = rounded_to_fp8(weights, TILE, TILE).flatten(1, 2)
-            grad_rows = F.grouped_mm(tiles, matrices, offs=offsets).to(rows.dtype)
+            grad_rows = products.grad_rows(grad, weights, ctx.gradients)
         if ctx.needs_input_grad[1]:
-            token_tiles = TokenTiles.of(offsets, rows.shape[0])
-            left, right = token_tiles.rounded(grad, ctx.gradients), token_tiles.rounded(rows)
-            products = F.grouped_mm(left.t(), right, offs=offsets)
-            grad_weights = products.view(weights.shape).to(weights.dtype)
-        return grad_rows, grad_weights, None, None
+            grad_weights = products.grad_matrices(grad, rows, weights.shape, ctx.gradients)
+        return grad_rows, grad_weights, None, None, None
+
+
+_Form = _Emulated | _Scaled
+_FORMS: dict[str, type[_Form]] = {"emulated": _Emulated, "scaled": _Scaled}
+GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
+"""--fp8-format -> the dtype of the outputs' gradients; rows and weights are in e4m3."""
 
 
 @dataclass(frozen=True)
@@ -137,24 +332,98 @@ class Fp8Product:
     Attributes:
         gradients: the FP8 dtype of the output's gradients; rows and weights are in e4m3.
         matrices: how many matrices of equal size an expert's [out, in] is made of.
+        form: "emulated", or "scaled", by torch's scaled product, which takes the offsets on the host.
     """
 
     gradients: torch.dtype
     matrices: int = 1
+    form: str = "emulated"
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products in the dtype of the rows; the arguments are those of `GroupedLinear`."""
-        return _GroupedFp8.apply(rows, weights.unflatten(1, (self.matrices, -1)), offsets, self.gradients)
+        matrices = weights.unflatten(1, (self.matrices, -1))
+        return _GroupedFp8.apply(rows, matrices, offsets, self.gradients, _FORMS[self.form])
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x weight^T of a linear layer, [..., in] and [out, in] -> [..., out], as one expert with all rows."""
+        rows = x.flatten(0, -2)
+        device = "cpu" if self.form == "scaled" else x.device
+        offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=device)
+        return self(rows, weight.unsqueeze(0), offsets).unflatten(0, x.shape[:-1])
 
 
-_GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
+def fp8_form() -> str:
+    """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" elsewhere.
+
+    MEGATRON_MOE_FP8 chooses one of them (`platform/switches.py`).
+
+    Raises:
+        ConfigError: the variable asks for the scaled product where there is none.
+    """
+    way, why = switches.fp8_products(), platform.why_no_fp8_products()
+    if way == "scaled" and why is not None:
+        raise ConfigError(f"{switches.FP8}=scaled: {why}; leave it unset, or set it to emulated")
+    return "emulated" if way == "emulated" or why is not None else "scaled"
 
 
-def fp8_products(fp8_format: str) -> tuple[Fp8Product, Fp8Product]:
+def fp8_products(fp8_format: str, form: str | None = None) -> tuple[Fp8Product, Fp8Product]:
     """Return the kernels of an expert's first product, of gate and up projection, and of its second one.
 
     Args:
         fp8_format: a value of `--fp8-format`.
+        form: see `Fp8Product`; None: `fp8_form`.
     """
-    gradients = _GRADIENTS[fp8_format]
-    return Fp8Product(gradients, matrices=2), Fp8Product(gradients)
+    form = form or fp8_form()
+    gradients = GRADIENTS[fp8_format]
+    return Fp8Product(gradients, 2, form), Fp8Product(gradients, 1, form)
+
+
+class TransformerEngineFp8(TransformerEngineProduct):
+    """Transformer Engine's grouped product in FP8 as a kernel, a `GroupedLinear`, with the tiles of this file.
+
+    Each expert's rows are padded with zeros to whole tiles, and the padding's results dropped. Widths are multiples of
+    128, so that Transformer Engine, which knows one matrix per expert, cuts gate and up projection as two.
+
+    Args:
+        fp8_format: a value of `--fp8-format`.
+
+    Raises:
+        ConfigError: the device has no such products.
+    """
+
+    def __init__(self, fp8_format: str) -> None:
+        super().__init__()
+        self.fp8_format = fp8_format
+        require_fp8_of_transformer_engine("--moe-expert-backend te")
+
+    def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """See `TransformerEngineProduct.__call__`."""
+        groups = PaddedGroups(offsets)
+        splits = [end - start for start, end in groups.spans]
+        with transformer_engine_in_fp8(self.fp8_format):
+            return groups.taken(self.product(groups.placed(rows), weights, splits))
+
+
+def require_fp8_of_transformer_engine(flag: str) -> None:
+    """Refuse a flag whose modules would multiply in FP8 by Transformer Engine on a device that cannot.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    why = platform.why_no_fp8_products()
+    if why is not None:
+        raise ConfigError(f"--fp8-format, {flag}: {why}; drop {flag}, to emulate FP8, or --fp8-format")
+
+
+def transformer_engine_in_fp8(fp8_format: str) -> AbstractContextManager[None]:
+    """Return a context in which Transformer Engine's modules multiply in FP8 with this file's tiles.
+
+    Its own scales are powers of two; these are not, as DeepSeek's.
+    """
+    from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
+    from transformer_engine.pytorch.quantization import autocast
+
+    recipe = Float8BlockScaling(fp8_format=Format.E4M3 if fp8_format == "e4m3" else Format.HYBRID)
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, operand, QParams(power_2_scale=False, amax_epsilon=0.0))
+    return autocast(enabled=True, recipe=recipe)

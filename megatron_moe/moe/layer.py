@@ -18,7 +18,7 @@ from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, grouped_linear_loop
-from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
+from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
@@ -32,12 +32,13 @@ def _grouped_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> Loc
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
     gate_up, down = fp8_products(options.fp8_format)
-    return GroupedExperts(config, options, groups, down, gate_up_kernel=gate_up)
+    return GroupedExperts(config, options, groups, down, down.form == "scaled", gate_up)
 
 
 def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")
-    return GroupedExperts(config, options, groups, TransformerEngineProduct(), offsets_on_host=True)
+    product = TransformerEngineProduct() if options.fp8_format is None else TransformerEngineFp8(options.fp8_format)
+    return GroupedExperts(config, options, groups, product, offsets_on_host=True)
 
 
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)

@@ -108,7 +108,7 @@ class MoEOptions:
             per_token_loss=run.optimizer.calculate_per_token_loss,
             dispatcher=moe.moe_token_dispatcher_type,
             backend=moe.moe_expert_backend,
-            fp8_format=run.precision.fp8_format,
+            fp8_format=run.derived.fp8_format_of_experts,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,

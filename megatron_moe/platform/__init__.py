@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         side_stream,
         synchronize,
         unusable_libraries,
+        why_no_fp8_products,
         why_no_transformer_engine,
     )
     from megatron_moe.platform.page_locked import host_memory
@@ -54,6 +55,7 @@ __all__ = [
     "side_stream",
     "synchronize",
     "unusable_libraries",
+    "why_no_fp8_products",
     "why_no_transformer_engine",
 ]
 

@@ -167,6 +167,25 @@ def available_memory_bytes() -> int:
     return max(available, 0)
 
 
+_FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
+
+
+def why_no_fp8_products() -> str | None:
+    """Return why no card here has products in FP8 with a scale per tile of 1 x 128 and 128 x 128; None where it has.
+
+    cuBLAS has them from CUDA 12.9 on, for compute capability 9.x alone (H100, H200). Later cards have another format.
+    """
+    if not has_streams():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device())
+    if major != _FP8_CAPABILITY:
+        return f"the device's compute capability is {major}.{minor}, and cuBLAS has FP8 in tiles of 128 for 9.x alone"
+    version = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in version.split(".")[:2]) < _FP8_CUDA:
+        return f"this torch was built for CUDA {version}, and cuBLAS has FP8 in tiles of 128 from CUDA 12.9 on"
+    return None
+
+
 def why_no_transformer_engine() -> str | None:
     """Return why Transformer Engine cannot be used here, with what its import raised; None where it can be."""
     return optional_libraries.why_not_loaded("transformer_engine") if has_cuda() else "there is no CUDA device"

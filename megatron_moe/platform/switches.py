@@ -13,10 +13,13 @@ KERNELS = "MEGATRON_MOE_KERNELS"
 """The variable that says which form of an operation computes: see `kernels/choice.py`."""
 CPU_KERNELS = "MEGATRON_MOE_CPU_KERNELS"
 """The variable that says whether kernels in C compute on a CPU: see `kernels/compiled.py`."""
+FP8 = "MEGATRON_MOE_FP8"
+"""The variable that says how products in FP8 are computed: see `moe/grouped_gemm_fp8.py`."""
 _VALUES = {
     HALF_PRODUCTS: ("auto", "native", "fp32"),
     KERNELS: ("auto", "triton", "torch"),
     CPU_KERNELS: ("auto", "c", "torch"),
+    FP8: ("auto", "scaled", "emulated"),
 }
 
 
@@ -45,6 +48,15 @@ def cpu_kernels() -> str:
         ConfigError: the variable has another value.
     """
     return _read(CPU_KERNELS)
+
+
+def fp8_products() -> str:
+    """Return how products in FP8 are computed: "scaled", "emulated", or "auto", which depends on the device.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    return _read(FP8)
 
 
 def _read(name: str) -> str:

@@ -12,8 +12,10 @@ from megatron_moe.config import module_names
 from megatron_moe.config.model_parts import (
     EVALUATION,
     GRADIENTS,
+    GRADIENTS_OF_PRODUCTS,
     MODEL,
     NONE,
+    PRODUCTS,
     TensorClass,
     dtype_words,
     every_part,
@@ -22,13 +24,20 @@ from megatron_moe.config.schema import Run
 
 _COLUMNS = ("name", "stored", "computed", "accumulated", "reduced", "saved", "note")
 
-# --fp8-format -> the dtypes of the experts' operands, and of the gradients of their products
-_FP8 = {"e4m3": ("e4m3", "e4m3"), "hybrid": ("e4m3", "e5m2")}
+# --fp8-format -> the dtype of the gradients of products in FP8; rows and weights are in e4m3
+_FP8_GRADIENTS = {"e4m3": "e4m3", "hybrid": "e5m2"}
+
+
+def _in_fp8(run: Run) -> bool:
+    return run.precision.fp8_format is not None
+
 
 _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note="of the weights as they are")
 
 _BACKWARD_AND_FILES = (
     TensorClass("matrix products", NONE, "of their operands", "fp32", note="split sums too; no TF32"),
+    TensorClass("rows of products in FP8", MODEL, PRODUCTS, note="tiles of 1 x 128 and 128 x 1", when=_in_fp8),
+    TensorClass("gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8),
     TensorClass("activation gradients", MODEL, MODEL, "fp32", MODEL, note="residual stream {residual}"),
     TensorClass("weight gradients", GRADIENTS, MODEL, GRADIENTS, note="main_grad{per_micro_batch}"),
     TensorClass("gradient reduction", NONE, reduced=GRADIENTS, note="over DP, and TP under sequence parallel"),
@@ -58,12 +67,13 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     for part in every_part():
         if part in present:
             own = "fp32" if part.alias in kept else words["model"]
-            products, gradients = _FP8.get(run.precision.fp8_format or "", (own, own))
-            its_words = {**words, "own": own, "products": products, "gradients_of_products": gradients}
+            in_fp8 = _in_fp8(run) and part.fp8 in run.precision.fp8_modules
+            its_words = {**words, "own": own, "products": "e4m3" if in_fp8 else own}
             for row in (*part.tensors, *part.state.values()):
                 rows.setdefault(row.name, _resolved(row, its_words))
     whole_classes = {part.alias for part in every_part() if part.tensors}
     own_lines = [_kept_line(pattern) for pattern in kept if pattern not in whole_classes]
+    words |= {"products": "e4m3", "gradients_of_products": _FP8_GRADIENTS.get(run.precision.fp8_format or "", NONE)}
     others = [_resolved(row, words) for row in (_EVALUATION, *_BACKWARD_AND_FILES)]
     everything = (*rows.values(), others[0], *own_lines, *others[1:])
     return tuple(row for row in everything if row.when(run))
@@ -87,7 +97,9 @@ def title(run: Run) -> str:
     if p.accumulate_allreduce_grads_in_fp32 is False:
         flags.append("--no-accumulate-allreduce-grads-in-fp32")
     if p.fp8_format is not None:
-        flags.append(f"--fp8-format {p.fp8_format} --fp8-recipe {p.fp8_recipe}")
+        flags.append(f"--fp8-format {p.fp8_format} --fp8-recipe {p.fp8_recipe} --fp8-modules {' '.join(p.fp8_modules)}")
+    if layers := run.derived.bf16_layers:
+        flags.append(f"--first-last-layers-bf16 (layers {', '.join(map(str, layers))} multiply in bf16)")
     if p.keep_fp32:
         flags.append(f"--keep-fp32 {' '.join(p.keep_fp32)}")
     if run.moe.num_experts is not None and run.moe.moe_router_dtype != "fp32":

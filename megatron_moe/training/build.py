@@ -20,13 +20,14 @@ from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.save import claim, target
 from megatron_moe.checkpoint.state import Trained, TrainingProgress
-from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import Import, fill
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
 from megatron_moe.platform import advisories, switches
@@ -283,16 +284,40 @@ def _precision_notes(run: Run) -> list[str]:
         notes.append(
             f"gradients are accumulated over micro-batches and reduced over ranks in {short}: each sum is rounded"
         )
-    if run.precision.fp8_format is not None:
-        notes.append(
-            f"--fp8-format {run.precision.fp8_format}, --fp8-recipe {run.precision.fp8_recipe}: FP8 is emulated. The "
-            "routed experts' products round their operands to FP8 and multiply them in fp32: this shows what FP8 does "
-            "to the loss, is slower than bf16, and was not verified on hardware. All else, shared experts too, is bf16"
-        )
+    notes += _fp8_notes(run)
     if kept := kept_in_fp32(run):
         more = f" and {len(kept) - 4} more" if len(kept) > 4 else ""
         notes.append(f"in fp32 by --keep-fp32: {', '.join(kept[:4])}{more}")
     return notes
+
+
+_FP8_FORMS = {
+    "emulated": "emulated: operands are rounded to FP8 and multiplied in fp32, which shows what FP8 does to the loss "
+    "and is slower than bf16",
+    "scaled": "by torch's scaled product",
+    "te": "by Transformer Engine",
+}
+
+
+def _fp8_notes(run: Run) -> list[str]:
+    """Say how many modules multiply in FP8 by which form; none was verified on a device that has FP8."""
+    names, own = multiplied_in_fp8(run), fp8_form()
+    if not names:
+        return []
+
+    def form_of(name: str) -> str:
+        if name.endswith(".experts"):
+            return "te" if run.moe.moe_expert_backend == "te" else own
+        # The down projections of latent attention are our own modules under either implementation.
+        return "te" if run.model.transformer_impl != "local" and not name.endswith("_down_proj") else own
+
+    forms = [form_of(name) for name in names]
+    counts = [f"{forms.count(form)} modules {words}" for form, words in _FP8_FORMS.items() if form in forms]
+    p = run.precision
+    return [
+        f"--fp8-format {p.fp8_format}, --fp8-recipe {p.fp8_recipe}, --fp8-modules {' '.join(p.fp8_modules)}: products "
+        f"in FP8 of {'; '.join(counts)}. This was not verified on hardware that has FP8"
+    ]
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:

@@ -90,6 +90,12 @@ def test_the_grouped_product_is_the_loop_over_experts(te_parent, tmp_path):
     assert te_parent.statuses([pid], 60) == [0], log.read_text()
 
 
+def test_its_grouped_product_in_fp8_is_the_emulation_of_the_same_tiles(te_parent, tmp_path):
+    log = tmp_path / "log"
+    (pid,) = te_parent.fork([Child("tests.helpers.te_cases:fp8_products", None, str(log))])
+    assert te_parent.statuses([pid], 60) == [0], log.read_text()
+
+
 @pytest.mark.claim(
     "Over a stub of its extension, Transformer Engine's modules and experts train as ours do, also over TP, SP and EP."
 )
@@ -155,3 +161,14 @@ def test_half_precision_trains_and_resumes(dtype, local, with_te, tmp_path):
     steps_of(with_te, 1, second, flags, f"--load {first} --ckpt-step 1 --save {second}")
     expected, found = (tensors(folder / "iter_0000002") for folder in (first, second))
     assert found and differing(expected, found) == []
+
+
+@pytest.mark.claim("Over a stub of its extension, Transformer Engine's modules in FP8 train as the emulation does.")
+def test_fp8_trains_and_is_near_the_emulation(rank_parent, with_te, tmp_path):
+    flags = "--bf16 --fp8-format e4m3 --hidden-size 128 --moe-ffn-hidden-size 128 --train-iters 2"
+    steps = steps_of(with_te, 1, tmp_path / "te", ENGINE, flags)
+    assert "by Transformer Engine" in (tmp_path / "te" / "log").read_text()
+    emulated = steps_of(Forked(rank_parent), 1, tmp_path / "ours", flags)
+    assert_equal_steps(steps, emulated, rel=1e-2)
+    plain = steps_of(with_te, 1, tmp_path / "plain", ENGINE, flags.replace("--fp8-format e4m3", ""))
+    assert [steps[i]["grad_norm"] for i in steps] != [plain[i]["grad_norm"] for i in plain]

@@ -100,6 +100,7 @@ def _all(stage: Stage, size: int) -> None:
     kernels.routing(stage, size)
     kernels.sorting(stage, size)
     kernels.adam(stage, size)
+    fp8_products(stage, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation(stage, dtype, size)
         permutation(stage, dtype, size)
@@ -171,6 +172,37 @@ def grouped_products(stage: Stage, dtype: torch.dtype, size: int) -> None:
         offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
         rows = _draw(sum(counts), width, dtype=dtype)
         compare(stage, f"grouped product, {name}", grouped_gemm.grouped_linear_torch, [rows, weights, offsets], _loop)
+
+
+def fp8_products(stage: Stage, size: int) -> None:
+    """Compare each form of the products in FP8 with the emulation on the CPU, from the same tiles."""
+    from megatron_moe import platform
+    from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8
+    from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
+
+    width, out = 128 * size, 128
+    inputs = {"experts": [1, 0, 37, 128 * size, 3, 200], "a linear layer": [130 * size]}
+    why, no_te = platform.why_no_fp8_products(), platform.why_no_transformer_engine()
+    for fp8_format in ("e4m3", "hybrid"):
+        _, truth = kernels_of(fp8_format, "emulated")
+        forms: dict[str, tuple[Operator | None, str]] = {
+            "emulated": (truth, ""),
+            "torch's scaled product": (None if why else kernels_of(fp8_format, "scaled")[1], why or ""),
+            "Transformer Engine": (None if why or no_te else TransformerEngineFp8(fp8_format), why or no_te or ""),
+        }
+        for form, (kernel, reason) in forms.items():
+            for name, counts in inputs.items():
+                check = f"{fp8_format}, {form}, {name}"
+                if kernel is None:
+                    stage.impossible(check, reason)
+                    continue
+                offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+                weights = _draw(len(counts), out, width, dtype=torch.bfloat16, scale=width**-0.5)
+                rows = _draw(sum(counts), width, dtype=torch.bfloat16)
+                # The emulation reads offsets where its rows are, the others on the host.
+                host = form != "emulated"
+                compare(stage, check, lambda r, w, o, k=kernel, h=host: k(r, w, o.cpu() if h else o),
+                        [rows, weights, offsets], truth, bound=1e-2)  # fmt: skip
 
 
 def _loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

@@ -290,9 +290,11 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
     """Time each operator of the layer on the first shape: its bytes by what it has to read and write once."""
     import torch
 
+    from megatron_moe import platform
     from megatron_moe.moe.dispatch import copy_rows, sum_copies
     from megatron_moe.moe.experts import weighted_swiglu
     from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+    from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 
     tokens, hidden, experts, topk, width = shape
     rows, like = tokens * topk, {"device": stage.device, "dtype": torch.bfloat16}
@@ -316,6 +318,12 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
         ),
         "grouped product": (lambda _: grouped_linear_torch(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
+    if (why := platform.why_no_fp8_products()) is None:
+        (in_fp8, _), ends = fp8_products("e4m3", "scaled"), offsets.cpu()
+        flops_of_product = calls["grouped product"][2]
+        calls["grouped product, FP8 scaled"] = (lambda _: in_fp8(copies, weight, ends), 0, flops_of_product)
+    else:
+        stage.impossible("operator grouped product, FP8 scaled", why)
     for name, (call, moved, flops) in calls.items():
         ms = statistics.median(milliseconds(stage, call, 2 if stage.dry else 10))
         measured = {"ms": ms}

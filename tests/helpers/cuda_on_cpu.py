@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers import te_stub
+from tests.helpers import scaled_product_stub, te_stub
 
 DEVICES = 8
 CAPABILITY = (9, 0)
@@ -85,6 +85,8 @@ def install() -> None:
     torch.Tensor.record_stream = lambda self, _stream: None
     torch.Tensor.type = _type_of(torch.Tensor.type)
     torch.compile = _uncompiled  # for a device that is not there
+    torch.version.cuda = torch.version.cuda or "12.9"
+    torch.nn.functional.scaled_mm = scaled_product_stub.scaled_mm
     torch.get_device_module = lambda _device=None: torch.cuda
     torch.autograd._engine_run_backward = _under_mode(torch.autograd._engine_run_backward)
     for name in ("init_process_group", "new_group"):

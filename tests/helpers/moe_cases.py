@@ -74,8 +74,8 @@ def full_weights(case: dict[str, Any], dtype: torch.dtype = torch.float32) -> We
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    e = case["num_experts"]
-    weights = Weights(normal(e, H) / 2, normal(e, 2, F_WIDTH, H) / 4, normal(e, H, F_WIDTH) / 3)
+    e, width = case["num_experts"], case.get("width", F_WIDTH)
+    weights = Weights(normal(e, H) / 2, normal(e, 2, width, H) / 4, normal(e, H, width) / 3)
     weights.bias = normal(e) / 4 if case["bias"] else None
     if case["shared"]:
         weights.shared1, weights.shared2 = normal(2, SHARED, H) / 4, normal(H, SHARED) / 4
@@ -99,7 +99,7 @@ def engine_config(case: dict[str, Any], run: Run) -> TransformerConfig:
         hidden_size=H,
         num_attention_heads=4,
         ffn_hidden_size=F_WIDTH,
-        moe_ffn_hidden_size=F_WIDTH,
+        moe_ffn_hidden_size=case.get("width", F_WIDTH),
         num_moe_experts=case["num_experts"],
         moe_router_topk=routing.topk,
         moe_router_score_function=routing.score_function,

@@ -55,6 +55,28 @@ def products(_: Any) -> None:
         transformer_engine_torch.moe_permute_fwd(torch.zeros(1))
 
 
+def fp8_products(_: Any) -> None:
+    """Compare the kernel in FP8 with the emulation of the same tiles, in both formats, with experts without rows."""
+    from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, Fp8Product, TransformerEngineFp8
+
+    generator = torch.Generator().manual_seed(3)
+    for name, gradients in (("e4m3", E4M3), ("hybrid", E5M2)):
+        kernel = TransformerEngineFp8(name)
+        for counts in ((130, 0, 128, 3), (0, 0, 0, 0)):
+            rows, grad = (torch.randn(sum(counts), 128, generator=generator).bfloat16() for _ in range(2))
+            weights = torch.randn(EXPERTS, 128, 128, generator=generator).bfloat16()
+            offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            found = []
+            for product in (kernel, Fp8Product(gradients, form="emulated")):
+                operands = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+                output = product(*operands, offsets)
+                found.append([output, *torch.autograd.grad(output, operands, grad)])
+                with torch.no_grad():
+                    assert torch.equal(product(*operands, offsets), output)
+            for ours, reference in zip(*found):
+                torch.testing.assert_close(ours, reference, rtol=2**-7, atol=1e-3)
+
+
 def _compare(kernel: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
     from megatron_moe.moe.grouped_gemm import grouped_linear_loop
 

@@ -6,7 +6,8 @@ the pinned releases call the extension. A product is summed in fp32 and rounded 
 NotImplementedError with its name when it is called, and can be named in an annotation.
 
 It shows what Transformer Engine's modules and optimizers do in Python: names, shapes, dtypes, states, gradients. It
-does not show its kernels, FP8, fused attention, communication that overlaps, or what a build for CUDA needs.
+does not show its kernels, fused attention, communication that overlaps, or what a build for CUDA needs. Of FP8 it has
+scales per block: which tiles its Python asks for, and of which operand each product reads rows or columns.
 """
 
 from __future__ import annotations
@@ -76,11 +77,77 @@ def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
 
     With a weight `a` [out, in]: "TN" is rows weight^T, "NN" the rows' gradient, and "NT", of rows `a`, the weight's.
     """
-    left = _wide(b).flatten(0, -2)
-    right = _wide(a).flatten(0, -2)
-    shape = b.shape[:-1]
+    shape = b.size()[:-1]
+    left, right = _operand(b, rowwise=not transb), _operand(a, rowwise=transa)
     result = (left.t() if transb else left) @ (right.t() if transa else right)
     return result if transb else result.unflatten(0, shape)
+
+
+def _operand(operand: Any, rowwise: bool) -> Tensor:
+    """Return a matrix in fp32; of one in FP8, the copy whose tiles lie along its rows, or along its columns."""
+    if isinstance(operand, Tensor) and not hasattr(operand, "_rowwise_data"):
+        return _wide(operand).flatten(0, -2)
+    side = "_rowwise" if rowwise else "_columnwise"
+    bits, scales = getattr(operand, f"{side}_data"), getattr(operand, f"{side}_scale_inv")
+    kind = torch.float8_e5m2 if int(operand._fp8_dtype) == DType.kFloat8E5M2 else torch.float8_e4m3fn
+    numbers = bits.view(kind).float().flatten(0, -2) if rowwise else bits.view(kind).float().flatten(1)
+    scales = scales if operand._is_2D_scaled else scales.t()
+    scales = scales.repeat_interleave(_BLOCK, 1)[:, : numbers.shape[1]]
+    if operand._is_2D_scaled:
+        scales = scales.repeat_interleave(_BLOCK, 0)
+    values = numbers * scales[: numbers.shape[0]]
+    return values if rowwise else values.t()
+
+
+_BLOCK = 128
+
+
+def _in_blocks(
+    values: Tensor, high: int, largest: float, kind: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a matrix [M, N] in tiles of high x 128 as bytes, and the scales [M / high, N / 128], which are padded."""
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values, (0, -columns % _BLOCK, 0, -rows % high))
+    tiles = padded.unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, high))
+    scales = (tiles.abs().amax((1, 3)) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    if power_of_two:
+        scales = torch.exp2(scales.log2().ceil())
+    numbers = (tiles / scales[:, None, :, None]).to(kind).flatten(2).flatten(0, 1)[:rows, :columns]
+    if high == 1:  # what a product reads has the scales of rows in columns
+        return numbers.contiguous().view(torch.uint8), torch.nn.functional.pad(scales.t(), (0, -rows % 4))
+    return numbers.contiguous().view(torch.uint8), torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """Return a matrix in FP8 with a scale per block, with the copies along rows and columns that are asked for."""
+    import inspect
+
+    from transformer_engine.pytorch.tensor import float8_blockwise_tensor as own
+
+    if type(quantizer) is not own.Float8BlockQuantizer or output is not None:
+        raise NotImplementedError(f"a quantizer {type(quantizer).__name__}, or one that writes into a given tensor")
+    e5m2 = int(quantizer.dtype) == DType.kFloat8E5M2
+    kind, largest = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
+    high, flat, copies = 1 if quantizer.block_scaling_dim == 1 else _BLOCK, _wide(tensor).flatten(0, -2), {}
+    for side, values in (("rowwise", flat), ("columnwise", flat.t())):
+        bits = scales = None
+        if getattr(quantizer, f"{side}_usage"):
+            bits, scales = _in_blocks(values, high, largest, kind, quantizer.force_pow_2_scales)
+            bits = bits.view(tensor.shape if side == "rowwise" else quantizer.get_columnwise_shape(tensor.shape))
+            assert tuple(scales.shape) == tuple(quantizer.get_scale_shape(tensor.shape, side == "columnwise"))
+        copies |= {f"{side}_data": bits, f"{side}_scale_inv": scales}
+    options = {**copies, "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "is_2D_scaled": high == _BLOCK}
+    storage = own.Float8BlockwiseQTensorStorage
+    if "data_format" in inspect.signature(storage.__new__).parameters:  # 2.11
+        options["data_format"] = _class("Float8BlockScaleTensorFormat").GEMM_READY
+    if quantizer.internal:
+        return storage(**options)
+    return own.Float8BlockwiseQTensor(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, **options)
+
+
+def split_quantize(tensor: Tensor, splits: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
+    """Return the parts of a matrix's rows in FP8."""
+    return [quantize(part, one) for part, one in zip(tensor.split(splits), quantizers)]
 
 
 def generic_gemm(

@@ -68,7 +68,7 @@ DOORS: dict[str, set[str]] = {
     "distributed.finalize_model_grads": {"training/finalize_model_grads.py"},
     # bricks: what our own modules are built of, or put into the engine's
     "tensor_parallel": {"model/mla.py", "model/mtp.py", "model/spec.py", "moe/layer.py"},
-    "tensor_parallel.mappings": {"model/build.py", "model/mtp.py"},
+    "tensor_parallel.mappings": {"model/build.py", "model/linear_fp8.py", "model/mtp.py"},
     "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
     "tensor_parallel.random": {"checkpoint/state.py", "training/global_batch.py", "training/replay.py"},
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
@@ -76,6 +76,7 @@ DOORS: dict[str, set[str]] = {
     "tensor_parallel.layers": {
         "model/spec.py",
         "model/build.py",
+        "model/linear_fp8.py",
         "model/loss.py",
         "moe/layer.py",
         "model/initialize.py",

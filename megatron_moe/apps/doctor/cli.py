@@ -80,7 +80,7 @@ def _main(argv: list[str]) -> int:
         _check_own(own)
         copy = small_copy(own)
         if own.precision.fp8_format is not None:
-            say(f"--fp8-format {own.precision.fp8_format}: is not compared; the small copy's experts multiply in fp32")
+            say(f"--fp8-format {own.precision.fp8_format}: is not compared; the small copy multiplies in fp32")
         choice = choose(own, copy, flags.ranks, flags.layouts)
     else:
         own, copy = model("demo")

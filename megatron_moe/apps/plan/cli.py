@@ -100,7 +100,7 @@ def _traceable(run: Run) -> Run:
     if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
         changes["moe_expert_backend"] = "grouped_mm"
     if run.precision.fp8_format is not None:
-        say(f"--fp8-format {run.precision.fp8_format}: is emulated; memory is with its buffers, speed is that of bf16")
+        say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
     if changes:
         words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not True)
         say(f"planned with {words}: parameters and traffic are the same, memory and speed of other kernels are not")

@@ -56,6 +56,8 @@ RANGES: dict[str, Range] = {
     "mtp_loss_scaling_factor": _NOT_NEGATIVE,
     "moe_input_jitter_eps": Range(above=0, below=1),
     "moe_expert_capacity_factor": _POSITIVE,
+    "num_layers_at_start_in_bf16": _NOT_NEGATIVE,
+    "num_layers_at_end_in_bf16": _NOT_NEGATIVE,
     "hidden_size": _POSITIVE_COUNT,
     "ffn_hidden_size": _POSITIVE_COUNT,
     "num_attention_heads": _POSITIVE_COUNT,

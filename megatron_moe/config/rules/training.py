@@ -63,8 +63,8 @@ def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
 _NOT_COMPUTED = {
     "tensorwise": "one scale for a whole tensor needs a maximum over all ranks that share it",
     "delayed": "scales from the maxima of earlier steps are state, which no checkpoint here has",
-    "mxfp8": "blocks of 32 with powers of two as scales are another format, of Blackwell",
-    "custom": "it names a recipe of Transformer Engine's, which does not multiply here",
+    "mxfp8": "blocks of 32 with powers of two as scales are another format, of Blackwell, which is not emulated here",
+    "custom": "it names a recipe of your own for Transformer Engine, which no flag here does",
 }
 
 
@@ -82,34 +82,71 @@ def fp8_scales_are_per_block(run: Run, world_size: int) -> None:
         )
 
 
-def fp8_is_for_bf16_experts(run: Run, world_size: int) -> None:
-    """Require what FP8 is computed for: the routed experts of a bf16 model, in the grouped product."""
+def fp8_narrowing_needs_fp8(run: Run, world_size: int) -> None:
+    """Refuse flags that leave something out of FP8 where nothing is in it."""
+    p = run.precision
+    stray = set_among(run, ("fp8_modules", "first_last_layers_bf16"))
+    if stray and p.fp8_format is None:
+        raise refuse(run, (*stray, "fp8_format"), "nothing is in FP8; drop them, or add --fp8-format e4m3")
+    stray = set_among(run, ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"))
+    if stray and not p.first_last_layers_bf16:
+        raise refuse(run, (*stray, "first_last_layers_bf16"), "these count its layers; add --first-last-layers-bf16")
+
+
+def fp8_is_for_bf16_products(run: Run, world_size: int) -> None:
+    """Require what FP8 is computed for: products of a bf16 model, and of its experts by a kernel that has FP8."""
     if run.precision.fp8_format is None:
         return
-    if run.moe.num_experts is None:
-        raise refuse(
-            run, ("fp8_format", "num_experts"), "the products of routed experts alone are in FP8; add --num-experts 8"
-        )
     if not run.precision.bf16:
-        raise refuse(run, ("fp8_format", "bf16"), "the model around FP8 experts is bf16; add --bf16")
-    if run.moe.moe_expert_backend != "grouped_mm":
+        raise refuse(run, ("fp8_format", "bf16"), "the model around products in FP8 is bf16; add --bf16")
+    names = module_names.multiplied_in_fp8(run)
+    if not names:
         raise refuse(
-            run, ("fp8_format", "moe_expert_backend"), "this kernel has no FP8; use --moe-expert-backend grouped_mm"
+            run,
+            ("fp8_format", "fp8_modules", "num_experts", "first_last_layers_bf16"),
+            "no module of this model is left to multiply in FP8; name others, or drop --fp8-format",
         )
+    experts = any(module_names.parts(run)[name].alias == "experts" for name in names)
+    if experts and run.moe.moe_expert_backend not in ("grouped_mm", "te"):
+        raise refuse(
+            run,
+            ("fp8_format", "moe_expert_backend"),
+            "this kernel has no FP8; use --moe-expert-backend grouped_mm, or --fp8-modules without experts",
+        )
+
+
+def fp8_of_transformer_engine_takes_whole_tiles(run: Run, world_size: int) -> None:
+    """Require that Transformer Engine cuts the experts' matrices where our own kernels do."""
+    if run.derived.fp8_format_of_experts is None or run.moe.num_experts is None or run.moe.moe_expert_backend != "te":
+        return
+    etp = run.derived.expert_tensor_parallel_size
+    for field, width, step in (
+        ("hidden_size", run.model.hidden_size, 128),
+        ("moe_ffn_hidden_size", run.derived.moe_ffn_hidden_size, 128 * etp),
+    ):
+        if width % step:
+            raise refuse(
+                run,
+                ("fp8_format", "moe_expert_backend", field, "expert_tensor_parallel_size"),
+                f"tiles of 128 would have numbers of two matrices; {nearest_multiples(width, step)} works, or "
+                "--moe-expert-backend grouped_mm",
+            )
 
 
 def fp8_and_fp32_exclude_each_other(run: Run, world_size: int) -> None:
-    """Refuse FP8 for experts that are to compute in fp32."""
+    """Refuse FP8 for modules that are to compute in fp32."""
     if run.precision.fp8_format is None:
         return
     if run.precision.eval_in_fp32:
-        raise refuse(run, ("fp8_format", "eval_in_fp32"), "experts would still round to FP8; drop one of them")
+        raise refuse(run, ("fp8_format", "eval_in_fp32"), "products would still round to FP8; drop one of them")
     kept = module_names.kept_in_fp32(run)
-    experts = [name for name, part in module_names.parts(run).items() if part.alias == "experts"]
-    both = [name for name in experts if name in kept or module_names.is_inside(name, kept)]
+    names = module_names.multiplied_in_fp8(run)
+    both = [name for name in names if name in kept or module_names.is_inside(name, kept)]
     if both:
         raise refuse(
-            run, ("fp8_format", "keep_fp32"), f"{both[0]} cannot be fp32 and FP8; keep other modules, or drop one flag"
+            run,
+            ("fp8_format", "fp8_modules", "keep_fp32"),
+            f"{both[0]} cannot be fp32 and FP8; keep other modules, name other --fp8-modules, or drop one flag",
         )
 
 

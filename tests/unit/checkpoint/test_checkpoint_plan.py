@@ -119,5 +119,5 @@ def test_a_step_goes_before_the_folder_that_the_weights_came_from(tmp_path):
 def test_architecture_keys_are_flags():
     assert set(architecture_keys()) < set(fields_by_name())
     assert {"hidden_size", "num_experts", "vocab_size", "moe_router_enable_expert_bias"} < set(architecture_keys())
-    free = {"seq_length", "moe_expert_backend", "moe_expert_capacity_factor", "fp8_format", "fp8_recipe"}
+    free = {"seq_length", "moe_expert_backend", "moe_expert_capacity_factor", "fp8_format", "fp8_recipe", "fp8_modules"}
     assert not free & set(architecture_keys())

@@ -12,6 +12,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model import build
 from megatron_moe.model.float16_module import model_dtypes, module_name
+from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.parallel import groups
 from megatron_moe.precision import table
@@ -174,3 +175,37 @@ def test_every_word_names_the_modules_of_its_kind_in_a_model_that_has_all_parts(
     run = replace(Run(), **TINY, mtp_num_layers=1)
     assert module_names.aliases(run) == {word: module_names.matches(run, pattern) for word, pattern in WORDS.items()}
     assert all(module_names.aliases(run).values())
+
+
+def test_products_in_fp8_are_those_of_linear_layers_and_experts() -> None:
+    flags = {**TINY, "bf16": True, "fp8_format": "e4m3", "mtp_num_layers": 1}
+
+    def of(**more: object) -> set[str]:
+        return set(module_names.multiplied_in_fp8(replace(Run(), **flags, **more)))
+
+    assert of(fp8_modules=("experts",)) == {f"decoder.layers.{i}.mlp.experts" for i in (1, 2, 3)} | {
+        "mtp.layers.0.transformer_layer.mlp.experts"
+    }
+    assert of(fp8_modules=("mlp",)) == {"decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"}
+    assert of(fp8_modules=("shared_experts",), first_last_layers_bf16=True, num_layers_at_start_in_bf16=3) == {
+        f"mtp.layers.0.transformer_layer.mlp.shared_experts.linear_fc{i}" for i in (1, 2)
+    }
+    attention = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+    inner = {f"decoder.layers.{i}.self_attention.linear_{name}" for i in (1, 2) for name in attention}
+    found = {name for name in of(first_last_layers_bf16=True) if ".self_attention." in name and "mtp" not in name}
+    assert found == inner
+    assert not any(word in name for name in of() for word in ("router", "norm", "eh_proj", "embedding", "output_layer"))
+
+
+@pytest.mark.parametrize(
+    "model", ["latent, experts", "grouped, experts", "dense, biased", "further predictions, experts"]
+)
+def test_what_is_said_to_be_in_fp8_is_built_so(model, one_process):
+    one_layer = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    run, chunk = built({**MODELS[model], "bf16": True, "fp8_format": "e4m3", **one_layer})
+    found = {
+        module_name(chunk, name)
+        for name, module in chunk.named_modules()
+        if hasattr(module, "fp8_product") or isinstance(getattr(module, "grouped_linear", None), Fp8Product)
+    }
+    assert found == set(module_names.multiplied_in_fp8(run)) and found

@@ -155,6 +155,7 @@ MOE = {
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
     "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
     "fp8_format": ("hybrid", {**EXPERTS, "bf16": True}, {"fp8_format": "hybrid"}),
+    "fp8_modules": (("attention",), {**EXPERTS, "bf16": True, "fp8_format": "e4m3"}, {"fp8_format": None}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
     "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),
@@ -168,6 +169,9 @@ MOE = {
 # And for what else our modules are told, LayerSettings.
 LAYER = {
     "position_embedding_type": ("none", {}, {"rotary": False}),
+    "first_last_layers_bf16": (True, {}, {"bf16_layers": (0, 3)}),
+    "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),
+    "num_layers_at_end_in_bf16": (0, {"first_last_layers_bf16": True}, {"bf16_layers": (0,)}),
     "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
     "recompute_modules": (("mlp",), {"recompute_granularity": "selective"}, {"recomputed": ("mlp",)}),
 }

@@ -8,11 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe import platform
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
 from megatron_moe.moe.grouped_gemm import grouped_linear_torch
-from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, Fp8Product, TokenTiles, fp8_products, rounded_to_fp8
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Product,
+    TokenTiles,
+    TransformerEngineFp8,
+    fp8_form,
+    fp8_products,
+    rounded_to_fp8,
+)
 from megatron_moe.moe.recompute import without_output
+from megatron_moe.platform import hardware, switches
+from tests.helpers import scaled_product_stub
 from tests.reference import reference_fp8 as reference
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -107,13 +120,15 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
 
 
 @pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("fp8_format", "gradients"), [("e4m3", "e4m3"), ("hybrid", "e5m2")])
 def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
-    fp8_format: str, gradients: str, dtype: torch.dtype
+    fp8_format: str, gradients: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes that are no multiples of a tile, two matrices of an expert, an expert without rows."""
-    for kernel in fp8_products(fp8_format):
+    scaled_product_stub.install(monkeypatch)
+    for kernel in fp8_products(fp8_format, form):
         rows, weights, offsets, grad = case(kernel.matrices, 136, 144, dtype)
         result = kernel(rows, weights, offsets)
         result.backward(grad)
@@ -132,6 +147,33 @@ def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
             assert_close(result[mine].detach(), wanted[0], sizes[0])
             assert_close(rows.grad[mine], wanted[1], sizes[1])
             assert_close(weights.grad[expert], wanted[2].flatten(0, 1), sizes[2])
+
+
+@pytest.mark.parametrize("form", ["emulated", "scaled"])
+def test_a_linear_layer_is_one_expert_with_all_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a second expert without rows, the rows get places, and the products are those of groups."""
+    calls, found = scaled_product_stub.install(monkeypatch), []
+    kernel = Fp8Product(E5M2, 1, form)
+    for alone in (True, False):
+        x = randn(10, 13, 144, seed=9, dtype=torch.bfloat16).requires_grad_()
+        weight = randn(136, 144, seed=10, dtype=torch.bfloat16).requires_grad_()
+        if alone:
+            y = kernel.linear(x, weight)
+        else:
+            stack = torch.stack([weight, weight.detach()])
+            y = kernel(x.flatten(0, 1), stack, torch.tensor([130, 130], dtype=torch.int32)).view(10, 13, -1)
+        y.backward(randn(*y.shape, seed=11, dtype=torch.bfloat16))
+        found.append((y.detach(), x.grad, weight.grad))
+    assert all(torch.allclose(a, b, rtol=2**-7, atol=1e-3) for a, b in zip(*found))
+    assert len(calls) == (6 if form == "scaled" else 0)
+
+
+def test_a_linear_layer_may_have_any_widths() -> None:
+    """torch's product of groups takes multiples of 16 bytes."""
+    x, weight = (randn(3, 5, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (12, 13))
+    y = Fp8Product(E4M3).linear(x, weight)
+    y.sum().backward()
+    assert y.shape == (3, 3) and x.grad.shape == weight.grad.shape == (3, 5)
 
 
 def test_fp8_is_near_the_product_without_it_and_not_the_same() -> None:
@@ -192,3 +234,30 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | No
     kernels: Any = (grouped_linear_torch,) * 2 if fp8_format is None else fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], Fp8Product)
+
+
+# ---- which form computes
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
+)
+def test_hopper_alone_has_the_scaled_product(
+    capability: tuple[int, int], cuda: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8_form() == "emulated"
+    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
+        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert fp8_form() == ("scaled" if reason is None else "emulated")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            TransformerEngineFp8("e4m3")
+    monkeypatch.setenv(switches.FP8, "scaled")
+    if reason is not None:
+        with pytest.raises(ConfigError, match=f"{switches.FP8}=scaled: .*{reason}"):
+            fp8_form()
+    monkeypatch.setenv(switches.FP8, "emulated")
+    assert fp8_form() == "emulated"

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "further predictions": {"bf16": True, "mtp_num_layers": 1},
     "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
     "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
-    "FP8 experts": {"bf16": True, "fp8_format": "hybrid"},
+    "FP8": {"bf16": True, "fp8_format": "hybrid"},
     "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
 }
 
@@ -117,13 +117,18 @@ def test_a_step_has_the_dtypes_of_the_table(gloo, name):
     assert len(seen) > 25
 
 
-def test_the_contract_says_what_experts_in_fp8_multiply() -> None:
-    rows = {row.name: row for row in table.contract(build({**TINY, "bf16": True, "fp8_format": "hybrid"}))}
-    assert (rows["expert weights"].stored, rows["expert weights"].computed) == ("bf16", "e4m3")
-    assert rows["expert rows in FP8"].computed == "e4m3"
+def test_the_contract_says_what_is_multiplied_in_fp8() -> None:
+    flags = {**TINY, "bf16": True, "fp8_format": "hybrid"}
+    rows = {row.name: row for row in table.contract(build(flags))}
+    for name in ("expert weights", "shared expert weights", "dense MLP weights", "attention weights"):
+        assert (rows[name].stored, rows[name].computed) == ("bf16", "e4m3")
+    assert rows["rows of products in FP8"].computed == "e4m3"
     assert rows["gradients of products in FP8"].computed == "e5m2"
-    assert rows["shared expert weights"].computed == rows["attention weights"].computed == "bf16"
+    assert rows["embedding"].computed == rows["output layer"].computed == "bf16"
     assert rows["router weight"].computed == "fp32"
+    rows = {row.name: row for row in table.contract(build({**flags, "fp8_modules": ("experts",)}))}
+    assert [rows[name].computed for name in ("expert weights", "attention weights")] == ["e4m3", "bf16"]
+    assert "layers 0, 3 multiply in bf16" in table.title(build({**flags, "first_last_layers_bf16": True}))
     assert "--fp8-format e4m3" in table.title(build({**TINY, "bf16": True, "fp8_format": "e4m3"}))
 
 

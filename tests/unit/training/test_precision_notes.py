@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from megatron_moe.platform import switches
 from megatron_moe.training.build import _precision_notes
 
 
@@ -20,9 +22,20 @@ def test_gradients_that_are_summed_in_half_precision_are_told_in_one_line():
     assert notes(accumulate_allreduce_grads_in_fp32=False) == [] == notes(bf16=True)
 
 
-def test_a_run_with_fp8_says_that_it_is_emulated():
+def test_a_run_with_fp8_says_which_form_computes(monkeypatch):
     (note,) = notes(bf16=True, fp8_format="e4m3")
-    assert all(words in note for words in ("--fp8-format e4m3", "emulated", "slower than bf16", "not verified"))
+    # 5 linear layers of attention in each layer, 2 of the dense layer, 2 of each shared expert, 3 layers of experts
+    assert all(words in note for words in ("--fp8-format e4m3", "31 modules emulated", "slower than bf16", "verified"))
+    (note,) = notes(bf16=True, fp8_format="e4m3", fp8_modules=("experts",), first_last_layers_bf16=True)
+    assert "--fp8-modules experts" in note and "of 2 modules emulated" in note
+    (note,) = notes(bf16=True, fp8_format="e4m3", transformer_impl="transformer_engine", moe_expert_backend="te")
+    assert "8 modules emulated" in note and "23 modules by Transformer Engine" in note
+    monkeypatch.setattr(platform, "why_no_fp8_products", lambda: None)
+    (note,) = notes(bf16=True, fp8_format="e4m3")
+    assert "31 modules by torch's scaled product" in note and "emulated" not in note
+    monkeypatch.setenv(switches.FP8, "emulated")
+    (note,) = notes(bf16=True, fp8_format="e4m3")
+    assert "31 modules emulated" in note
 
 
 def test_kept_modules_are_named_a_few_of_them():
