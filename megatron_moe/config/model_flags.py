@@ -110,7 +110,13 @@ class MoEConfig:
     moe_z_loss_coeff: float | None = free(None, "coefficient of the router z-loss")
     moe_token_dispatcher_type: str = free("alltoall", "how tokens reach their experts", choices=DISPATCHERS)
     moe_flex_dispatcher_backend: str = free(
-        "deepep", "library of the flex dispatcher (Megatron-LM has others)", choices=("deepep",)
+        "deepep", "library of the flex dispatcher (Megatron-LM has ncclep too)", choices=("deepep", "hybridep")
+    )
+    moe_deepep_num_sms: int | None = free(
+        None, "multiprocessors that DeepEP takes for its exchanges, an even number; default: the library's"
+    )
+    moe_hybridep_num_sms: int | None = free(
+        None, "multiprocessors that HybridEP takes for a dispatch, and for a combine; default: the library's"
     )
     moe_enable_deepep: bool = free(False, "Megatron-LM's older spelling of --moe-flex-dispatcher-backend deepep")
     moe_expert_backend: str = free(

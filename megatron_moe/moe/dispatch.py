@@ -397,12 +397,15 @@ DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("allgather", AllGatherDispatcher)
 
 
-def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
+def build_dispatcher(
+    kind: str, num_experts: int, groups: MoEGroups, drops: bool = False, **settings: Any
+) -> Dispatcher:
     """Return the dispatcher for `--moe-token-dispatcher-type`; without expert parallelism it is the local one.
 
     Args:
         kind: an entry of `DISPATCHERS`.
         drops: whether experts have a capacity.
+        settings: what this kind's entry takes besides.
 
     Raises:
         ValueError: for a kind that is not registered, or experts that do not divide among the ranks.
@@ -412,4 +415,6 @@ def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool
             f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size {groups.ep_size}"
         )
     build = DISPATCHERS[kind]
-    return (LocalDispatcher if groups.expert.size() == 1 else build)(num_experts, groups, drops)
+    if groups.expert.size() == 1:
+        return LocalDispatcher(num_experts, groups, drops)
+    return build(num_experts, groups, drops, **settings)

@@ -1,4 +1,4 @@
-"""The flex dispatcher: DeepEP's kernels in place of the all-to-all, through megatron-core's wrapper of them.
+"""The flex dispatcher: kernels of DeepEP or HybridEP in place of the all-to-all, through megatron-core's wrapper.
 
 A row travels once to each rank that has experts of its token, however many; the all-to-all sends it once for each
 expert. The rows that an expert gets, and their order, are those of the all-to-all. Results of one rank's experts are
@@ -40,22 +40,24 @@ class FlexPlan:
     sort: SortPlan
 
 
-class FlexDispatcher(Dispatcher):
+class DeepEPDispatcher(Dispatcher):
     """A dispatcher that sends a row once to each rank with experts of its token, by DeepEP.
 
     DeepEP counts the arriving rows on the host, which waits for that. Its kernels take bf16 rows and fp32 weights.
+
+    Args:
+        num_sms: multiprocessors that its kernels take; None: DeepEP's default.
 
     Raises:
         ConfigError: DeepEP cannot be loaded.
     """
 
-    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False) -> None:
+    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False, num_sms: int | None = None) -> None:
         super().__init__(num_experts, groups, drops)
         if fused_a2a.fused_dispatch is None:
-            raise ConfigError(
-                "--moe-token-dispatcher-type flex: the package deep_ep cannot be loaded here; install DeepEP for this "
-                "torch and CUDA, or use --moe-token-dispatcher-type alltoall"
-            )
+            raise _not_loaded("deepep", "the package deep_ep cannot be loaded here", "DeepEP")
+        if num_sms is not None:
+            fused_a2a.set_deepep_num_sms(num_sms)
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, FlexPlan]:
         ids = decision.expert_ids
@@ -83,7 +85,69 @@ class FlexDispatcher(Dispatcher):
         return combined
 
 
-def flex_dispatcher(num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
-    """Return the dispatcher by DeepEP; on an imagined machine one that moves the same rows, since a plan moves none."""
-    imagined = platform.has_cuda() and not platform.has_streams()
-    return (AllToAllDispatcher if imagined else FlexDispatcher)(num_experts, groups, drops)
+class HybridEPDispatcher(Dispatcher):
+    """A dispatcher by HybridEP, which also copies the arrived rows for their experts, and adds up their results.
+
+    HybridEP takes the choices as a map of tokens and experts. Its ranks send equally many tokens. The host waits
+    until the arriving rows are counted. Its kernels take bf16 rows and fp32 weights.
+
+    Args:
+        num_sms: multiprocessors that a dispatch takes, and a combine; None: the default of the wrapper or the library.
+
+    Raises:
+        ConfigError: HybridEP cannot be loaded.
+    """
+
+    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False, num_sms: int | None = None) -> None:
+        super().__init__(num_experts, groups, drops)
+        if fused_a2a.hybrid_ep_dispatch is None:
+            raise _not_loaded(
+                "hybridep",
+                "the package deep_ep cannot be loaded here, or has no HybridEPBuffer",
+                "its branch hybrid-ep",
+            )
+        self.sizes = {} if num_sms is None else {"num_sms_dispatch_api": num_sms, "num_sms_combine_api": num_sms}
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
+        ids, kept = decision.expert_ids, decision.kept
+        weights = decision.probs.float()
+        by_expert = weights.new_zeros((ids.shape[0], self.num_experts))
+        chosen = torch.zeros_like(by_expert, dtype=torch.bool)
+        rows, row_weights, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+            hidden.contiguous(),
+            chosen.scatter_(1, ids, torch.ones_like(ids, dtype=torch.bool) if kept is None else kept),
+            by_expert.scatter(1, ids, weights),
+            self.groups.expert,
+            self.num_local_experts,
+            **self.sizes,
+        )
+        ends = counts.to("cpu", torch.int64).cumsum(dim=0)
+        return ExpertInput(rows, row_weights, ends.to(hidden.device, torch.int32), ends), handle
+
+    def combine(self, rows: Tensor, plan: Any) -> Tensor:
+        return fused_a2a.hybrid_ep_combine(rows, plan, rows.shape[0], None)
+
+
+_LIBRARIES = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
+
+
+def flex_dispatcher(
+    num_experts: int, groups: MoEGroups, drops: bool = False, library: str = "deepep", num_sms: int | None = None
+) -> Dispatcher:
+    """Return the dispatcher by a library; on an imagined machine one that moves the same rows, since a plan moves none.
+
+    Raises:
+        ConfigError: for a library that is not here, or cannot be loaded.
+    """
+    if library not in _LIBRARIES:
+        raise ConfigError(f"--moe-flex-dispatcher-backend {library}: not one of {', '.join(_LIBRARIES)}")
+    if platform.has_cuda() and not platform.has_streams():
+        return AllToAllDispatcher(num_experts, groups, drops)
+    return _LIBRARIES[library](num_experts, groups, drops, num_sms)
+
+
+def _not_loaded(library: str, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"--moe-token-dispatcher-type flex, --moe-flex-dispatcher-backend {library}: {reason}; install {remedy} for "
+        "this torch and CUDA, or use --moe-token-dispatcher-type alltoall"
+    )

@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     moe.forced_balance_is_even,
     moe.shared_gate_needs_shared_expert,
     moe.shared_overlap_needs_shared_expert,
+    moe.flex_flags_agree,
     moe.flex_dispatcher_can_work,
     moe.experts_are_gated_and_unbiased,
     # the layout

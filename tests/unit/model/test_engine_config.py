@@ -148,7 +148,21 @@ MOE = {
         {"pad_to_capacity": True},
     ),
     "moe_enable_deepep": (True, {**EXPERTS, "moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
-    "moe_flex_dispatcher_backend": ("deepep", {**EXPERTS, "moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
+    "moe_flex_dispatcher_backend": (
+        "hybridep",
+        {**EXPERTS, "moe_token_dispatcher_type": "flex"},
+        {"dispatcher_settings": {"library": "hybridep", "num_sms": None}},
+    ),
+    "moe_deepep_num_sms": (
+        24,
+        {**EXPERTS, "moe_token_dispatcher_type": "flex"},
+        {"dispatcher_settings": {"library": "deepep", "num_sms": 24}},
+    ),
+    "moe_hybridep_num_sms": (
+        16,
+        {**EXPERTS, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        {"dispatcher_settings": {"library": "hybridep", "num_sms": 16}},
+    ),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
     "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
     "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
