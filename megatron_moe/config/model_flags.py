@@ -129,6 +129,12 @@ class MoEConfig:
     moe_shared_expert_overlap: bool = free(
         False, "CUDA: compute the shared expert on a stream of its own, next to dispatch, experts and combine"
     )
+    overlap_moe_expert_parallel_comm: bool = free(
+        False, "CUDA: run two micro-batches at a time, and hide the exchanges of one behind the work of the other"
+    )
+    delay_wgrad_compute: bool = free(
+        False, "with this overlap: compute the gradients of the experts' weights while the next exchange is on its way"
+    )
     moe_router_bias_center: bool = free(False, "subtract the mean from the expert bias after every update")
     moe_global_aux_loss_counts: str = free(
         "batch",

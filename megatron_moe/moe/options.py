@@ -60,6 +60,7 @@ class MoEOptions:
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
+    delay_wgrad: bool
 
     @property
     def chooses_by_score(self) -> bool:
@@ -113,6 +114,7 @@ class MoEOptions:
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
+            delay_wgrad=moe.delay_wgrad_compute,
         )
 
     @classmethod
@@ -175,6 +177,7 @@ class MoEOptions:
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
+            delay_wgrad=config.delay_wgrad_compute,
         )
 
 
