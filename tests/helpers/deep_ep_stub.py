@@ -15,7 +15,6 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -236,7 +235,12 @@ def installed() -> Iterator[None]:
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     vars(package).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
     vars(utils).update(EventHandle=EventHandle, EventOverlap=EventOverlap)
-    with mock.patch.dict(sys.modules, {"deep_ep": package, "deep_ep.utils": utils}):
+    here = {"deep_ep": package, "deep_ep.utils": utils}
+    sys.modules.update(here)
+    try:
         importlib.reload(fused_a2a)
         yield
-    importlib.reload(fused_a2a)
+    finally:
+        for name in here:  # and nothing that was imported in between, as `mock.patch.dict` would
+            del sys.modules[name]
+        importlib.reload(fused_a2a)

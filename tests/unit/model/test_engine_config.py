@@ -164,6 +164,7 @@ MOE = {
         {"dispatcher_settings": {"library": "hybridep", "num_sms": 16}},
     ),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
+    "delay_wgrad_compute": (True, EXPERTS, {"delay_wgrad": True}),
     "moe_router_force_load_balancing": (True, EXPERTS, {"force_load_balancing": True}),
     "moe_z_loss_coeff": (0.5, EXPERTS, {"z_loss_coeff": 0.5}),
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
