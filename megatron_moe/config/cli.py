@@ -254,21 +254,10 @@ def _preset(name: str) -> dict[str, Any]:
     return PRESETS[name]
 
 
-_ENGINES_OVERLAP = (
-    "megatron-core's overlap of two micro-batches takes its own MoE layer apart, and not this project's; drop it: "
-    "--moe-shared-expert-overlap hides the exchange of tokens behind the shared expert, and "
-    "--moe-token-dispatcher-type flex sends them by DeepEP"
-)
-# Flags of Megatron-LM that people bring along and that cannot work here, each with the reason and what does.
-_REFUSED = dict.fromkeys(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), _ENGINES_OVERLAP)
-
-
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r}: every value follows its flag"
     flag = word.split("=")[0]
-    if flag in _REFUSED:
-        return f"{flag}: {_REFUSED[flag]}"
     known = [option for action in parser._actions for option in action.option_strings]
     prefixed = [option for option in known if option.startswith(flag)] if len(flag) > 3 else []
     hint = f"; did you mean {prefixed[0]}?" if len(prefixed) == 1 else suggestion(flag.replace("_", "-"), known)

@@ -110,7 +110,13 @@ class MoEConfig:
     moe_z_loss_coeff: float | None = free(None, "coefficient of the router z-loss")
     moe_token_dispatcher_type: str = free("alltoall", "how tokens reach their experts", choices=DISPATCHERS)
     moe_flex_dispatcher_backend: str = free(
-        "deepep", "library of the flex dispatcher (Megatron-LM has others)", choices=("deepep",)
+        "deepep", "library of the flex dispatcher (Megatron-LM has ncclep too)", choices=("deepep", "hybridep")
+    )
+    moe_deepep_num_sms: int | None = free(
+        None, "multiprocessors that DeepEP takes for its exchanges, an even number; default: the library's"
+    )
+    moe_hybridep_num_sms: int | None = free(
+        None, "multiprocessors that HybridEP takes for a dispatch, and for a combine; default: the library's"
     )
     moe_enable_deepep: bool = free(False, "Megatron-LM's older spelling of --moe-flex-dispatcher-backend deepep")
     moe_expert_backend: str = free(
@@ -122,6 +128,12 @@ class MoEConfig:
     moe_shared_expert_gate: bool = flag(False, "gate the shared expert's output (Qwen2-MoE)")
     moe_shared_expert_overlap: bool = free(
         False, "CUDA: compute the shared expert on a stream of its own, next to dispatch, experts and combine"
+    )
+    overlap_moe_expert_parallel_comm: bool = free(
+        False, "CUDA: run two micro-batches at a time, and hide the exchanges of one behind the work of the other"
+    )
+    delay_wgrad_compute: bool = free(
+        False, "with this overlap: compute the gradients of the experts' weights while the next exchange is on its way"
     )
     moe_router_bias_center: bool = free(False, "subtract the mean from the expert bias after every update")
     moe_global_aux_loss_counts: str = free(

@@ -72,5 +72,5 @@ EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "
 `config` is the engine's TransformerConfig, `options` a `MoEOptions` and `groups` the layer's `MoEGroups`."""
 
 DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather", "flex")
-"""The dispatchers to experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`.
-Without expert parallelism none of these is used."""
+"""The dispatchers to experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`, and
+`flex` takes its library and the library's multiprocessors too. Without expert parallelism none of these is used."""

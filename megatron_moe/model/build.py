@@ -27,6 +27,7 @@ from megatron_moe.model.linear_fp8 import multiply_in_fp8
 from megatron_moe.model.loss import FusedLoss, OutputLayer
 from megatron_moe.model.mla import ReplicatedLinear
 from megatron_moe.model.mtp import FurtherPredictions, without_second_table
+from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.model.spec import LOCAL, LayerSettings, block_spec, prediction_spec
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.options import MoEOptions
@@ -112,6 +113,15 @@ class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
     ) -> dict[str, Any]:
         """Return the engine's sharded state without extra states."""
         return _without_extra_state(super().sharded_state_dict(prefix, sharded_offsets, metadata))
+
+    def build_schedule_plan(  # type: ignore[override]
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> ChunkPlan:
+        """Return the plan of a forward and backward pass, for the engine's schedule of two micro-batches at a time.
+
+        The arguments are those of `forward` in training.
+        """
+        return ChunkPlan(self, input_ids, position_ids, attention_mask, **options)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Return the engine's state without extra states."""

@@ -102,6 +102,22 @@ def _moe(run: Run) -> dict[str, Any]:
         # No code that runs here reads these; without them the engine warns of its defaults.
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_dtype": "fp32",
+        **_two_micro_batches(run),
+    }
+
+
+def _two_micro_batches(run: Run) -> dict[str, Any]:
+    """Return the settings of the schedule that runs two micro-batches at a time; without CUDA there are no streams.
+
+    The dispatcher says which inputs of a step may be freed. That gradients are computed later is not passed on: the
+    engine's linear layers cannot do it, and Transformer Engine's would wait for a call that attention does not get.
+    """
+    if not (run.moe.overlap_moe_expert_parallel_comm and platform.has_streams()):
+        return {}
+    return {
+        "overlap_moe_expert_parallel_comm": True,
+        "moe_token_dispatcher_type": run.moe.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": run.moe.moe_flex_dispatcher_backend,
     }
 
 

@@ -160,6 +160,6 @@ def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
 def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups) -> Dispatcher:
     """Return the dispatcher of a layer with these options."""
     if options.capacity_factor is None:
-        return build_dispatcher(options.dispatcher, options.num_experts, groups)
-    inner = build_dispatcher(options.dispatcher, options.num_experts, groups, drops=True)
+        return build_dispatcher(options.dispatcher, options.num_experts, groups, **options.dispatcher_settings)
+    inner = build_dispatcher(options.dispatcher, options.num_experts, groups, drops=True, **options.dispatcher_settings)
     return PaddedDispatcher(inner, options, groups, options.capacity_factor) if options.pad_to_capacity else inner

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS
@@ -29,7 +28,6 @@ from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import (
     all_gather_rows,
     all_to_all_rows,
-    exchange_rows,
     packed_rows,
     reduce_scatter_rows,
     trailing_weights,
@@ -159,6 +157,47 @@ class Dispatcher(ABC):
         """Return the sum of the experts' results [R, H] for each token, [T, H] in the same dtype."""
 
 
+class SteppedDispatcher(Dispatcher):
+    """A dispatcher in steps, so that a schedule can put the exchanges next to the work of another micro-batch.
+
+    A dispatch is `prepare`, `send` and `arrange`, a combine is `collect`, `send_back` and `add_up`. Rows travel in
+    `send` and `send_back`; the other steps work on this rank's rows. What has a gradient is passed from step to step as
+    tensors, all else in the plan, which every step may replace.
+    """
+
+    @abstractmethod
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what `send` sends, from hidden [T, H] and the decision [T, K], and its plan."""
+
+    @abstractmethod
+    def send(self, leaving: tuple[Tensor, ...], plan: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what arrived at this rank, and the plan for `arrange`."""
+
+    @abstractmethod
+    def arrange(self, arrived: tuple[Tensor, ...], plan: Any) -> tuple[ExpertInput, Any]:
+        """Return the local experts' rows, and the plan for the steps back."""
+
+    @abstractmethod
+    def collect(self, rows: Tensor, plan: Any) -> Tensor:
+        """Return what `send_back` sends, from the experts' results [R, H]."""
+
+    @abstractmethod
+    def send_back(self, results: Tensor, plan: Any) -> Tensor:
+        """Return what came home to this rank."""
+
+    @abstractmethod
+    def add_up(self, home: Tensor, plan: Any) -> Tensor:
+        """Return the sum of the results for each token, [T, H]."""
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, Any]:
+        """See `Dispatcher.dispatch`."""
+        return self.arrange(*self.send(*self.prepare(hidden, decision)))
+
+    def combine(self, rows: Tensor, plan: Any) -> Tensor:
+        """See `Dispatcher.combine`."""
+        return self.add_up(self.send_back(self.collect(rows, plan), plan), plan)
+
+
 @dataclass(frozen=True)
 class SortPlan:
     """A sort of rows by expert. source [R]: the token of each row; slots [T, C]: the rows of each token."""
@@ -210,11 +249,35 @@ def _first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, 
 
 
 @dataclass(frozen=True)
+class _Departure:
+    """What an exchange of rows needs, and what of it the host does not know yet.
+
+    sent: the sort on the token's side, with one slot per chosen expert and ETP rank. splits: on their way to the host.
+    counts [ranks, e]: rows from each rank for each local expert. hidden, dtype: the width of rows, the weights' dtype.
+    """
+
+    sent: SortPlan
+    splits: HostCopy
+    counts: Tensor
+    hidden: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A `_Departure` whose rows have arrived. send_splits, recv_splits: rows to and from each rank."""
+
+    departure: _Departure
+    send_splits: list[int]
+    recv_splits: list[int]
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """The plan of an all-to-all between two sorts.
 
-    sent: the sort on the token's side, with one slot per chosen expert and ETP rank. send_splits, recv_splits: rows to
-    and from each rank. order, inverse [R]: from arrival order (by source rank) to expert order, and back.
+    sent, send_splits, recv_splits: see `_Departure` and `_Arrival`. order, inverse [R]: from arrival order (by source
+    rank) to expert order, and back.
     """
 
     sent: SortPlan
@@ -224,62 +287,69 @@ class ExchangePlan:
     inverse: Tensor
 
 
-@dataclass(frozen=True)
-class _Wire:
-    """Where rows and their weights leave from and arrive at, in one exchange and in its backward.
-
-    send_splits, recv_splits, group: those of `all_to_all_rows`. rows: the sort of [T, ...] rows into the R sent ones.
-    weights: the same of [T x K] weights. order, inverse [R]: from arrival order to expert order, and back. partial: as
-    in `copy_rows`.
-    """
-
-    send_splits: list[int]
-    recv_splits: list[int]
-    group: ProcessGroup
-    rows: SortPlan
-    weights: SortPlan
-    order: Tensor
-    inverse: Tensor
-    partial: bool
-
-
-class _ExchangeWeighted(torch.autograd.Function):
+class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, packed: Tensor, wire: _Wire) -> tuple[Tensor, Tensor]:
-        ctx.wire, ctx.dtype = wire, weights.dtype
-        arrived = exchange_rows(packed, wire.send_splits, wire.recv_splits, wire.group)
-        hidden = rows.shape[1]
-        of_weights = trailing_weights(arrived, hidden, weights.dtype)
-        return arrived[:, :hidden].index_select(0, wire.order), of_weights.index_select(0, wire.order)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool) -> Tensor:
+        ctx.save_for_backward(sent.slots, weighed.slots)
+        ctx.hidden, ctx.dtype, ctx.partial = rows.shape[1], weights.dtype, partial
+        return packed_rows(rows, weights, sent.source, weighed.source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        wire, hidden = ctx.wire, grad.shape[1]
-        packed = packed_rows(grad, weights_grad.to(ctx.dtype), wire.inverse, wire.inverse)
-        home = exchange_rows(packed, wire.recv_splits, wire.send_splits, wire.group)
-        of_weights = sum_rows(trailing_weights(home, hidden, ctx.dtype), wire.weights.slots, wire.partial)
+    def backward(ctx: Any, home: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        row_slots, weight_slots = ctx.saved_tensors
+        of_weights = sum_rows(trailing_weights(home, ctx.hidden, ctx.dtype), weight_slots, ctx.partial)
         # Sums of whole rows, of which the last elements mean nothing: `sum_rows` would copy a part of rows.
-        of_rows = sum_rows(home, wire.rows.slots, wire.partial)[:, :hidden].contiguous()
-        return of_rows, of_weights, None, None
+        of_rows = sum_rows(home, row_slots, ctx.partial)[:, : ctx.hidden].contiguous()
+        return of_rows, of_weights, None, None, None
 
 
-def exchange_weighted(rows: Tensor, weights: Tensor, packed: Tensor, wire: _Wire) -> tuple[Tensor, Tensor]:
-    """Send copies of rows [T, H], each with a weight, in one all-to-all, and return both in expert order: [R, H], [R].
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(inverse)
+        ctx.dtype = dtype
+        weights = trailing_weights(arrived, hidden, dtype)
+        return arrived[:, :hidden].index_select(0, order), weights.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return packed_rows(grad, weights_grad.to(ctx.dtype), inverse, inverse), None, None, None, None
+
+
+def pack_weighted(rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool) -> Tensor:
+    """Return copies [R, H + W] of rows [T, H], each with the bytes of its weight, for one exchange: see `packed_rows`.
 
     Args:
-        rows, weights: [T, H] and [T x K], for the gradient.
-        packed: their copies, from `packed_rows`; made before, while the host waits for the splits.
-        wire: what leaves, and where it arrives.
+        rows, weights: [T, H] and [T x K].
+        sent, weighed: the sorts of rows, and of weights, into the R copies.
+        partial: as in `copy_rows`.
 
-    Backward: gradients of rows and weights return in one all-to-all, and a row's copies are summed in fp32.
+    Backward: the gradient is packed in the same way, by that of `unpack_weighted`, and means nothing in between: it may
+    be sent, and not added to or rounded. A row's copies are summed in fp32.
     """
-    return _ExchangeWeighted.apply(rows, weights, packed, wire)
+    return _Pack.apply(rows, weights, sent, weighed, partial)
 
 
-class AllToAllDispatcher(Dispatcher):
+def unpack_weighted(
+    arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return rows [R, H] and weights [R] of what `pack_weighted` packed, in another order.
+
+    Args:
+        arrived: [R, H + W].
+        order, inverse: [R], from this order to the other one, and back.
+        hidden, dtype: the width of rows, the weights' dtype.
+    """
+    return _Unpack.apply(arrived, order, inverse, hidden, dtype)
+
+
+class AllToAllDispatcher(SteppedDispatcher):
     """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
 
-    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], _Departure]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
         order, inverse, ends = _sorted(self.destinations(decision), self.num_experts, self.drops)
@@ -289,41 +359,46 @@ class AllToAllDispatcher(Dispatcher):
         dist.all_to_all_single(received_counts, sent_counts, group=group)
         ends_here = received_counts.sum(dim=0).cumsum(dim=0)
         copied = HostCopy(torch.cat([counts.sum(dim=1), received_counts.sum(dim=1), ends_here]))
-        rows_to_ep: list[int] = []
-        if self.sends_by_splits:
-            rows_to_ep, recv_splits = self.splits(copied)
+        # Which rows leave may depend on the splits: on the number kept, or on where a rank's rows are copied. Else the
+        # device gathers them while the host waits, in `send`.
+        rows_to_ep = self.splits(copied)[0] if self.drops or etp > 1 else []
         if self.drops:
             order, inverse = _first_rows(order, inverse, sum(rows_to_ep))
         pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
         sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
         probs = decision.probs.flatten()
-        packed = packed_rows(hidden.detach(), probs.detach(), sent.source, pairs)
-        if not self.sends_by_splits:  # the device gathers the rows above while the host waits
-            rows_to_ep, recv_splits = self.splits(copied)
-        send_splits = [n for n in rows_to_ep for _ in range(etp)]
-        local_experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(group.size())
-        arrived_ids = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(recv_splits))
-        into_experts, back, ends = _sorted(arrived_ids, self.num_local_experts, drops=False)
-        weights = SortPlan(source=pairs, slots=slots)
-        wire = _Wire(send_splits, recv_splits, group, sent, weights, into_experts, back, partial=self.drops)
-        rows, row_weights = exchange_weighted(hidden, probs, packed, wire)
-        plan = ExchangePlan(sent, send_splits, recv_splits, into_experts, back)
-        host_offsets = copied.result()[-self.num_local_experts :]
-        return ExpertInput(rows, row_weights, ends.to(torch.int32), host_offsets), plan
+        packed = pack_weighted(hidden, probs, sent, SortPlan(source=pairs, slots=slots), self.drops)
+        return (packed,), _Departure(sent, copied, received_counts, hidden.shape[1], probs.dtype)
 
-    @property
-    def sends_by_splits(self) -> bool:
-        """Whether which rows leave depends on the splits: on the number kept, or on where a rank's rows are copied."""
-        return self.drops or self.groups.etp_size > 1
+    def send(self, leaving: tuple[Tensor, ...], plan: _Departure) -> tuple[tuple[Tensor, ...], _Arrival]:
+        rows_to_ep, recv_splits = self.splits(plan.splits)
+        send_splits = [n for n in rows_to_ep for _ in range(self.groups.etp_size)]
+        arrived = all_to_all_rows(leaving[0], send_splits, recv_splits, self.groups.expert)
+        return (arrived,), _Arrival(plan, send_splits, recv_splits)
+
+    def arrange(self, arrived: tuple[Tensor, ...], plan: _Arrival) -> tuple[ExpertInput, ExchangePlan]:
+        departure, num_rows = plan.departure, sum(plan.recv_splits)
+        counts = departure.counts.flatten()
+        local_experts = torch.arange(self.num_local_experts, device=counts.device).repeat(self.groups.expert.size())
+        arrived_ids = local_experts.repeat_interleave(counts, output_size=num_rows)
+        order, inverse, ends = _sorted(arrived_ids, self.num_local_experts, drops=False)
+        rows, row_weights = unpack_weighted(arrived[0], order, inverse, departure.hidden, departure.dtype)
+        host_offsets = departure.splits.result()[-self.num_local_experts :]
+        back = ExchangePlan(departure.sent, plan.send_splits, plan.recv_splits, order, inverse)
+        return ExpertInput(rows, row_weights, ends.to(torch.int32), host_offsets), back
 
     def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
         """Return the rows for each EP rank and from each rank of the group; the host waits for their copy."""
         rows = copied.result()[: -self.num_local_experts].tolist()
         return rows[: self.groups.ep_size], rows[self.groups.ep_size :]
 
-    def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
-        leaving = copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
-        home = all_to_all_rows(leaving, plan.recv_splits, plan.send_splits, self.groups.expert)
+    def collect(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
+        return copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
+
+    def send_back(self, results: Tensor, plan: ExchangePlan) -> Tensor:
+        return all_to_all_rows(results, plan.recv_splits, plan.send_splits, self.groups.expert)
+
+    def add_up(self, home: Tensor, plan: ExchangePlan) -> Tensor:
         return sum_copies(home, plan.sent.source, plan.sent.slots, partial=self.drops)
 
 
@@ -397,12 +472,15 @@ DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("allgather", AllGatherDispatcher)
 
 
-def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
+def build_dispatcher(
+    kind: str, num_experts: int, groups: MoEGroups, drops: bool = False, **settings: Any
+) -> Dispatcher:
     """Return the dispatcher for `--moe-token-dispatcher-type`; without expert parallelism it is the local one.
 
     Args:
         kind: an entry of `DISPATCHERS`.
         drops: whether experts have a capacity.
+        settings: what this kind's entry takes besides.
 
     Raises:
         ValueError: for a kind that is not registered, or experts that do not divide among the ranks.
@@ -412,4 +490,6 @@ def build_dispatcher(kind: str, num_experts: int, groups: MoEGroups, drops: bool
             f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size {groups.ep_size}"
         )
     build = DISPATCHERS[kind]
-    return (LocalDispatcher if groups.expert.size() == 1 else build)(num_experts, groups, drops)
+    if groups.expert.size() == 1:
+        return LocalDispatcher(num_experts, groups, drops)
+    return build(num_experts, groups, drops, **settings)

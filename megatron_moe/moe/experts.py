@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import GroupedLinear, LaterGradients, grouped_linear_torch
 from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
@@ -128,8 +128,12 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
         self.local_ffn_size = options.ffn_hidden_size // groups.etp_size
 
     @abstractmethod
-    def forward(self, expert_input: ExpertInput) -> Tensor:
-        """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks."""
+    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+        """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks.
+
+        later: takes over the weights' gradients, where `--delay-wgrad-compute` asks for it; only grouped_mm's experts
+        are given one.
+        """
 
     @abstractmethod
     def local_weights(self) -> list[tuple[Tensor, Tensor]]:
@@ -192,15 +196,17 @@ class GroupedExperts(LocalExperts):
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
 
-    def forward(self, expert_input: ExpertInput) -> Tensor:
+    def forward(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
         """See `LocalExperts.forward`."""
         rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
+        gate_up_linear = self.gate_up_linear if later is None else later.grouped_linear
+        down_linear = self.grouped_linear if later is None else later.grouped_linear
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
-        gate_up = self.gate_up_linear(rows, self.weight1.flatten(1, 2), offsets)
+        gate_up = gate_up_linear(rows, self.weight1.flatten(1, 2), offsets)
 
         def down(hidden: Tensor) -> Tensor:
-            return self.grouped_linear(hidden, self.weight2, offsets)
+            return down_linear(hidden, self.weight2, offsets)
 
         return self.activate_into(weighted_swiglu, down, gate_up, probs)
 

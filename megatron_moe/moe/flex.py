@@ -1,4 +1,4 @@
-"""The flex dispatcher: DeepEP's kernels in place of the all-to-all, through megatron-core's wrapper of them.
+"""The flex dispatcher: kernels of DeepEP or HybridEP in place of the all-to-all, through megatron-core's wrapper.
 
 A row travels once to each rank that has experts of its token, however many; the all-to-all sends it once for each
 expert. The rows that an expert gets, and their order, are those of the all-to-all. Results of one rank's experts are
@@ -22,6 +22,7 @@ from megatron_moe.moe.dispatch import (
     Dispatcher,
     ExpertInput,
     SortPlan,
+    SteppedDispatcher,
     copy_rows,
     sort_by_expert,
     sum_copies,
@@ -33,6 +34,18 @@ _NOWHERE = -1  # DeepEP's index of a choice that is not sent, or whose expert is
 
 
 @dataclass(frozen=True)
+class _Arrival:
+    """What DeepEP returned besides tensors with a gradient.
+
+    handle: DeepEP's own. local_ids [N, K]: the local experts of each arrived row, or -1. counts [e]: on the host.
+    """
+
+    handle: Any
+    local_ids: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
 class FlexPlan:
     """The plan of a dispatch by DeepEP. handle: DeepEP's own. sort: arrived rows and the copies for their experts."""
 
@@ -40,50 +53,134 @@ class FlexPlan:
     sort: SortPlan
 
 
-class FlexDispatcher(Dispatcher):
+class DeepEPDispatcher(SteppedDispatcher):
     """A dispatcher that sends a row once to each rank with experts of its token, by DeepEP.
 
     DeepEP counts the arriving rows on the host, which waits for that. Its kernels take bf16 rows and fp32 weights.
+
+    Args:
+        num_sms: multiprocessors that its kernels take; None: DeepEP's default.
 
     Raises:
         ConfigError: DeepEP cannot be loaded.
     """
 
-    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False) -> None:
+    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False, num_sms: int | None = None) -> None:
         super().__init__(num_experts, groups, drops)
         if fused_a2a.fused_dispatch is None:
-            raise ConfigError(
-                "--moe-token-dispatcher-type flex: the package deep_ep cannot be loaded here; install DeepEP for this "
-                "torch and CUDA, or use --moe-token-dispatcher-type alltoall"
-            )
+            raise _not_loaded("deepep", "the package deep_ep cannot be loaded here", "DeepEP")
+        if num_sms is not None:
+            fused_a2a.set_deepep_num_sms(num_sms)
 
-    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, FlexPlan]:
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], Tensor]:
         ids = decision.expert_ids
         if decision.kept is not None:
             ids = ids.masked_fill(~decision.kept, _NOWHERE)
-        # Without streams of its own: the gathers that follow need the rows at once.
-        arrived, local_ids, weights, counts, handle = fused_a2a.fused_dispatch(
-            hidden, ids, decision.probs.float(), self.num_experts, self.groups.expert
+        return (hidden, decision.probs.float()), ids
+
+    def send(self, leaving: tuple[Tensor, ...], plan: Tensor) -> tuple[tuple[Tensor, ...], _Arrival]:
+        # Without streams of its own: the current one waits for the rows.
+        rows, local_ids, weights, counts, handle = fused_a2a.fused_dispatch(
+            leaving[0], plan, leaving[1], self.num_experts, self.groups.expert
         )
-        topk = ids.shape[1]
+        return (rows, weights), _Arrival(handle, local_ids, counts)
+
+    def arrange(self, arrived: tuple[Tensor, ...], plan: _Arrival) -> tuple[ExpertInput, FlexPlan]:
+        (rows, weights), topk = arrived, plan.local_ids.shape[1]
         # A choice of another rank's expert sorts last, and is cut off.
-        choices = local_ids.masked_fill(local_ids == _NOWHERE, self.num_local_experts)
+        choices = plan.local_ids.masked_fill(plan.local_ids == _NOWHERE, self.num_local_experts)
         order, inverse, ends = sort_by_expert(choices, self.num_local_experts + 1)
-        num_rows = int(counts.sum())
+        num_rows = int(plan.counts.sum())
         order, slots = order[:num_rows], inverse.clamp(max=num_rows)
-        plan = FlexPlan(handle, SortPlan(source=order // topk, slots=slots.view(-1, topk)))
-        rows = copy_rows(arrived, plan.sort.source, plan.sort.slots, partial=True)
+        sort = SortPlan(source=order // topk, slots=slots.view(-1, topk))
+        rows = copy_rows(rows, sort.source, sort.slots, partial=True)
         row_weights = copy_rows(weights.flatten(), order, slots.unsqueeze(1), partial=True)
         offsets = ends[: self.num_local_experts].to(torch.int32)
-        return ExpertInput(rows, row_weights, offsets, counts.cumsum(dim=0)), plan
+        return ExpertInput(rows, row_weights, offsets, plan.counts.cumsum(dim=0)), FlexPlan(plan.handle, sort)
 
-    def combine(self, rows: Tensor, plan: FlexPlan) -> Tensor:
-        sums = sum_copies(rows, plan.sort.source, plan.sort.slots, partial=True)
-        combined, _ = fused_a2a.fused_combine(sums, self.groups.expert, plan.handle)
+    def collect(self, rows: Tensor, plan: FlexPlan) -> Tensor:
+        return sum_copies(rows, plan.sort.source, plan.sort.slots, partial=True)
+
+    def send_back(self, results: Tensor, plan: FlexPlan) -> Tensor:
+        combined, _ = fused_a2a.fused_combine(results, self.groups.expert, plan.handle)
         return combined
 
+    def add_up(self, home: Tensor, plan: FlexPlan) -> Tensor:
+        return home
 
-def flex_dispatcher(num_experts: int, groups: MoEGroups, drops: bool = False) -> Dispatcher:
-    """Return the dispatcher by DeepEP; on an imagined machine one that moves the same rows, since a plan moves none."""
-    imagined = platform.has_cuda() and not platform.has_streams()
-    return (AllToAllDispatcher if imagined else FlexDispatcher)(num_experts, groups, drops)
+
+class HybridEPDispatcher(SteppedDispatcher):
+    """A dispatcher by HybridEP, which also copies the arrived rows for their experts, and adds up their results.
+
+    HybridEP takes the choices as a map of tokens and experts. Its ranks send equally many tokens. The host waits
+    until the arriving rows are counted. Its kernels take bf16 rows and fp32 weights.
+
+    Args:
+        num_sms: multiprocessors that a dispatch takes, and a combine; None: the default of the wrapper or the library.
+
+    Raises:
+        ConfigError: HybridEP cannot be loaded.
+    """
+
+    def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False, num_sms: int | None = None) -> None:
+        super().__init__(num_experts, groups, drops)
+        if fused_a2a.hybrid_ep_dispatch is None:
+            raise _not_loaded(
+                "hybridep",
+                "the package deep_ep cannot be loaded here, or has no HybridEPBuffer",
+                "its branch hybrid-ep",
+            )
+        self.sizes = {} if num_sms is None else {"num_sms_dispatch_api": num_sms, "num_sms_combine_api": num_sms}
+
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], Tensor]:
+        ids, kept = decision.expert_ids, decision.kept
+        weights = decision.probs.float()
+        by_expert = weights.new_zeros((ids.shape[0], self.num_experts))
+        chosen = torch.zeros_like(by_expert, dtype=torch.bool)
+        chosen.scatter_(1, ids, torch.ones_like(ids, dtype=torch.bool) if kept is None else kept)
+        return (hidden.contiguous(), by_expert.scatter(1, ids, weights)), chosen
+
+    def send(self, leaving: tuple[Tensor, ...], plan: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        rows, weights, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+            leaving[0], plan, leaving[1], self.groups.expert, self.num_local_experts, **self.sizes
+        )
+        return (rows, weights), (counts, handle)
+
+    def arrange(self, arrived: tuple[Tensor, ...], plan: Any) -> tuple[ExpertInput, Any]:
+        (rows, weights), (counts, handle) = arrived, plan
+        ends = counts.to("cpu", torch.int64).cumsum(dim=0)
+        return ExpertInput(rows, weights, ends.to(rows.device, torch.int32), ends), handle
+
+    def collect(self, rows: Tensor, plan: Any) -> Tensor:
+        return rows
+
+    def send_back(self, results: Tensor, plan: Any) -> Tensor:
+        return fused_a2a.hybrid_ep_combine(results, plan, results.shape[0], None)
+
+    def add_up(self, home: Tensor, plan: Any) -> Tensor:
+        return home
+
+
+_LIBRARIES = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
+
+
+def flex_dispatcher(
+    num_experts: int, groups: MoEGroups, drops: bool = False, library: str = "deepep", num_sms: int | None = None
+) -> Dispatcher:
+    """Return the dispatcher by a library; on an imagined machine one that moves the same rows, since a plan moves none.
+
+    Raises:
+        ConfigError: for a library that is not here, or cannot be loaded.
+    """
+    if library not in _LIBRARIES:
+        raise ConfigError(f"--moe-flex-dispatcher-backend {library}: not one of {', '.join(_LIBRARIES)}")
+    if platform.has_cuda() and not platform.has_streams():
+        return AllToAllDispatcher(num_experts, groups, drops)
+    return _LIBRARIES[library](num_experts, groups, drops, num_sms)
+
+
+def _not_loaded(library: str, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"--moe-token-dispatcher-type flex, --moe-flex-dispatcher-backend {library}: {reason}; install {remedy} for "
+        "this torch and CUDA, or use --moe-token-dispatcher-type alltoall"
+    )

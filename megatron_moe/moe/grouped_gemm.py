@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,26 +82,60 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     return torch.cat(outputs)
 
 
+class LaterGradients:
+    """The gradients of weights that a backward pass left out, to be computed when the device has nothing better to do.
+
+    It serves one forward and backward pass of an expert's products, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._left_out: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def grouped_linear(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """Return what `grouped_linear_torch` returns; the backward pass finds the gradient of the rows alone."""
+        return _GroupedMM.apply(rows, weights.detach(), offsets, partial(self._leave_out, weights))
+
+    def _leave_out(self, weights: Tensor, gradient: Callable[[], Tensor]) -> None:
+        self._left_out.append((weights, gradient))
+
+    def compute(self) -> None:
+        """Compute what was left out, and pass it on to the parameters, as the backward pass would have done."""
+        for weights, gradient in self._left_out:
+            torch.autograd.backward(weights, gradient())
+        self._left_out.clear()
+
+
 class _GroupedMM(torch.autograd.Function):
-    """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum)."""
+    """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum).
+
+    leave_out: takes a function that computes the weights' gradient, instead of having it computed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, leave_out: Any = None) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
         ctx.wide = multiply_in_fp32(rows)
+        ctx.leave_out = leave_out
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
             return rows.new_zeros((0, weights.shape[1]))
         return _product(rows, weights.transpose(-2, -1), offsets, ctx.wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
-        if rows.shape[0] == 0:
-            return torch.zeros_like(rows), torch.zeros_like(weights), None
-        grad = grad.contiguous()
-        grad_rows = _product(grad, weights, offsets, ctx.wide) if ctx.needs_input_grad[0] else None
-        grad_weights = _product(grad.t(), rows, offsets, ctx.wide) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_weights, None
+        grad, wide = grad.contiguous(), ctx.wide
+
+        def of_weights() -> Tensor:
+            return _product(grad.t(), rows, offsets, wide) if rows.shape[0] else torch.zeros_like(weights)
+
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _product(grad, weights, offsets, wide) if rows.shape[0] else torch.zeros_like(rows)
+        if ctx.leave_out is not None:
+            ctx.leave_out(of_weights)
+        elif ctx.needs_input_grad[1]:
+            grad_weights = of_weights()
+        return grad_rows, grad_weights, None, None
 
 
 def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor:

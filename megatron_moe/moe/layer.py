@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS
 from megatron_moe.moe.capacity import build_layer_dispatcher
+from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
-from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, grouped_linear_loop
+from megatron_moe.moe.grouped_gemm import LaterGradients, TransformerEngineProduct, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.groups import MoEGroups, moe_groups
 from megatron_moe.moe.options import MoEOptions
@@ -131,19 +132,29 @@ class MoELayer(CopiesShareGroups, MegatronModule):
         decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
         for_shared = self.schedule.fork(hidden)
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
-        shared = self.schedule.compute(self._shared, for_shared)
-        expert_output = self.experts(expert_input)
+        shared = self.schedule.compute(self.compute_shared, for_shared)
+        output = self.dispatcher.combine(self.compute_experts(expert_input), plan).view(hidden.shape)
+        return self.schedule.add(self.compute_shared, output, shared)
+
+    def compute_experts(self, expert_input: ExpertInput, later: LaterGradients | None = None) -> Tensor:
+        """Return the routed experts' output [R, H]; see `LocalExperts.forward`.
+
+        Raises:
+            PrecisionError: a backend returns another dtype than its rows have.
+        """
+        # An own backend need not know of `later`.
+        output = self.experts(expert_input) if later is None else self.experts(expert_input, later)
         require_dtype(
-            expert_output,
-            tokens.dtype,
+            output,
+            expert_input.rows.dtype,
             what=f"layer {self.layer_number}: the experts' output",
             producer=type(self.experts).__name__,
             remedy="an expert backend returns the dtype of its rows; cast before it returns",
         )
-        output = self.dispatcher.combine(expert_output, plan).view(hidden.shape)
-        return self.schedule.add(self._shared, output, shared)
+        return output
 
-    def _shared(self, hidden: Tensor) -> Tensor:
+    def compute_shared(self, hidden: Tensor) -> Tensor:
+        """Return the shared expert's output [S, B, H]."""
         assert self.shared_experts is not None
         if self.recompute_shared_experts and self.training:
             return tensor_parallel.checkpoint(self.shared_experts, False, hidden)

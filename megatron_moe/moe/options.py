@@ -54,11 +54,13 @@ class MoEOptions:
     pad_to_capacity: bool
     per_token_loss: bool
     dispatcher: str
+    dispatcher_settings: dict[str, Any]
     backend: str
     fp8_format: str | None
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
+    delay_wgrad: bool
 
     @property
     def chooses_by_score(self) -> bool:
@@ -106,12 +108,13 @@ class MoEOptions:
             drop_policy=moe.moe_token_drop_policy,
             pad_to_capacity=moe.moe_pad_expert_input_to_capacity,
             per_token_loss=run.optimizer.calculate_per_token_loss,
-            dispatcher=moe.moe_token_dispatcher_type,
+            **_dispatcher(moe),
             backend=moe.moe_expert_backend,
             fp8_format=run.derived.fp8_format_of_experts,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
+            delay_wgrad=moe.delay_wgrad_compute,
         )
 
     @classmethod
@@ -168,13 +171,27 @@ class MoEOptions:
             drop_policy=config.moe_token_drop_policy,
             pad_to_capacity=config.moe_pad_expert_input_to_capacity,
             per_token_loss=config.calculate_per_token_loss,
-            dispatcher=config.moe_token_dispatcher_type,
+            **_dispatcher(config),
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
             fp8_format=getattr(config, "fp8_format", None),
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
+            delay_wgrad=config.delay_wgrad_compute,
         )
+
+
+def _dispatcher(config: Any) -> dict[str, Any]:
+    """Return the dispatcher, and what its entry takes besides sizes and groups; only the flex dispatcher takes more.
+
+    config: the run's section or the engine's TransformerConfig, of which a later release has one number for all.
+    """
+    if config.moe_token_dispatcher_type != "flex":
+        return {"dispatcher": config.moe_token_dispatcher_type, "dispatcher_settings": {}}
+    library = config.moe_flex_dispatcher_backend
+    own = {"deepep": config.moe_deepep_num_sms, "hybridep": config.moe_hybridep_num_sms}
+    num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None) or own.get(library)
+    return {"dispatcher": "flex", "dispatcher_settings": {"library": library, "num_sms": num_sms}}
 
 
 def _aux_losses(kinds: Any, coeffs: Any) -> tuple[tuple[str, float], ...]:

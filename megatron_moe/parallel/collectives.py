@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def exchange_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
-    """Return what `all_to_all_rows` returns, without a gradient: for a function that has a backward of its own."""
-    if group.size() == 1:
-        return rows
+def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
     received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
     return received
@@ -28,12 +25,12 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = (send_splits, recv_splits), group
-        return exchange_rows(rows, send_splits, recv_splits, group)
+        return _exchange(rows, send_splits, recv_splits, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send_splits, recv_splits = ctx.splits
-        return exchange_rows(grad, recv_splits, send_splits, ctx.group), None, None, None
+        return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
 
 
 def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:

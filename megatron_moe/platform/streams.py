@@ -9,6 +9,7 @@ Autograd runs the backward of an operation on the stream of its forward.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from contextlib import AbstractContextManager
 from typing import Any
@@ -56,6 +57,21 @@ def fork(tensor: Tensor) -> Tensor:
 def join(tensor: Tensor) -> Tensor:
     """Return a tensor of the side stream for the current one, which waits for it. Backward: the other way round."""
     return _Crossing.apply(tensor, side(), torch.cuda.current_stream())
+
+
+def keep(value: Any) -> None:
+    """Keep the memory of tensors for the current stream, which reads what others have written.
+
+    value: a tensor, or a tuple, list or dataclass of such; all else in it is passed over.
+    """
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream())
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            keep(part)
+    elif dataclasses.is_dataclass(value):
+        keep(list(vars(value).values()))
 
 
 def on_side() -> AbstractContextManager[Any]:

@@ -352,6 +352,11 @@ def _expert_notes(trainer: Trainer) -> list[str]:
         )
     if moe.moe_shared_expert_overlap and not platform.has_cuda():
         notes.append("--moe-shared-expert-overlap has no effect here: without a CUDA device there are no streams")
+    if moe.overlap_moe_expert_parallel_comm and not platform.has_cuda():
+        notes.append(
+            "--overlap-moe-expert-parallel-comm has no effect here: without a CUDA device there are no streams, and "
+            "micro-batches run one after the other"
+        )
     if "global_aux_loss" in moe.moe_router_load_balancing_type and trainer.schedule.final_micro_batches > 1:
         notes.append(
             "global_aux_loss counts the whole global batch before each step, which costs one more forward pass: a "

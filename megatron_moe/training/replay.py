@@ -71,7 +71,13 @@ class StepReplay:
             chunk.zero_grad_buffer()
             get_model_config(chunk).no_sync_func = None
         try:
-            with untimed(model), gathered_parameters(model), without_reduction(model), same_random_states():
+            with (
+                untimed(model),
+                gathered_parameters(model),
+                without_reduction(model),
+                without_overlap(model),
+                same_random_states(),
+            ):
                 set_random_states(self._states)
                 run_micro_batches(
                     model,
@@ -103,6 +109,20 @@ def without_reduction(model: Model) -> Iterator[None]:
     finally:
         for group in groups:
             group.is_last_microbatch = True
+
+
+@contextmanager
+def without_overlap(model: Model) -> Iterator[None]:
+    """Run micro-batches one after the other in the block, by calls of whole modules, which hooks can watch."""
+    configs = [get_model_config(chunk) for chunk in model]
+    overlaps = configs[0].overlap_moe_expert_parallel_comm
+    for config in configs:
+        config.overlap_moe_expert_parallel_comm = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.overlap_moe_expert_parallel_comm = overlaps
 
 
 def random_states() -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:

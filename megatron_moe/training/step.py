@@ -344,10 +344,13 @@ def run_micro_batches(
         )
 
 
-def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def forward_step(
+    batches: Iterator[Batch], chunk: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
     """Run one micro-batch through one model chunk; also return the loss function that the last stage applies to it.
 
-    It is the callback of the engine's schedule.
+    It is the callback of the engine's schedule. The one that runs two micro-batches at a time asks for the plan of the
+    pass instead (`model/overlap.py`), and gives the chunk without its wrappers.
 
     tokens, labels and loss_mask are [B, S / CP]; a stage that holds neither end of the pipeline ignores them.
     """
@@ -355,7 +358,8 @@ def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tens
     # No attention mask: attention is causal by construction.
     # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
     mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
-    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
+    run = chunk.build_schedule_plan if return_schedule_plan else chunk
+    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp

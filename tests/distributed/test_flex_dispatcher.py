@@ -1,4 +1,4 @@
-"""The flex dispatcher over a stub of DeepEP gives a layer the rows, results, gradients and counts of the all-to-all."""
+"""The flex dispatcher over stubs of DeepEP and HybridEP gives a layer what the all-to-all gives it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 SEQUENCE, BATCH = 6, 2
 
 
-def passes(case: dict[str, Any]) -> dict[str, Any]:
-    """What comes out of a layer with the all-to-all, and with its dispatcher in place of it by DeepEP."""
-    from megatron_moe.moe.flex import FlexDispatcher, flex_dispatcher
+def passes(case: dict[str, Any], library: str) -> dict[str, Any]:
+    """What comes out of a layer with the all-to-all, and with its dispatcher in place of it by a library."""
+    from megatron.core.transformer.moe import fused_a2a
+
+    from megatron_moe.moe.flex import DeepEPDispatcher, HybridEPDispatcher, flex_dispatcher
 
     layer, pg = build_layer(case, dict(expert_model_parallel_size=pg_size()))
     hidden, padding = tokens_and_padding(case, SEQUENCE, BATCH * pg.dp.size())
@@ -25,8 +27,8 @@ def passes(case: dict[str, Any]) -> dict[str, Any]:
     plain = layer.dispatcher
     found: dict[str, Any] = {}
     with deep_ep_stub.installed():
-        flex = flex_dispatcher(plain.num_experts, plain.groups, plain.drops)
-        assert type(flex) is FlexDispatcher
+        flex = flex_dispatcher(plain.num_experts, plain.groups, plain.drops, library, num_sms=6)
+        assert type(flex) is {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}[library]
         for name, dispatcher in (("alltoall", plain), ("flex", flex)):
             layer.dispatcher = dispatcher
             layer.zero_grad(set_to_none=True)
@@ -49,6 +51,8 @@ def passes(case: dict[str, Any]) -> dict[str, Any]:
                 "counts": layer.router.local_tokens_per_expert.clone(),
             }
             assert expert_input.host_offsets.tolist() == expert_input.offsets.tolist()
+        taken = deep_ep_stub.Buffer.num_sms if library == "deepep" else fused_a2a._hybrid_ep_buffer.num_sms
+        assert taken == {"deepep": 6, "hybridep": (6, 6)}[library]
     return {key: {k: _detached(v) for k, v in value.items()} for key, value in found.items()}
 
 
@@ -60,12 +64,17 @@ def _detached(value: Any) -> Any:
     return [one.detach() for one in value] if isinstance(value, list) else value
 
 
-@pytest.mark.claim("Over a stub of DeepEP the flex dispatcher gives experts the all-to-all's rows, bit for bit.")
+@pytest.mark.claim(
+    "Over stubs of DeepEP and HybridEP the flex dispatcher gives experts the all-to-all's rows, bit for bit."
+)
+@pytest.mark.parametrize("library", ["deepep", "hybridep"])
 @pytest.mark.parametrize(("world", "seed", "drops"), [(2, 4, None), (2, 5, 0.75), (4, 6, None)])
-def test_a_layer_computes_what_it_does_with_the_all_to_all(gloo: Any, world: int, seed: int, drops: Any) -> None:
+def test_a_layer_computes_what_it_does_with_the_all_to_all(
+    gloo: Any, world: int, seed: int, drops: Any, library: str
+) -> None:
     case = {**random_case(seed), "num_experts": 8, "dispatcher": "alltoall", "pad": False, "backend": "loop"}
     case["routing"].capacity_factor = drops
-    for found in gloo.run(world, passes, case=case):
+    for found in gloo.run(world, passes, case=case, library=library):
         flex, plain = found["flex"], found["alltoall"]
         assert all(torch.equal(a, b) for a, b in zip(flex["bits"], plain["bits"], strict=True))
         assert torch.equal(flex["counts"], plain["counts"])
@@ -73,8 +82,8 @@ def test_a_layer_computes_what_it_does_with_the_all_to_all(gloo: Any, world: int
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums of a rank come first
 
 
-def refusal() -> str:
-    """What the dispatcher says where DeepEP cannot be loaded."""
+def refusal(library: str) -> str:
+    """What the dispatcher says where its library cannot be loaded."""
     from megatron_moe.config.errors import ConfigError
     from megatron_moe.moe.dispatch import build_dispatcher
     from megatron_moe.moe.layer import MoEGroups
@@ -82,12 +91,15 @@ def refusal() -> str:
     world = torch.distributed.group.WORLD
     groups = MoEGroups(world, world, world, world, world, world.size(), world.rank(), 1, 0)
     try:
-        build_dispatcher("flex", 4, groups)
+        build_dispatcher("flex", 4, groups, library=library)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def test_without_deepep_the_dispatcher_is_refused_by_name(gloo: Any) -> None:
-    for said in gloo.run(2, refusal):
-        assert "--moe-token-dispatcher-type flex" in said and "deep_ep" in said and "alltoall" in said
+@pytest.mark.parametrize(
+    ("library", "named"), [("deepep", "deep_ep"), ("hybridep", "HybridEPBuffer"), ("ncclep", "deepep")]
+)
+def test_without_its_library_the_dispatcher_is_refused_by_name(gloo: Any, library: str, named: str) -> None:
+    for said in gloo.run(2, refusal, library=library):
+        assert f"--moe-flex-dispatcher-backend {library}" in said and named in said

@@ -12,21 +12,38 @@ import torch.distributed as dist
 from megatron_moe.moe import dispatch
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
-from megatron_moe.parallel.collectives import all_to_all_rows
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 
 TOKENS, EXPERTS, TOPK = 11, 4, 2
 
 
-def in_two_exchanges(rows: torch.Tensor, weights: torch.Tensor, packed: torch.Tensor, wire: Any) -> Any:
-    """What the package did before: an all-to-all of the rows, another of the weights."""
+class TwoExchanges(dispatch.AllToAllDispatcher):
+    """The all-to-all with an exchange of the rows and another of the weights."""
 
-    def sent(values: torch.Tensor, sort: Any) -> torch.Tensor:
-        leaving = dispatch.copy_rows(values, sort.source, sort.slots, wire.partial)
-        arrived = all_to_all_rows(leaving, wire.send_splits, wire.recv_splits, wire.group)
-        return dispatch.copy_rows(arrived, wire.order, wire.inverse.unsqueeze(1))
+    def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
+        sorts: list[Any] = []
 
-    return sent(rows, wire.rows), sent(weights, wire.weights)
+        def noted(rows: Any, weights: Any, sent: Any, weighed: Any, partial: bool) -> torch.Tensor:
+            sorts.extend((sent, weighed))
+            return rows
+
+        with mock.patch.object(dispatch, "pack_weighted", noted):
+            _, plan = super().prepare(hidden, decision)
+        values = (hidden, decision.probs.flatten())
+        return tuple(
+            dispatch.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
+        ), plan
+
+    def send(self, leaving: Any, plan: Any) -> Any:
+        (rows,), arrival = super().send(leaving[:1], plan)
+        return (rows, super().send(leaving[1:], plan)[0][0]), arrival
+
+    def arrange(self, arrived: Any, plan: Any) -> Any:
+        def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
+            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
+
+        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
+            return super().arrange(arrived, plan)
 
 
 def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool) -> Any:
@@ -34,7 +51,6 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     world, rank = dist.group.WORLD, dist.get_rank()
     ep = world.size() // etp
     groups = MoEGroups(world, world, world, world, world, ep, rank // etp, etp, rank % etp)
-    dispatcher = dispatch.AllToAllDispatcher(EXPERTS, groups, drops)
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
     ids = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
@@ -45,9 +61,8 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
     decision = RoutingDecision(ids, probs.requires_grad_(), kept)
     found = []
-    for way in (dispatch.exchange_weighted, in_two_exchanges):
-        with mock.patch.object(dispatch, "exchange_weighted", way):
-            given, _ = dispatcher.dispatch(hidden, decision)
+    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
+        given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
         slope = torch.Generator().manual_seed(10 + rank)
         slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]
         grads = torch.autograd.grad((given.rows, given.probs), (hidden, probs), slopes)

@@ -1,8 +1,10 @@
-"""A stub of DeepEP (`deep_ep`), with the signatures of its Buffer, that moves tokens over any process group.
+"""A stub of DeepEP (`deep_ep`), with the signatures of its buffers, that moves tokens over any process group.
 
 megatron-core looks for the package when its wrapper `fused_a2a` is imported; `installed` imports that once more over
 the stub, and again without it at the end. What the stub takes and returns is what DeepEP's documentation says: rows
 once for each rank, indices of local experts with -1 elsewhere, counts as a list on the host, sums of rows in fp32.
+HybridEP's buffer is that of its branch `hybrid-ep`: rows by expert, each expert's in the order of ranks and tokens,
+as its kernels and their tests have it; counts as a tensor on the host; probs by token and expert on the tokens' side.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -140,15 +141,106 @@ class Buffer:
         return home(x).to(x.dtype), weights, EventOverlap()
 
 
+class HybridEPBuffer:
+    """The buffer of a group of ranks that send equally many tokens, with the methods that the wrapper calls."""
+
+    def __init__(
+        self,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_sms_permute_api: int | None = None,
+        num_of_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+    ) -> None:
+        assert not use_fp8
+        self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
+        self.num_sms = num_sms_dispatch_api, num_sms_combine_api
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        handle: Any = None,
+        non_blocking: bool = False,
+    ) -> tuple[Tensor, Tensor | None, None, Tensor, Any]:
+        assert hidden.is_contiguous() and hidden.shape[1] == self.hidden_dim and not pad_multiple
+        if handle is None:
+            assert routing_map is not None and routing_map.dtype == torch.bool and num_permuted_tokens is None
+            handle = self._handle(routing_map)
+        (tokens, sent, received, order), counts = handle[:4], handle[5]
+        weights = None
+        if probs is not None:
+            assert probs.dtype == torch.float32 and probs.shape[0] == hidden.shape[0]
+            weights = _exchanged(probs.t()[handle[6], tokens], sent, received, self.group)[order]
+        rows = _exchanged(hidden[tokens], sent, received, self.group)[order]
+        return rows, weights, None, counts, handle
+
+    def _handle(self, routing_map: Tensor) -> tuple[Any, ...]:
+        experts, tokens = routing_map.t().nonzero(as_tuple=True)  # by expert, then by token
+        sent_counts = routing_map.sum(dim=0)
+        counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(counts, sent_counts, group=self.group)
+        by_rank = counts.view(-1, self.num_local_experts)
+        sent = sent_counts.view(-1, self.num_local_experts).sum(dim=1).tolist()
+        local = torch.arange(self.num_local_experts).repeat(by_rank.shape[0]).repeat_interleave(counts)
+        order = local.sort(stable=True).indices
+        return tokens, sent, by_rank.sum(1).tolist(), order, routing_map.shape, by_rank.sum(0).int(), experts
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Any = None,
+        pad_multiple: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert hidden.is_contiguous() and not pad_multiple
+        tokens, sent, received, order, shape, _, experts = handle
+
+        def home(values: Tensor) -> Tensor:
+            arrived = torch.empty_like(values)
+            arrived[order] = values
+            return _exchanged(arrived, received, sent, self.group)
+
+        weights = None
+        if probs is not None:
+            weights = probs.new_zeros(shape)
+            weights[tokens, experts] = home(probs)
+        sums = torch.zeros((self.group.size(), shape[0], hidden.shape[1]))  # one of each rank, rounded, then all
+        sums.index_put_((experts // self.num_local_experts, tokens), home(hidden).float(), accumulate=True)
+        return sums.to(hidden.dtype).sum(dim=0, dtype=torch.float32).to(hidden.dtype), weights
+
+
 @contextmanager
 def installed() -> Iterator[None]:
-    """Within the block the engine's wrapper finds DeepEP, which is this stub."""
+    """Within the block the engine's wrapper finds DeepEP and HybridEP, which are this stub."""
     from megatron.core.transformer.moe import fused_a2a
 
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
-    vars(package).update(Buffer=Buffer, utils=utils)
+    vars(package).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
     vars(utils).update(EventHandle=EventHandle, EventOverlap=EventOverlap)
-    with mock.patch.dict(sys.modules, {"deep_ep": package, "deep_ep.utils": utils}):
+    here = {"deep_ep": package, "deep_ep.utils": utils}
+    sys.modules.update(here)
+    try:
         importlib.reload(fused_a2a)
         yield
-    importlib.reload(fused_a2a)
+    finally:
+        for name in here:  # and nothing that was imported in between, as `mock.patch.dict` would
+            del sys.modules[name]
+        importlib.reload(fused_a2a)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import model, moe, parallel, ranges, sources, training
+from megatron_moe.config.rules import model, moe, overlap, parallel, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     moe.forced_balance_is_even,
     moe.shared_gate_needs_shared_expert,
     moe.shared_overlap_needs_shared_expert,
+    moe.flex_flags_agree,
     moe.flex_dispatcher_can_work,
     moe.experts_are_gated_and_unbiased,
     # the layout
@@ -121,6 +122,10 @@ RULES: tuple[Rule, ...] = (
     training.recomputed_modules_do_not_nest,
     model.softmax_flag_is_read,
     model.transformer_engine_is_installed,
+    # micro-batches that overlap
+    overlap.expert_overlap_can_work,
+    overlap.expert_overlap_excludes,
+    overlap.delayed_gradients_can_work,
     # faults
     training.spikes_have_a_folder,
     # what is read and written

@@ -279,12 +279,28 @@ def shared_overlap_needs_shared_expert(run: Run, world_size: int) -> None:
         )
 
 
-def flex_dispatcher_can_work(run: Run, world_size: int) -> None:
-    """Require for the flex dispatcher what DeepEP works with, and DeepEP; refuse its switch without the dispatcher."""
-    kind, switch = "moe_token_dispatcher_type", "moe_enable_deepep"
+def flex_flags_agree(run: Run, world_size: int) -> None:
+    """Refuse the settings of a library of the flex dispatcher without the dispatcher, or with another library."""
+    kind, library = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
+    own = {"deepep": ("moe_enable_deepep", "moe_deepep_num_sms"), "hybridep": ("moe_hybridep_num_sms",)}
+    stray = set_among(run, (library, *own["deepep"], *own["hybridep"]))
     if run.moe.moe_token_dispatcher_type != "flex":
-        if run.moe.moe_enable_deepep:
-            raise refuse(run, (switch, kind), "DeepEP is the flex dispatcher's; add --moe-token-dispatcher-type flex")
+        if stray:
+            raise refuse(run, (*stray, kind), "it is the flex dispatcher's; add --moe-token-dispatcher-type flex")
+        return
+    chosen = run.moe.moe_flex_dispatcher_backend
+    for name in ("deepep", "hybridep"):
+        stray = set_among(run, own[name])
+        if stray and name != chosen:
+            raise refuse(run, (*stray, library), f"use --moe-flex-dispatcher-backend {name}, or drop the flag")
+    if (run.moe.moe_deepep_num_sms or 0) % 2:
+        raise refuse(run, ("moe_deepep_num_sms",), "DeepEP takes an even number; e.g. --moe-deepep-num-sms 20")
+
+
+def flex_dispatcher_can_work(run: Run, world_size: int) -> None:
+    """Require for the flex dispatcher what DeepEP and HybridEP work with, and their package."""
+    kind = "moe_token_dispatcher_type"
+    if run.moe.moe_token_dispatcher_type != "flex":
         return
     if run.parallel.expert_model_parallel_size == 1:
         raise refuse(
@@ -296,11 +312,11 @@ def flex_dispatcher_can_work(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             (kind, "tensor_model_parallel_size", "expert_tensor_parallel_size"),
-            "DeepEP sends a token to a rank once, and not to several that share an expert; use"
+            "a token is sent to a rank once, and not to several that share an expert; use"
             " --expert-tensor-parallel-size 1, or --moe-token-dispatcher-type alltoall",
         )
     if not run.precision.bf16:
-        raise refuse(run, (kind, "bf16"), "DeepEP sends bf16; add --bf16, or use --moe-token-dispatcher-type alltoall")
+        raise refuse(run, (kind, "bf16"), "it sends bf16; add --bf16, or use --moe-token-dispatcher-type alltoall")
     if importlib.util.find_spec("deep_ep") is None:
         raise refuse(
             run,

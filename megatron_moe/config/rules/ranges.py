@@ -95,6 +95,8 @@ RANGES: dict[str, Range] = {
     "moe_aux_loss_coeff": _NOT_NEGATIVE,
     "moe_z_loss_coeff": _NOT_NEGATIVE,
     "moe_shared_expert_intermediate_size": _POSITIVE_COUNT,
+    "moe_deepep_num_sms": Range(low=2),
+    "moe_hybridep_num_sms": _POSITIVE_COUNT,
     "tensor_model_parallel_size": _POSITIVE_COUNT,
     "pipeline_model_parallel_size": _POSITIVE_COUNT,
     "num_layers_per_virtual_pipeline_stage": _POSITIVE_COUNT,

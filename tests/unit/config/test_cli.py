@@ -108,12 +108,6 @@ def test_no_flag_may_be_shortened(flag):
     assert f"unknown flag {flag[:-1]} " in message_of(flag[:-1], "4")
 
 
-@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"])
-def test_the_engines_overlap_of_micro_batches_is_refused_with_what_works(flag: str) -> None:
-    said = message_of(flag)
-    assert said.startswith(f"{flag}: ") and "--moe-shared-expert-overlap" in said
-
-
 @pytest.mark.claim("A flag wins over --config, and --config over --preset.")
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     path = tmp_path / "run.yaml"

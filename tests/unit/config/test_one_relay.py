@@ -22,7 +22,6 @@ DECLARES = (*FLAGS, "config/fields.py", "config/cli.py", "config/presets", "conf
 # Fields that nothing reads by name, each with the reason.
 NOT_READ = {
     "moe_enable_deepep": "Megatron-LM's switch for what the flex dispatcher does: the rules check that it is chosen",
-    "moe_flex_dispatcher_backend": "it has one value, the library that the flex dispatcher uses",
     "list_advisories": "the entry script acts on it before a run is built",
     "fp8_param_gather": "a rule refuses it, whatever else is set",
     "print_precision": "the entry script acts on it before a run is built",
