@@ -21,7 +21,8 @@ from megatron.core.models.common.model_chunk_schedule_plan import (
     TransformerModelChunkSchedulePlan,
 )
 from megatron.core.pipeline_parallel.utils import NoopScheduleNode
-from megatron.core.tensor_parallel import CheckpointWithoutOutput, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
 from megatron_moe.moe.dispatch import SteppedDispatcher

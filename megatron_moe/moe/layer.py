@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.registry import DISPATCHERS, EXPERT_BACKENDS
+from megatron_moe.moe.all_to_all import AllToAllDispatcher
 from megatron_moe.moe.capacity import build_layer_dispatcher
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
@@ -45,6 +46,7 @@ def _te_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExp
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
+DISPATCHERS.register("alltoall", AllToAllDispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
 
 

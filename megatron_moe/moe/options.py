@@ -60,7 +60,7 @@ class MoEOptions:
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
-    delay_wgrad: bool
+    delay_wgrad: bool = False
 
     @property
     def chooses_by_score(self) -> bool:
@@ -177,7 +177,6 @@ class MoEOptions:
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
-            delay_wgrad=config.delay_wgrad_compute,
         )
 
 

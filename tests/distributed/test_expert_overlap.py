@@ -7,6 +7,7 @@ gradients are passed on, and that nothing that backward needs was freed. That ke
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -38,10 +39,17 @@ class _Event:
 
 @contextlib.contextmanager
 def noted(notes: list[str]) -> Iterator[None]:
-    """Within the block there are streams, and nodes of the schedule and exchanges of rows are noted."""
+    """Within the block there are streams; nodes of the schedule, exchanges of rows and later gradients are noted."""
     from megatron.core.pipeline_parallel import utils
 
     from megatron_moe import platform
+    from megatron_moe.moe.grouped_gemm import LaterGradients
+
+    compute = LaterGradients.compute
+
+    def computed(self: Any) -> None:
+        notes.append("later gradients")
+        compute(self)
 
     current = [_Stream(name="main")]
     exchange = dist.all_to_all_single
@@ -61,7 +69,7 @@ def noted(notes: list[str]) -> Iterator[None]:
         stock = getattr(utils.ScheduleNode, f"_{way}")
 
         def run(self: Any, *tensors: Any) -> Any:
-            notes.append(f"{self.name} {way}")
+            notes.append(f"{self.name} {way}".replace("pre_dispatch_computation", "attn"))  # 0.19.2's name of it
             return stock(self, *tensors)
 
         return mock.patch.object(utils.ScheduleNode, f"_{way}", run)
@@ -75,6 +83,7 @@ def noted(notes: list[str]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(mock.patch.object(platform, "has_streams", lambda: True))
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", exchanged))
+        stack.enter_context(mock.patch.object(LaterGradients, "compute", computed))
         stack.enter_context(named("forward"))
         stack.enter_context(named("backward"))
         yield
@@ -132,6 +141,22 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# What a layer's forward pass of one micro-batch and another's backward pass of the one before are put together to.
+TOGETHER = [
+    ("moe_combine backward", "rows on side", "attn forward", "mlp backward", "moe_dispatch forward", "rows on side"),
+    ("moe_dispatch backward", "rows on side", "mlp forward", "moe_combine forward", "rows on side", "attn backward"),
+]
+
+
+def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another(gloo: Any) -> None:
+    for how, between in ((OVERLAP, ()), (LATER, ("later gradients",))):
+        for found in gloo.run(2, steps, run=replace(Run(), **{**MODEL, **EP2, **how})):
+            wanted = [*TOGETHER[0], *between, *TOGETHER[1]]
+            notes = found["notes"]
+            starts = [at for at in range(len(notes)) if notes[at : at + len(wanted)] == wanted]
+            assert len(starts) == 4, "two steps of two micro-batches, two pairs of layers with experts at both ends"
+
+
 @pytest.mark.claim("--overlap-moe-expert-parallel-comm and --delay-wgrad-compute change no bit of a step.")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo: Any, case: str) -> None:
@@ -142,6 +167,27 @@ def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_othe
         # No row travels on the stream of the products, but in the last node, which has multi-token prediction.
         exchanges = {note for note in got["notes"] if note.startswith("rows")}
         assert exchanges - ({"rows on main"} if "mtp_num_layers" in flags else set()) == {"rows on side"}
+
+
+def test_a_replay_runs_micro_batches_one_after_the_other() -> None:
+    from megatron_moe.training.replay import without_overlap
+
+    configs = [types.SimpleNamespace(overlap_moe_expert_parallel_comm=True) for _ in range(2)]
+    chunks: Any = [types.SimpleNamespace(config=config) for config in configs]
+    with without_overlap(chunks):
+        assert [config.overlap_moe_expert_parallel_comm for config in configs] == [False, False]
+    assert [config.overlap_moe_expert_parallel_comm for config in configs] == [True, True]
+
+
+def test_a_run_without_streams_says_that_micro_batches_do_not_overlap() -> None:
+    from megatron_moe import platform
+    from megatron_moe.training.build import _expert_notes
+
+    trainer: Any = types.SimpleNamespace(run=replace(Run(), num_experts=4, **OVERLAP))
+    (note,) = _expert_notes(trainer)
+    assert note.startswith("--overlap-moe-expert-parallel-comm has no effect")
+    with mock.patch.object(platform, "has_cuda", lambda: True):
+        assert _expert_notes(trainer) == []
 
 
 def assert_same_bits(got: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe.moe import dispatch
+from megatron_moe.moe import all_to_all
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
@@ -17,7 +17,7 @@ from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
 TOKENS, EXPERTS, TOPK = 11, 4, 2
 
 
-class TwoExchanges(dispatch.AllToAllDispatcher):
+class TwoExchanges(all_to_all.AllToAllDispatcher):
     """The all-to-all with an exchange of the rows and another of the weights."""
 
     def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
@@ -27,11 +27,11 @@ class TwoExchanges(dispatch.AllToAllDispatcher):
             sorts.extend((sent, weighed))
             return rows
 
-        with mock.patch.object(dispatch, "pack_weighted", noted):
+        with mock.patch.object(all_to_all, "pack_weighted", noted):
             _, plan = super().prepare(hidden, decision)
         values = (hidden, decision.probs.flatten())
         return tuple(
-            dispatch.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
+            all_to_all.copy_rows(value, sort.source, sort.slots, self.drops) for value, sort in zip(values, sorts)
         ), plan
 
     def send(self, leaving: Any, plan: Any) -> Any:
@@ -40,9 +40,9 @@ class TwoExchanges(dispatch.AllToAllDispatcher):
 
     def arrange(self, arrived: Any, plan: Any) -> Any:
         def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
-            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
+            return tuple(all_to_all.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
 
-        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
+        with mock.patch.object(all_to_all, "unpack_weighted", sorted_alike):
             return super().arrange(arrived, plan)
 
 
@@ -61,7 +61,7 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
     decision = RoutingDecision(ids, probs.requires_grad_(), kept)
     found = []
-    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
+    for way in (all_to_all.AllToAllDispatcher, TwoExchanges):
         given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
         slope = torch.Generator().manual_seed(10 + rank)
         slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]

@@ -42,6 +42,9 @@ DOORS: dict[str, set[str]] = {
     "extensions.transformer_engine": {"model/spec.py"},
     "fusions": {"model/spec.py"},
     "models.gpt": {"model/build.py"},
+    "models.gpt.fine_grained_callables": {"model/overlap.py"},
+    "models.common": {"model/overlap.py"},
+    "pipeline_parallel.utils": {"model/overlap.py"},
     "optimizer": {"training/optimizer.py"},
     "timers": {"training/timers.py"},
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
@@ -69,9 +72,9 @@ DOORS: dict[str, set[str]] = {
     # bricks: what our own modules are built of, or put into the engine's
     "tensor_parallel": {"model/mla.py", "model/mtp.py", "model/spec.py", "moe/layer.py"},
     "tensor_parallel.mappings": {"model/build.py", "model/linear_fp8.py", "model/mtp.py"},
-    "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py"},
+    "tensor_parallel.get_cuda_rng_tracker": {"model/attention.py", "model/mtp.py", "model/overlap.py"},
     "tensor_parallel.random": {"checkpoint/state.py", "training/global_batch.py", "training/replay.py"},
-    "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py"},
+    "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py", "model/overlap.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/groups.py"},
     "tensor_parallel.layers": {
         "model/spec.py",

@@ -65,7 +65,10 @@ MORE = {
     "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
     "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
     "moe_input_jitter_eps": (5, "it draws random numbers: a run says so, also where a resume draws others"),
-    "moe_token_dispatcher_type": (4, "config/registry.py names it in its messages"),
+    "moe_token_dispatcher_type": (5, "config/registry.py names it in its messages; the engine frees memory by it"),
+    "moe_flex_dispatcher_backend": (4, "the engine's schedule of two micro-batches frees memory by it"),
+    "overlap_moe_expert_parallel_comm": (5, "the engine's schedule; a run and a replay of a step say or do without it"),
+    "delay_wgrad_compute": (4, "the engine's nodes take it too (model/overlap.py)"),
     "moe_shared_expert_overlap": (4, "the start of a run says that it has no effect on a CPU"),
     "moe_router_force_load_balancing": (4, "the start of a run warns of it"),
 }

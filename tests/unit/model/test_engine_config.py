@@ -190,6 +190,8 @@ LAYER = {
     "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
     "recompute_modules": (("mlp",), {"recompute_granularity": "selective"}, {"recomputed": ("mlp",)}),
 }
+# Read together, where there are streams.
+OVERLAP = {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
 DDP = {
     "overlap_grad_reduce": (True, {}, {"overlap_grad_reduce": True}),
     "overlap_param_gather": (True, {}, {"overlap_param_gather": True}),
@@ -230,7 +232,7 @@ def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
     known = set().union(*(fields(section) for section in SECTIONS))
     package = Path(engine_config.__file__).parents[1]
     for file, tables in {
-        "model/engine_config.py": (CONFIG, DDP, OPTIMIZER),
+        "model/engine_config.py": (CONFIG, DDP, OPTIMIZER, OVERLAP),
         "model/spec.py": (LAYER, CONFIG),
         "moe/options.py": (MOE,),
     }.items():
@@ -239,6 +241,21 @@ def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
         read = {node.attr for node in nodes if ast.unparse(node.value) != "run"} & known
         assert read and read - set().union(*tables) == set(), file
     assert {name for name in known if name.startswith("moe_")} - set(MOE) - set(CONFIG) == set()
+
+
+def test_the_schedule_of_two_micro_batches_is_chosen_where_there_are_streams(monkeypatch):
+    flags = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "flex"}
+    library = {"moe_flex_dispatcher_backend": "hybridep", "expert_model_parallel_size": 2, "bf16": True}
+    run = replace(Run(), **EXPERTS, **flags, **library)
+    assert not transformer_config(run).overlap_moe_expert_parallel_comm
+    monkeypatch.setattr(engine_config.platform, "has_streams", lambda: True)
+    config = transformer_config(run)
+    assert {name: getattr(config, name) for name in OVERLAP} == {
+        **flags,
+        "moe_flex_dispatcher_backend": "hybridep",
+    }
+    assert not config.delay_wgrad_compute, "Transformer Engine's layers would wait for a call"
+    assert not transformer_config(replace(run, overlap_moe_expert_parallel_comm=False)).overlap_moe_expert_parallel_comm
 
 
 def test_the_engine_is_given_no_setting_of_our_router():

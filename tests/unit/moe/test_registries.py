@@ -68,7 +68,7 @@ def test_a_score_function_from_outside_weighs_and_is_normalised() -> None:
 
 def steps(flags: dict[str, Any]) -> dict[str, Any]:
     """Two steps with the toys registered: losses, expert bias, and how often each toy was asked."""
-    from megatron_moe.moe.dispatch import AllToAllDispatcher
+    from megatron_moe.moe.all_to_all import AllToAllDispatcher
     from megatron_moe.moe.experts import GroupedExperts
     from megatron_moe.moe.state import routers
     from tests.helpers.stepped_trainer import Trainer

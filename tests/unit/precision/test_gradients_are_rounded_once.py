@@ -49,8 +49,9 @@ HELD = {
     "moe/routing.py _ExpertWeights": "test_the_weights_of_the_chosen_experts",
     "moe/dispatch.py _CopyRows": "test_copies_and_sums_of_rows",
     "moe/dispatch.py _SumCopies": "test_copies_and_sums_of_rows",
-    "moe/dispatch.py _Pack": "distributed/test_one_exchange.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
-    "moe/dispatch.py _Unpack": "distributed/test_one_exchange.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
+    "moe/all_to_all.py _Pack": "distributed/test_one_exchange.py: test_rows_and_weights_have_the_bits_of_two_exchanges",
+    "moe/all_to_all.py _Unpack": "distributed/test_one_exchange.py: "
+    "test_rows_and_weights_have_the_bits_of_two_exchanges",
     "moe/grouped_gemm.py _GroupedMM": "unit/platform/test_half_products.py: test_grouped_products_are_rounded_once",
     "moe/grouped_gemm_fp8.py _GroupedFp8": "unit/moe/test_fp8_products.py: "
     "test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles",
