@@ -32,7 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.moe.grouped_gemm import added_to_main_grad
 from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.precision.main_grad import no_gradient
 
 TILE = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -100,12 +102,12 @@ class _GroupedFp8(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, how: Fp8Product) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
-        ctx.gradients = gradients
+        ctx.how = how
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
-            return rows.new_zeros((0, weights.shape[1] * weights.shape[2]))
-        matrices = rounded_to_fp8(weights, TILE, TILE).flatten(1, 2)
+            return rows.new_zeros((0, weights.flatten(1, -2).shape[1]))
+        matrices = how.rounded(weights)
         products = F.grouped_mm(rounded_to_fp8(rows, 1, TILE), matrices.transpose(-2, -1), offs=offsets)
         return products.to(rows.dtype)
 
@@ -114,19 +116,22 @@ class _GroupedFp8(torch.autograd.Function):
     @unaffected_by_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
+        how = ctx.how
         if rows.shape[0] == 0:
             return torch.zeros_like(rows), torch.zeros_like(weights), None, None
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            by_matrix = grad.unflatten(1, weights.shape[1:3])
-            tiles = rounded_to_fp8(by_matrix, 1, TILE, ctx.gradients).flatten(1)
-            matrices = rounded_to_fp8(weights, TILE, TILE).flatten(1, 2)
-            grad_rows = F.grouped_mm(tiles, matrices, offs=offsets).to(rows.dtype)
+            by_matrix = grad.unflatten(1, (how.matrices, -1))
+            tiles = rounded_to_fp8(by_matrix, 1, TILE, how.gradients).flatten(1)
+            grad_rows = F.grouped_mm(tiles, how.rounded(weights), offs=offsets).to(rows.dtype)
         if ctx.needs_input_grad[1]:
             token_tiles = TokenTiles.of(offsets, rows.shape[0])
-            left, right = token_tiles.rounded(grad, ctx.gradients), token_tiles.rounded(rows)
-            products = F.grouped_mm(left.t(), right, offs=offsets)
-            grad_weights = products.view(weights.shape).to(weights.dtype)
+            left, right = token_tiles.rounded(grad, how.gradients), token_tiles.rounded(rows)
+            if added_to_main_grad(weights, left, right, offsets, how.fused):
+                grad_weights = no_gradient(weights)
+            else:
+                products = F.grouped_mm(left.t(), right, offs=offsets)
+                grad_weights = products.view(weights.shape).to(weights.dtype)
         return grad_rows, grad_weights, None, None
 
 
@@ -136,25 +141,33 @@ class Fp8Product:
 
     Attributes:
         gradients: the FP8 dtype of the output's gradients; rows and weights are in e4m3.
-        matrices: how many matrices of equal size an expert's [out, in] is made of.
+        matrices: how many matrices of equal size an expert's weights are made of.
+        fused: see `TorchProduct`.
     """
 
     gradients: torch.dtype
     matrices: int = 1
+    fused: bool | None = False
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products in the dtype of the rows; the arguments are those of `GroupedLinear`."""
-        return _GroupedFp8.apply(rows, weights.unflatten(1, (self.matrices, -1)), offsets, self.gradients)
+        return _GroupedFp8.apply(rows, weights, offsets, self)
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        """Return weights [e, ..., in] in FP8 blocks that have numbers of one matrix, as [e, out, in] fp32."""
+        matrices = weights.flatten(1, -2).unflatten(1, (self.matrices, -1))
+        return rounded_to_fp8(matrices, TILE, TILE).flatten(1, 2)
 
 
 _GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
 
 
-def fp8_products(fp8_format: str) -> tuple[Fp8Product, Fp8Product]:
+def fp8_products(fp8_format: str, fused: bool | None = False) -> tuple[Fp8Product, Fp8Product]:
     """Return the kernels of an expert's first product, of gate and up projection, and of its second one.
 
     Args:
         fp8_format: a value of `--fp8-format`.
+        fused: see `TorchProduct`.
     """
     gradients = _GRADIENTS[fp8_format]
-    return Fp8Product(gradients, matrices=2), Fp8Product(gradients)
+    return Fp8Product(gradients, matrices=2, fused=fused), Fp8Product(gradients, fused=fused)

@@ -31,7 +31,7 @@ from megatron_moe.precision.gates import require_dtype
 def _grouped_experts(config: Any, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
-    gate_up, down = fp8_products(options.fp8_format)
+    gate_up, down = fp8_products(options.fp8_format, options.fuse_weight_gradients)
     return GroupedExperts(config, options, groups, down, gate_up_kernel=gate_up)
 
 

@@ -56,6 +56,7 @@ class MoEOptions:
     dispatcher: str
     backend: str
     fp8_format: str | None
+    fuse_weight_gradients: bool | None
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
@@ -109,6 +110,7 @@ class MoEOptions:
             dispatcher=moe.moe_token_dispatcher_type,
             backend=moe.moe_expert_backend,
             fp8_format=run.precision.fp8_format,
+            fuse_weight_gradients=run.precision.gradient_accumulation_fusion,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
@@ -171,6 +173,7 @@ class MoEOptions:
             dispatcher=config.moe_token_dispatcher_type,
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
             fp8_format=getattr(config, "fp8_format", None),
+            fuse_weight_gradients=config.gradient_accumulation_fusion,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,

@@ -292,7 +292,7 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
 
     from megatron_moe.moe.dispatch import copy_rows, sum_copies
     from megatron_moe.moe.experts import weighted_swiglu
-    from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+    from megatron_moe.moe.grouped_gemm import TorchProduct
 
     tokens, hidden, experts, topk, width = shape
     rows, like = tokens * topk, {"device": stage.device, "dtype": torch.bfloat16}
@@ -314,7 +314,7 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
             2 * rows * 5 * width,
             0,
         ),
-        "grouped product": (lambda _: grouped_linear_torch(copies, weight, offsets), 0, 4 * rows * hidden * width),
+        "grouped product": (lambda _: TorchProduct()(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
     for name, (call, moved, flops) in calls.items():
         ms = statistics.median(milliseconds(stage, call, 2 if stage.dry else 10))

@@ -155,6 +155,7 @@ MOE = {
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
     "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
     "fp8_format": ("hybrid", {**EXPERTS, "bf16": True}, {"fp8_format": "hybrid"}),
+    "gradient_accumulation_fusion": (True, EXPERTS, {"fuse_weight_gradients": True}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
     "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),
