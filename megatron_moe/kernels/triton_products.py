@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_moe.kernels.launching import launch
 
 # Tiles in half precision, where tensor cores multiply, and in fp32, where they would round the operands.
-_HALF = {"HIGH": 128, "WIDE": 256, "ROWS": 64, "num_warps": 8, "num_stages": 3}
-_WHOLE = {"HIGH": 64, "WIDE": 64, "ROWS": 16, "num_warps": 4, "num_stages": 2}
+_HALF = {"HIGH": 128, "WIDE": 128, "ROWS": 64, "num_warps": 8, "num_stages": 4}
+_WHOLE = {"HIGH": 64, "WIDE": 64, "ROWS": 16, "num_warps": 8, "num_stages": 2}
 
 
 @triton.jit
@@ -28,36 +28,42 @@ def _add(
     left,
     right,
     offsets,
-    height,
-    width,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     SQUARE: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     expert = tl.program_id(1)
     begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets + expert)
     if begin < end:
-        down, across = tl.cdiv(height, HIGH), tl.cdiv(width, WIDE)
+        down: tl.constexpr = (HEIGHT + HIGH - 1) // HIGH
+        across: tl.constexpr = (WIDTH + WIDE - 1) // WIDE
         band = tl.program_id(0) // (SQUARE * across)
         inside = tl.program_id(0) % (SQUARE * across)
         tall = min(SQUARE, down - band * SQUARE)
         high = (band * SQUARE + inside % tall) * HIGH + tl.arange(0, HIGH)
         wide = (inside // tall) * WIDE + tl.arange(0, WIDE)
-        row = begin + tl.arange(0, ROWS)
-        lefts = left + row.to(tl.int64)[:, None] * height + high[None, :]
-        rights = right + row.to(tl.int64)[:, None] * width + wide[None, :]
+        # What is beyond an edge is read as the edge's beginning, and not written.
+        lefts = tl.arange(0, ROWS)[:, None] * HEIGHT + (high % HEIGHT)[None, :]
+        rights = tl.arange(0, ROWS)[:, None] * WIDTH + (wide % WIDTH)[None, :]
         found = tl.zeros((HIGH, WIDE), dtype=tl.float32)
-        for start in range(begin, end, ROWS):
-            here = (start + tl.arange(0, ROWS) < end)[:, None]
-            one = tl.load(lefts, mask=here & (high < height)[None, :], other=0.0)
-            other = tl.load(rights, mask=here & (wide < width)[None, :], other=0.0)
+        left += begin.to(tl.int64) * HEIGHT
+        right += begin.to(tl.int64) * WIDTH
+        for done in range(0, end - begin, ROWS):
+            here = (tl.arange(0, ROWS) < end - begin - done)[:, None]
+            one = tl.load(left + lefts, mask=here, other=0.0)
+            other = tl.load(right + rights, mask=here, other=0.0)
+            left += ROWS * HEIGHT
+            right += ROWS * WIDTH
+            if WIDEN:
+                one, other = one.to(tl.float32), other.to(tl.float32)
             found = tl.dot(tl.trans(one), other, found, input_precision="ieee")
-            lefts += ROWS * height
-            rights += ROWS * width
-        place = total + (expert.to(tl.int64) * height + high.to(tl.int64)[:, None]) * width + wide[None, :]
-        own = (high < height)[:, None] & (wide < width)[None, :]
+        place = total + expert.to(tl.int64) * HEIGHT * WIDTH + high[:, None] * WIDTH + wide[None, :]
+        own = (high < HEIGHT)[:, None] & (wide < WIDTH)[None, :]
         tl.store(place, tl.load(place, mask=own, other=0.0) + found, mask=own)
 
 
@@ -65,4 +71,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
     experts, height, width = total.shape
     tiles = _WHOLE if left.dtype == torch.float32 else _HALF
     grid = (triton.cdiv(height, tiles["HIGH"]) * triton.cdiv(width, tiles["WIDE"]), experts)
-    launch(_add, grid, total, left.contiguous(), right.contiguous(), offsets, height, width, SQUARE=8, **tiles)
+    # Triton's interpreter multiplies the bits of bf16 as whole numbers.
+    widen = not isinstance(_add, triton.JITFunction)
+    sizes = {"HEIGHT": height, "WIDTH": width, "SQUARE": 8, "WIDEN": widen}
+    launch(_add, grid, total, left.contiguous(), right.contiguous(), offsets, **sizes, **tiles)
