@@ -189,6 +189,6 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | No
     run = replace(Run(), **{**TINY, "bf16": True, "fp8_format": fp8_format})
     (chunk,) = build_model(run, groups.initialize(run), 100)
     experts = [module for module in chunk.modules() if isinstance(module, GroupedExperts)]
-    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8_products(fp8_format)
+    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8_products(fp8_format, None)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], Fp8Product)
