@@ -224,6 +224,11 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool | None = flag(
         None, "accumulate and reduce gradients in fp32; default: on, unless --grad-reduce-in-bf16"
     )
+    gradient_accumulation_fusion: bool | None = free(
+        None,
+        "add weight gradients to their fp32 sums in the products that make them, unrounded (docs/precision.md); "
+        "default: where that is known to cost nothing, which leaves out the experts' in half precision",
+    )
     attention_softmax_in_fp32: bool = flag(True, "softmax of the attention in fp32 (always so in our attention)")
     grad_reduce_in_bf16: bool = flag(False, "bf16: accumulate and reduce gradients in bf16, which rounds them")
     keep_fp32: tuple[str, ...] | None = flag(

@@ -267,7 +267,8 @@ def _chunk(
     if chunk.post_process:
         OutputLayer.take_over(chunk.output_layer, vocabulary.size)
     if isinstance(chunk, FusedLoss):
-        chunk.fuse_loss(run.model.cross_entropy_chunk_tokens)
+        fused_gradient = run.precision.gradient_accumulation_fusion is not False
+        chunk.fuse_loss(run.model.cross_entropy_chunk_tokens, fused_gradient)
     if hasattr(chunk, "embedding"):
         ExactEmbedding.take_over(chunk.embedding.word_embeddings)
     multiply_in_fp8(chunk, run)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
@@ -198,9 +199,21 @@ def _kernels(run: Run) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": cuda and _linear_gradients_are_fused(run),
         "deterministic_mode": run.training.deterministic_mode,
     }
+
+
+def _linear_gradients_are_fused(run: Run) -> bool:
+    """Return whether the engine's linear layers, or Transformer Engine's, add to fp32 sums in their products on CUDA.
+
+    The engine's do with an extension that is compiled for the machine, and refuse to be built without it.
+    """
+    if run.precision.gradient_accumulation_fusion is False or not run.derived.grads_in_fp32:
+        return False
+    if run.derived.zero_stage >= 2:
+        return False
+    return run.model.transformer_impl == "transformer_engine" or layers._grad_accum_fusion_available
 
 
 def ddp_config(run: Run) -> DistributedDataParallelConfig:

@@ -29,6 +29,7 @@ from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks, sum_over_ranks
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.precision.contract import PrecisionError, returns_wider
+from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
 # An fp32 tile of 32 MiB: narrower and shorter ones were slower on a CPU, larger ones not faster.
 BLOCK_ROWS = 8192
@@ -96,6 +97,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     weight_name: str = "output_layer.weight",
     vocab_size: int | None = None,
+    fused_gradient: bool = False,
 ) -> Tensor:
     """Return the cross entropy of each token, in nats.
 
@@ -110,6 +112,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens per tile; default 1024, which makes an fp32 tile of at most 32 MiB.
         weight_name: the weight's name in an error.
         vocab_size: V, if the rows from there on are padding: they take no part, and their gradient is 0.
+        fused_gradient: whether the weight's gradient is added to its fp32 sum, where it has one, without a rounding.
 
     Returns:
         [T], fp32 (fp64 for fp64), the same on every rank. Gradients: of `hidden`, the share of this rank's rows,
@@ -127,7 +130,7 @@ def linear_cross_entropy(
     first_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     rows = weight.shape[0] if vocab_size is None else min(max(vocab_size - first_row, 0), weight.shape[0])
     size = chunk_tokens or DEFAULT_CHUNK_TOKENS
-    return _LinearCrossEntropy.apply(hidden, weight, labels - first_row, rows, group, size)
+    return _LinearCrossEntropy.apply(hidden, weight, labels - first_row, rows, group, size, fused_gradient)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -140,6 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         group: ProcessGroup | None,
         chunk_tokens: int,
+        fused_gradient: bool,
     ) -> Tensor:
         tiles = _Tiles(hidden.detach(), weight.detach()[:rows], labels, chunk_tokens)
         maximum, exp_sum, label_logit = _statistics(tiles)
@@ -155,22 +159,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             exp_sum, label_logit = sums
         ctx.save_for_backward(hidden, weight, tiles.labels, maximum, exp_sum)
-        ctx.rows, ctx.chunk_tokens = rows, chunk_tokens
+        ctx.rows, ctx.chunk_tokens, ctx.fused_gradient = rows, chunk_tokens, fused_gradient
         return torch.log(exp_sum) - label_logit
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, labels, maximum, exp_sum = ctx.saved_tensors
         tiles = _Tiles(hidden, weight[: ctx.rows], labels, ctx.chunk_tokens)
         grad_hidden = tiles.wide_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        total = main_grad_of(weight) if ctx.fused_gradient and ctx.needs_input_grad[1] else None
+        grad_weight = torch.empty_like(weight) if total is None and ctx.needs_input_grad[1] else None
         if grad_weight is not None:
             grad_weight[ctx.rows :] = 0
         for rows in tiles.blocks():
             block = tiles.widened(weight[rows])
             # In fp32 the block's gradient is summed in place, in half precision in a buffer of its own.
-            block_grad = None
+            block_grad = None if total is None else total[rows]
             if grad_weight is not None:
                 in_place = grad_weight.dtype == tiles.dtype
                 block_grad = grad_weight[rows].zero_() if in_place else tiles.wide_zeros(block.shape)
@@ -184,12 +189,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     tiles.operand_dtype,
                 )
                 if grad_hidden is not None:
-                    tiles.add_product(grad_hidden[tokens], tile, block)
+                    add_product(grad_hidden[tokens], tile, block)
                 if block_grad is not None:
-                    tiles.add_product(block_grad, tile.t(), tiles.hidden[tokens])
+                    add_product(block_grad, tile.t(), tiles.hidden[tokens])
             if grad_weight is not None and block_grad is not None and not in_place:
                 grad_weight[rows] = block_grad
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        grad_weight = grad_weight if total is None else no_gradient(weight)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _statistics(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,13 +293,6 @@ class _Tiles:
         """Return the labels' columns in the tile of this block, outside of it where they are elsewhere."""
         return self.labels[tokens] - rows.start
 
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to `total`, summed in the wide dtype."""
-        if self.half_operands:
-            total += torch.mm(left, right, out_dtype=self.dtype)
-        else:
-            total.addmm_(left, right)
-
 
 @returns_wider("the loss per token is fp32")
 class OutputLayerWithLoss(OutputLayer):
@@ -303,6 +303,7 @@ class OutputLayerWithLoss(OutputLayer):
     """
 
     chunk_tokens: int | None = None
+    fused_gradient: bool = False
 
     def forward(
         self,
@@ -332,6 +333,7 @@ class OutputLayerWithLoss(OutputLayer):
             self.tp_group,
             self.chunk_tokens,
             vocab_size=self.vocab_size,
+            fused_gradient=self.fused_gradient,
         )
         return losses.view(hidden.shape[:2]).transpose(0, 1).contiguous(), None
 
@@ -339,18 +341,18 @@ class OutputLayerWithLoss(OutputLayer):
 class FusedLoss:
     """A mixin before the engine's GPTModel that computes the loss in the output layer."""
 
-    def fuse_loss(self, chunk_tokens: int | None) -> None:
+    def fuse_loss(self, chunk_tokens: int | None, fused_gradient: bool) -> None:
         """Turn the output layer, if this pipeline stage has it, into an `OutputLayerWithLoss`.
 
         GPTModel does not take the class of its output layer; the forward pass alone differs.
 
         Args:
-            chunk_tokens: see `linear_cross_entropy`.
+            chunk_tokens, fused_gradient: see `linear_cross_entropy`.
         """
         if self.post_process:  # type: ignore[attr-defined]
             layer = self.output_layer  # type: ignore[attr-defined]
             layer.__class__ = OutputLayerWithLoss
-            layer.chunk_tokens = chunk_tokens
+            layer.chunk_tokens, layer.fused_gradient = chunk_tokens, fused_gradient
 
     def token_losses(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy [B, S] fp32 of the output layer on hidden states [S, B, H] against labels [B, S]."""

@@ -72,7 +72,8 @@ class LayerPlan(TransformerLayerSchedulePlan):
 
         self.moe_dispatch = self.moe_combine = self.mtp_post_process = NoopScheduleNode()
         if settings["is_moe"]:
-            later = _Later() if layer.mlp.experts.options.delay_wgrad else None
+            options = layer.mlp.experts.options
+            later = _Later(options.fuse_weight_gradients) if options.delay_wgrad else None
             steps = MoESteps(layer, later)
             setattr(self, _FIRST, node(comp_stream, steps.before_dispatch, _FIRST))
             self.moe_dispatch = node(comm_stream, steps.dispatch, "moe_dispatch")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_moe.config.derived import grouped_product_refusal
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
-from megatron_moe.moe.grouped_gemm import GroupedLinear, LaterGradients, grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import GroupedLinear, LaterGradients, TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
 from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
@@ -166,9 +166,9 @@ class GroupedExperts(LocalExperts):
         config: the engine's TransformerConfig.
         options: the layer's options.
         groups: the layer's process groups.
-        kernel: the product of groups of rows with one matrix per group.
+        kernel: the product of groups of rows with one matrix per group; torch's by default.
         offsets_on_host: whether the kernel reads the offsets on the host.
-        gate_up_kernel: the product with gate and up projection, [e, 2F/ETP, H], where it is another kernel.
+        gate_up_kernel: the product with gate and up projection, [e, 2, F/ETP, H], where it is another kernel.
 
     Raises:
         ValueError: the grouped product cannot take these widths in the dtype of the weights, when they are built or
@@ -180,13 +180,13 @@ class GroupedExperts(LocalExperts):
         config: Any,
         options: MoEOptions,
         groups: MoEGroups,
-        kernel: GroupedLinear = grouped_linear_torch,
+        kernel: GroupedLinear | None = None,
         offsets_on_host: bool = False,
         gate_up_kernel: GroupedLinear | None = None,
     ) -> None:
         super().__init__(config, options, groups)
-        self.grouped_linear = kernel
-        self.gate_up_linear = kernel if gate_up_kernel is None else gate_up_kernel
+        self.grouped_linear = TorchProduct(options.fuse_weight_gradients) if kernel is None else kernel
+        self.gate_up_linear = self.grouped_linear if gate_up_kernel is None else gate_up_kernel
         self.offsets_on_host = offsets_on_host
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
@@ -203,7 +203,7 @@ class GroupedExperts(LocalExperts):
         down_linear = self.grouped_linear if later is None else later.grouped_linear
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
-        gate_up = gate_up_linear(rows, self.weight1.flatten(1, 2), offsets)
+        gate_up = gate_up_linear(rows, self.weight1, offsets)
 
         def down(hidden: Tensor) -> Tensor:
             return down_linear(hidden, self.weight2, offsets)
@@ -218,7 +218,7 @@ class GroupedExperts(LocalExperts):
     def _require_whole_rows(self) -> None:
         options, dtype = self.options, str(self.weight1.dtype).removeprefix("torch.")
         refusal = grouped_product_refusal(dtype, options.hidden_size, self.local_ffn_size)
-        by_torch = self.grouped_linear is grouped_linear_torch or isinstance(self.grouped_linear, Fp8Product)
+        by_torch = isinstance(self.grouped_linear, (TorchProduct, Fp8Product))
         if by_torch and refusal is not None:
             raise ValueError(
                 f"--moe-expert-backend grouped_mm, --hidden-size {options.hidden_size}, --moe-ffn-hidden-size "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
 
 class _GateProduct(torch.autograd.Function):
@@ -23,8 +26,9 @@ class _GateProduct(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
         ctx.save_for_backward(hidden, weight)
+        ctx.fused = fused
         if _multiplies_into_fp32(hidden, weight, dtype):
             # Products of half-precision numbers are exact in fp32: the sums are those of operands that were cast first.
             return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
@@ -33,15 +37,20 @@ class _GateProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
             rows = hidden.flatten(0, -2).to(grad.dtype)
-            grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
-        return grad_hidden, grad_weight, None
+            total = main_grad_of(weight) if ctx.fused else None
+            if total is None:
+                grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
+            else:
+                add_product(total, grad.flatten(0, -2).t(), rows)
+                grad_weight = no_gradient(weight)
+        return grad_hidden, grad_weight, None, None
 
 
 def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
@@ -50,7 +59,7 @@ def _multiplies_into_fp32(left: Tensor, right: Tensor, dtype: torch.dtype) -> bo
     return half and dtype == torch.float32 and not platform.on_cpu(left)
 
 
-def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool = False) -> Tensor:
     """Return hidden weight^T, computed in `dtype` whatever the operands' dtypes are, also under autocast.
 
     It is the product of the router's and of the shared expert's gate, which has few columns.
@@ -59,17 +68,19 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         hidden: [..., H].
         weight: [N, H].
         dtype: fp32 or fp64, the dtype of the product.
+        fused: whether the weight's gradient is added to its fp32 sum, where it has one, instead of being rounded.
 
     Returns:
         [..., N] in `dtype`. Gradients: summed in `dtype` and rounded once, to the dtypes of `hidden` and `weight`.
     """
-    return _GateProduct.apply(hidden, weight, dtype)
+    return _GateProduct.apply(hidden, weight, dtype, fused)
 
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A kernel: rows [R, in], grouped by expert; weights [e, out, in]; offsets [e] int32, the end of each expert's rows, of
-which the last is R -> [R, out]. An expert without rows is allowed; its gradient is zero. A kernel that reads offsets on
-the host is registered with `offsets_on_host`, so that they are copied once per layer."""
+"""A kernel: rows [R, in], grouped by expert; weights [e, ..., in], of an expert one matrix or several with outputs side
+by side; offsets [e] int32, the end of each expert's rows, of which the last is R -> [R, out]. An expert without
+rows is allowed; its gradient is zero. A kernel that reads offsets on the host is registered with `offsets_on_host`, so
+that they are copied once per layer."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -78,7 +89,9 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     starts = [0, *ends[:-1]]
     # unbind, not weights[e]: indexing would make the backward write a zero-filled stack for every expert.
     # A gate's product in the rows' dtype is F.linear with a backward pass that follows no autocast.
-    outputs = [gate_product(rows[a:b], w, rows.dtype) for a, b, w in zip(starts, ends, weights.unbind(0))]
+    outputs = [
+        gate_product(rows[a:b], w, rows.dtype) for a, b, w in zip(starts, ends, weights.flatten(1, -2).unbind(0))
+    ]
     return torch.cat(outputs)
 
 
@@ -86,56 +99,106 @@ class LaterGradients:
     """The gradients of weights that a backward pass left out, to be computed when the device has nothing better to do.
 
     It serves one forward and backward pass of an expert's products, one after the other.
+
+    Args:
+        fused: see `TorchProduct`.
     """
 
-    def __init__(self) -> None:
-        self._left_out: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    def __init__(self, fused: bool | None = False) -> None:
+        self._fused = fused
+        self._left_out: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
     def grouped_linear(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """Return what `grouped_linear_torch` returns; the backward pass finds the gradient of the rows alone."""
-        return _GroupedMM.apply(rows, weights.detach(), offsets, partial(self._leave_out, weights))
+        """Return what `TorchProduct` returns; the backward pass finds the gradient of the rows alone."""
+        return _GroupedMM.apply(rows, weights.detach(), offsets, self._fused, partial(self._leave_out, weights))
 
-    def _leave_out(self, weights: Tensor, gradient: Callable[[], Tensor]) -> None:
+    def _leave_out(self, weights: Tensor, gradient: Callable[[Tensor], Tensor]) -> None:
         self._left_out.append((weights, gradient))
 
     def compute(self) -> None:
         """Compute what was left out, and pass it on to the parameters, as the backward pass would have done."""
         for weights, gradient in self._left_out:
-            torch.autograd.backward(weights, gradient())
+            torch.autograd.backward(weights, gradient(weights))
         self._left_out.clear()
+
+
+@has_kernel("triton_products")
+def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """Add left_e^T right_e to the sum of each expert e, in place and in fp32.
+
+    Args:
+        total: [e, N, K] fp32, contiguous.
+        left, right: [R, N] and [R, K], grouped by expert, of one dtype.
+        offsets: [e] int32, the end of each expert's rows. The form in torch reads them on the host.
+    """
+    # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
+    ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
+    counts = [end - start for start, end in zip([0, *ends], ends)]
+    if platform.on_cpu(left):
+        left, right = left.to(total.dtype), right.to(total.dtype)  # all at once, and not by each product
+    for expert, one, other in zip(total.unbind(0), left.t().split(counts, dim=1), right.split(counts)):
+        if other.shape[0]:
+            add_product(expert, one, other)
+
+
+def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Tensor, fused: bool | None) -> bool:
+    """Add the gradient of stacked weights to its fp32 sum, if it has one and product and addition may be one.
+
+    Args:
+        weights: [e, ..., K], with N rows for an expert.
+        left, right, offsets: of `add_grouped_product`.
+        fused: None: where that costs nothing, which is in fp32 on a CPU.
+
+    Returns:
+        Whether it was added.
+    """
+    if fused is None:
+        fused = weights.dtype == torch.float32 and platform.on_cpu(weights)
+    total = main_grad_of(weights) if fused else None
+    if total is not None:
+        add_grouped_product(total.view(total.shape[0], -1, total.shape[-1]), left, right, offsets)
+    return total is not None
 
 
 class _GroupedMM(torch.autograd.Function):
     """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum).
 
-    leave_out: takes a function that computes the weights' gradient, instead of having it computed.
+    leave_out: takes a function of the weights that computes their gradient, instead of having it computed.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, leave_out: Any = None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, fused: bool | None, leave_out: Any = None
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
-        ctx.wide = multiply_in_fp32(rows)
-        ctx.leave_out = leave_out
+        ctx.wide, ctx.fused, ctx.leave_out = multiply_in_fp32(rows), fused, leave_out
+        matrices = weights.flatten(1, -2)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
-            return rows.new_zeros((0, weights.shape[1]))
-        return _product(rows, weights.transpose(-2, -1), offsets, ctx.wide)
+            return rows.new_zeros((0, matrices.shape[1]))
+        return _product(rows, matrices.transpose(-2, -1), offsets, ctx.wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @unaffected_by_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
-        grad, wide = grad.contiguous(), ctx.wide
+        grad, wide, fused = grad.contiguous(), ctx.wide, ctx.fused
 
-        def of_weights() -> Tensor:
-            return _product(grad.t(), rows, offsets, wide) if rows.shape[0] else torch.zeros_like(weights)
+        def of_weights(weights: Tensor) -> Tensor:
+            if rows.shape[0] == 0:
+                return torch.zeros_like(weights)
+            if added_to_main_grad(weights, grad, rows, offsets, fused):
+                return no_gradient(weights)
+            return _product(grad.t(), rows, offsets, wide).view(weights.shape)
 
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, weights, offsets, wide) if rows.shape[0] else torch.zeros_like(rows)
+            matrices = weights.flatten(1, -2)
+            grad_rows = _product(grad, matrices, offsets, wide) if rows.shape[0] else torch.zeros_like(rows)
         if ctx.leave_out is not None:
             ctx.leave_out(of_weights)
         elif ctx.needs_input_grad[1]:
-            grad_weights = of_weights()
-        return grad_rows, grad_weights, None, None
+            grad_weights = of_weights(weights)
+        return grad_rows, grad_weights, None, None, None
 
 
 def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor:
@@ -144,17 +207,28 @@ def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor
     return F.grouped_mm(left, right, offs=offsets)
 
 
-def grouped_linear_torch(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return torch's grouped product (`torch.nn.functional.grouped_mm`); the arguments are those of `GroupedLinear`.
+@dataclass(frozen=True)
+class TorchProduct:
+    """Torch's grouped product (`torch.nn.functional.grouped_mm`) as a kernel, a `GroupedLinear`.
 
-    The kernel needs rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
+    It needs rows of whole 16 bytes: `in` and `out` are multiples of 8 in half precision, of 4 in fp32.
 
-    Raises:
-        ValueError: for fp64, which the kernel does not have.
+    Attributes:
+        fused: whether the weights' gradients are added to their fp32 sums by their product, where there are sums; None:
+            in fp32 on a CPU.
     """
-    if rows.dtype == torch.float64:
-        raise ValueError("--moe-expert-backend grouped_mm: torch's grouped product has no fp64; loop has")
-    return _GroupedMM.apply(rows, weights, offsets)
+
+    fused: bool | None = False
+
+    def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """Return the products; the arguments are those of `GroupedLinear`.
+
+        Raises:
+            ValueError: for fp64, which the kernel does not have.
+        """
+        if rows.dtype == torch.float64:
+            raise ValueError("--moe-expert-backend grouped_mm: torch's grouped product has no fp64; loop has")
+        return _GroupedMM.apply(rows, weights, offsets, self.fused)
 
 
 class TransformerEngineProduct:
@@ -176,8 +250,9 @@ class TransformerEngineProduct:
         """Return the products; splits are the numbers of rows of each expert."""
         if rows.shape[0] == 0:  # what the extension makes of no row at all is not documented
             return grouped_linear_loop(rows, weights, torch.zeros(len(splits), dtype=torch.int32))
-        module = self._module_for(weights)
-        for name, weight in zip(module.borrowed, weights.unbind(0)):
+        matrices = weights.flatten(1, -2)
+        module = self._module_for(matrices)
+        for name, weight in zip(module.borrowed, matrices.unbind(0)):
             setattr(module, name, weight)
         try:
             return module(rows, splits)

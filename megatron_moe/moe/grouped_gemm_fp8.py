@@ -341,7 +341,7 @@ class Fp8Product:
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products in the dtype of the rows; the arguments are those of `GroupedLinear`."""
-        matrices = weights.unflatten(1, (self.matrices, -1))
+        matrices = weights.flatten(1, -2).unflatten(1, (self.matrices, -1))
         return _GroupedFp8.apply(rows, matrices, offsets, self.gradients, _FORMS[self.form])
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class MoEOptions:
     dispatcher_settings: dict[str, Any]
     backend: str
     fp8_format: str | None
+    fuse_weight_gradients: bool | None
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
@@ -98,7 +99,7 @@ class MoEOptions:
             bias_update_rate=moe.moe_router_bias_update_rate,
             bias_center=moe.moe_router_bias_center,
             router_dtype=_ROUTER_DTYPES[moe.moe_router_dtype],
-            aux_losses=_aux_losses(kinds, coeffs),
+            aux_losses=_aux_losses(kinds, config.moe_aux_loss_coeff),
             z_loss_coeff=moe.moe_z_loss_coeff or 0.0,
             global_counts=moe.moe_global_aux_loss_counts,
             sinkhorn="sinkhorn" in kinds,
@@ -111,6 +112,7 @@ class MoEOptions:
             **_dispatcher(moe),
             backend=moe.moe_expert_backend,
             fp8_format=run.derived.fp8_format_of_experts,
+            fuse_weight_gradients=run.precision.gradient_accumulation_fusion,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
@@ -136,9 +138,8 @@ class MoEOptions:
         norm_topk_prob = getattr(config, "moe_router_norm_topk_prob", None)
         if norm_topk_prob is None:  # Megatron-LM's rule
             norm_topk_prob = not pre_softmax if score_function == "softmax" else topk > 1
-        kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+        kinds = config.moe_router_load_balancing_type
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else list(coeffs)
         if "sinkhorn" in kinds:
             score_function, pre_softmax, norm_topk_prob = _sinkhorn_weights(topk)
         recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
@@ -161,7 +162,7 @@ class MoEOptions:
             bias_update_rate=config.moe_router_bias_update_rate,
             bias_center=bool(getattr(config, "moe_router_bias_center", False)),
             router_dtype=_ROUTER_DTYPES[config.moe_router_dtype],
-            aux_losses=_aux_losses(kinds, coeffs),
+            aux_losses=_aux_losses(kinds, config.moe_aux_loss_coeff),
             z_loss_coeff=config.moe_z_loss_coeff or 0.0,
             global_counts=getattr(config, "moe_global_aux_loss_counts", "batch"),
             sinkhorn="sinkhorn" in kinds,
@@ -174,6 +175,7 @@ class MoEOptions:
             **_dispatcher(config),
             backend=getattr(config, "moe_expert_backend", "grouped_mm"),
             fp8_format=getattr(config, "fp8_format", None),
+            fuse_weight_gradients=config.gradient_accumulation_fusion,
             recompute="moe" in recomputed,
             recompute_activation="moe_act" in recomputed,
             recompute_shared_experts="shared_experts" in recomputed,
@@ -194,7 +196,8 @@ def _dispatcher(config: Any) -> dict[str, Any]:
 
 
 def _aux_losses(kinds: Any, coeffs: Any) -> tuple[tuple[str, float], ...]:
-    """Return the losses that have a coefficient; "none" and "sinkhorn" are no losses and have none."""
+    """Return the losses that have a coefficient, each its own or all one; "none" and "sinkhorn" have none."""
+    coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
     return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
 
 

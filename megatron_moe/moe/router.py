@@ -113,7 +113,8 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Return the router logits [T, E] in the router's dtype, from [T, H] in the model's."""
-        return gate_product(hidden, self.weight, self.options.router_dtype)
+        fused = self.options.fuse_weight_gradients is not False
+        return gate_product(hidden, self.weight, self.options.router_dtype, fused)
 
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
         """Choose and weigh the experts of each token, count them, and attach the auxiliary losses.

@@ -42,6 +42,7 @@ class SharedExperts(CopiesShareGroups, MLP):
         own_config.ffn_hidden_size = options.shared_ffn_hidden_size
         super().__init__(own_config, submodules, ffn_hidden_size=options.shared_ffn_hidden_size, tp_group=tp_group)
         self.gate_weight: torch.nn.Parameter | None = None
+        self.fuse_weight_gradients = options.fuse_weight_gradients is not False
         if options.shared_gate:
             self.gate_weight = torch.nn.Parameter(torch.empty(1, options.hidden_size, dtype=config.params_dtype))
             # Under sequence parallelism each TP rank gates its own tokens: gradients are summed over TP.
@@ -65,7 +66,7 @@ class SharedExperts(CopiesShareGroups, MLP):
         if self.gate_weight is not None:
             # The gate is one number per token; in fp32 (or in the fp64 of the model) it costs nothing.
             wide = torch.promote_types(hidden.dtype, torch.float32)
-            gate = torch.sigmoid(gate_product(hidden, self.gate_weight, wide))
+            gate = torch.sigmoid(gate_product(hidden, self.gate_weight, wide, self.fuse_weight_gradients))
             output = _weighed(output, gate).to(hidden.dtype)
         return output
 

@@ -58,9 +58,7 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
     if run.derived.zero_stage >= 2:
         words["masters"] = f"the weights' shards; what is gathered of them is {words['model']}"
-    # The product of a micro-batch has the weight's dtype before DistributedDataParallel adds it to main_grad.
-    half = words["model"] != "fp32"
-    words["per_micro_batch"] = f", a sum of what each micro-batch rounds to {words['model']}" if half else ""
+    words["per_micro_batch"] = _rounded_per_micro_batch(run, words["model"])
     kept = run.precision.keep_fp32 or ()
     present = set(module_names.parts(run).values())
     rows: dict[str, TensorClass] = {}
@@ -77,6 +75,27 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     others = [_resolved(row, words) for row in (_EVALUATION, *_BACKWARD_AND_FILES)]
     everything = (*rows.values(), others[0], *own_lines, *others[1:])
     return tuple(row for row in everything if row.when(run))
+
+
+def _rounded_per_micro_batch(run: Run, model: str) -> str:
+    """Return where weight gradients are rounded before they are added to main_grad, of which parts they are not."""
+    if model == "fp32":
+        return ""
+    # What DistributedDataParallel adds has the weight's dtype; what a product adds by itself is not rounded to it.
+    note = f", a sum of what each micro-batch rounds to {model}"
+    fusion = run.precision.gradient_accumulation_fusion
+    if fusion is False or not run.derived.grads_in_fp32 or run.derived.zero_stage >= 2:
+        return note
+    moe = run.moe
+    added = {
+        "router": moe.num_experts is not None,
+        "experts": moe.num_experts is not None and fusion is True,
+        "shared expert's gate": moe.moe_shared_expert_gate,
+        "output layer": run.model.cross_entropy_loss_fusion,
+        "Transformer Engine's linear layers": run.model.transformer_impl == "transformer_engine",
+    }
+    names = [name for name, unrounded in added.items() if unrounded]
+    return f"{note}, but for: {', '.join(names)}" if names else note
 
 
 def _kept_line(pattern: str) -> TensorClass:

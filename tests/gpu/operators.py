@@ -171,7 +171,7 @@ def grouped_products(stage: Stage, dtype: torch.dtype, size: int) -> None:
     for name, counts in groups.items():
         offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
         rows = _draw(sum(counts), width, dtype=dtype)
-        compare(stage, f"grouped product, {name}", grouped_gemm.grouped_linear_torch, [rows, weights, offsets], _loop)
+        compare(stage, f"grouped product, {name}", grouped_gemm.TorchProduct(), [rows, weights, offsets], _loop)
 
 
 def fp8_products(stage: Stage, size: int) -> None:

@@ -293,7 +293,7 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
     from megatron_moe import platform
     from megatron_moe.moe.dispatch import copy_rows, sum_copies
     from megatron_moe.moe.experts import weighted_swiglu
-    from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+    from megatron_moe.moe.grouped_gemm import TorchProduct
     from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 
     tokens, hidden, experts, topk, width = shape
@@ -316,7 +316,7 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
             2 * rows * 5 * width,
             0,
         ),
-        "grouped product": (lambda _: grouped_linear_torch(copies, weight, offsets), 0, 4 * rows * hidden * width),
+        "grouped product": (lambda _: TorchProduct()(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
     if (why := platform.why_no_fp8_products()) is None:
         (in_fp8, _), ends = fp8_products("e4m3", "scaled"), offsets.cpu()

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = ROOT / "tests" / "data" / "kernel_budget.json"
 ARCHITECTURES = (80, 90, 100)
-MODULES = ("activation", "dispatch", "loss", "rotary", "routing")
+MODULES = ("activation", "dispatch", "loss", "products", "rotary", "routing")
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}
 
 
@@ -65,6 +65,8 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.sort_by_expert(int64(4096, 8), 256)
         fused.gather_rows(bf16(4096, 7168), int64(32768), int64(4096, 8))
         fused.sum_rows(bf16(32768, 7168), int64(4096, 8), False)
+        ends = torch.empty(32, dtype=torch.int32, device="meta")
+        fused.add_grouped_product(fp32(32, 4096, 7168), bf16(32768, 4096), bf16(32768, 7168), ends)
         fused.weighted_swiglu_forward(bf16(32768, 4096), fp32(32768))
         fused.weighted_swiglu_backward(bf16(32768, 2048), bf16(32768, 4096), fp32(32768))
         fused.join_positions(bf16(4096, 1, 128, 128), bf16(4096, 1, 1, 64), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32))
@@ -81,8 +83,8 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    warps = constants.get("num_warps", 4)
-    fixed = {name: value for name, value in constants.items() if name != "num_warps"}
+    options = {"num_warps": 4} | {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    fixed = {name: value for name, value in constants.items() if name not in options}
     names = kernel.arg_names
     signature = {name: _type(value) for name, value in zip(names, arguments)} | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(
@@ -91,7 +93,7 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
         constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")},
     )
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])

@@ -77,6 +77,7 @@ DOORS: dict[str, set[str]] = {
     "tensor_parallel.random.CheckpointWithoutOutput": {"moe/recompute.py", "model/overlap.py"},
     "tensor_parallel.model_parallel_cuda_manual_seed": {"parallel/groups.py"},
     "tensor_parallel.layers": {
+        "model/engine_config.py",
         "model/spec.py",
         "model/build.py",
         "model/linear_fp8.py",

@@ -111,9 +111,12 @@ def describe(func: Any) -> Operation:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in nested lists, tuples and dicts, in order."""
+    """Return all tensors with memory of their own in nested lists, tuples and dicts, in order.
+
+    Tensors of a sparse layout are left out: here they are the zeros that stand for an added gradient.
+    """
     if isinstance(value, Tensor):
-        return [value]
+        return [value] if value.layout == torch.strided else []
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, dict):

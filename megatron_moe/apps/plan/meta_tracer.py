@@ -82,7 +82,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = self.run(func, args, dict(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):  # which has no memory but its shard's
+            # A DTensor has no memory but its shard's, and the zeros of an added gradient have none.
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout == torch.strided:
                 self._see(leaf)
         return result
 
@@ -264,7 +265,7 @@ class MetaTracer(LiveBytes):
             return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=_META)
         result, flops = _compute(func, args, kwargs)
         self.flops += flops
-        if result.is_meta:  # what is made of tensors from outside has values
+        if result.is_meta and result.layout == torch.strided:  # what is made of tensors from outside has values
             _results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 

@@ -90,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     training.constant_loss_scale_is_alone,
     training.loss_scales_are_ordered,
     training.bf16_reduction_needs_bf16,
+    training.fused_gradients_have_fp32_sums,
     parallel.sharded_gradients_are_reduced_in_fp32,
     parallel.fp32_evaluation_needs_whole_weights,
     parallel.offloaded_gradients_are_whole,

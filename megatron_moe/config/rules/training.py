@@ -53,6 +53,40 @@ def bf16_reduction_needs_bf16(run: Run, world_size: int) -> None:
         )
 
 
+def fused_gradients_have_fp32_sums(run: Run, world_size: int) -> None:
+    """Refuse to add weight gradients in the product where there is no fp32 sum, or the experts' product cannot."""
+    if not run.precision.gradient_accumulation_fusion:
+        return
+    flag = "gradient_accumulation_fusion"
+    if not run.derived.grads_in_fp32:
+        raise refuse(
+            run,
+            (flag, *set_among(run, ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"))),
+            "a sum in half precision rounds what is added to it; add gradients in fp32, or drop the flag",
+        )
+    if run.derived.zero_stage >= 2:
+        raise refuse(
+            run,
+            (flag, *set_among(run, ("data_parallel_sharding_strategy", "use_torch_fsdp2"))),
+            "gradients are sent as they are made, and no rank has the sum of a whole one; "
+            "use --data-parallel-sharding-strategy optim, or drop the flag",
+        )
+    if run.moe.num_experts is not None and run.moe.moe_expert_backend in ("te", "loop"):
+        raise refuse(
+            run,
+            (flag, "moe_expert_backend"),
+            "its experts' gradients are rounded before they are added; use --moe-expert-backend grouped_mm, or drop "
+            "the flag",
+        )
+    if run.derived.fp8_format_of_experts is not None:
+        raise refuse(
+            run,
+            (flag, "fp8_format"),
+            "the experts' gradients are rounded as they leave a product in FP8; give --fp8-modules without experts, or "
+            "drop the flag",
+        )
+
+
 def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
     """Refuse fp32 exceptions in an fp32 run, where they have no effect."""
     stray = set_among(run, ("keep_fp32", "fp32_residual_connection", "eval_in_fp32"))

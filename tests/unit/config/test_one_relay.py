@@ -62,7 +62,10 @@ MORE = {
     "moe_router_norm_topk_prob": (4, "its default follows from other settings (config/derived.py)"),
     "moe_router_dtype": (5, "the table of dtypes and its title show it; the engine is given one, or it warns"),
     "moe_expert_backend": (5, "config/registry.py names it in its messages; the start of a run says what computes FP8"),
-    "moe_shared_expert_gate": (5, "a weight: counted among the parameters, and one of the names that can be kept fp32"),
+    "moe_shared_expert_gate": (
+        6,
+        "a weight: counted, one that can be kept fp32, and one whose gradient is not rounded",
+    ),
     "moe_global_aux_loss_counts": (4, "the start of a run says what it costs"),
     "moe_input_jitter_eps": (5, "it draws random numbers: a run says so, also where a resume draws others"),
     "moe_token_dispatcher_type": (5, "config/registry.py names it in its messages; the engine frees memory by it"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe.model import loss, rotary
-from megatron_moe.moe import dispatch, experts, load_balance, routing
+from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.helpers.compiled_kernels import all_kernels
 
 pytestmark = pytest.mark.triton
@@ -196,6 +196,35 @@ def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value
     arguments = (columns, *eager[:2], torch.ones(3), torch.float32)
     wanted = loss.gradient_of_tile.eager(tile.clone(), *arguments)  # type: ignore[attr-defined]
     assert torch.equal(fused.gradient_of_tile(tile, *arguments).isfinite(), wanted.isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [(0, 0), (1,), (3, 0, 1, 70), (0, 0, 65), (64, 5)], ids=str)
+def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(sum(counts))
+    rows, height, width = sum(counts), 21, 259  # more than one tile of the wider side
+    left = torch.randn(rows, height, generator=generator).to(dtype)
+    right = torch.randn(rows, width, generator=generator).to(dtype)
+    before = torch.randn(len(counts), height, width, generator=generator)
+    ends = torch.tensor(counts).cumsum(0).int()
+    exact = before.double()
+    for expert, (one, other) in enumerate(zip(left.double().split(counts), right.double().split(counts), strict=True)):
+        exact[expert] += one.t() @ other
+    total = before.clone()
+    fused.add_grouped_product(total, left, right, ends)
+    # Products of half-precision numbers are exact in fp32; each of n additions rounds once.
+    assert steps_apart(total, exact) <= 8 + max(counts)
+    assert all(torch.equal(total[e], before[e]) for e, count in enumerate(counts) if not count)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_passes_into_the_sum_of_its_expert_alone(fused: Any, value: float) -> None:
+    left, right, ends = torch.ones(9, 8), torch.ones(9, 16), torch.tensor([4, 9], dtype=torch.int32)
+    left[3, 2], right[5, 7] = value, value
+    found, wanted = torch.zeros(2, 8, 16), torch.zeros(2, 8, 16)
+    fused.add_grouped_product(found, left.bfloat16(), right.bfloat16(), ends)
+    grouped_gemm.add_grouped_product.eager(wanted, left.bfloat16(), right.bfloat16(), ends)  # type: ignore[attr-defined]
+    assert torch.equal(found.isfinite(), wanted.isfinite()) and int((~wanted.isfinite()).sum()) == 16 + 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

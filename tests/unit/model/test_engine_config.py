@@ -89,6 +89,7 @@ CONFIG = {
     "attention_softmax_in_fp32": (False, {}, {"attention_softmax_in_fp32": False}),
     "fp32_residual_connection": (True, {"bf16": True}, {"fp32_residual_connection": True}),
     "deterministic_mode": (True, {}, {"deterministic_mode": True}),
+    "gradient_accumulation_fusion": (False, {}, {"gradient_accumulation_fusion": False}),
     "calculate_per_token_loss": (True, {}, {"calculate_per_token_loss": True}),
     "recompute_granularity": ("selective", {}, {"recompute_granularity": "selective"}),
     "recompute_method": (
@@ -171,6 +172,7 @@ MOE = {
     "moe_expert_backend": ("loop", EXPERTS, {"backend": "loop"}),
     "fp8_format": ("hybrid", {**EXPERTS, "bf16": True}, {"fp8_format": "hybrid"}),
     "fp8_modules": (("attention",), {**EXPERTS, "bf16": True, "fp8_format": "e4m3"}, {"fp8_format": None}),
+    "gradient_accumulation_fusion": (True, EXPERTS, {"fuse_weight_gradients": True}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
     "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),
@@ -346,6 +348,22 @@ def test_defaults_differ_from_the_tested_values():
             section = next(section for section in SECTIONS if name in fields(section))
             assert getattr(getattr(run, section), name) != value or name in SINGLE, name
     assert engine_config.params_dtype(run) is torch.float32
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_linear_layers_add_gradients_in_the_product_where_a_kernel_is_there_and_sums_are_fp32(monkeypatch, installed):
+    monkeypatch.setattr(engine_config.layers, "_grad_accum_fusion_available", installed)
+    te, bf16 = {"transformer_impl": "transformer_engine"}, {"bf16": True}
+    never = ({"gradient_accumulation_fusion": False}, {"grad_reduce_in_bf16": True}, {"use_torch_fsdp2": True})
+
+    def fused(**flags):
+        return transformer_config(replace(Run(), **bf16, **flags)).gradient_accumulation_fusion
+
+    assert not fused() and not fused(gradient_accumulation_fusion=True)
+    with platform.imagining("cuda", {}):
+        assert fused() == fused(gradient_accumulation_fusion=True) == installed
+        assert fused(**te)
+        assert not any(fused(**te, **flags) for flags in never)
 
 
 def test_nothing_is_compiled_on_cuda_with_the_deterministic_mode():

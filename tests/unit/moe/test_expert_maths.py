@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron_moe import Float16Module
 from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, sum_copies
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
-from megatron_moe.moe.grouped_gemm import GroupedLinear, grouped_linear_loop, grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import GroupedLinear, TorchProduct, grouped_linear_loop
 from megatron_moe.moe.groups import moe_groups
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.options import MoEOptions
@@ -78,7 +78,7 @@ def test_the_activation_rounds_once(dtype: torch.dtype) -> None:
     assert gate_up.grad.dtype == dtype and probs.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kernel", [grouped_linear_torch, grouped_linear_loop])
+@pytest.mark.parametrize("kernel", [TorchProduct(), grouped_linear_loop])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_experts_without_tokens_work(kernel: GroupedLinear, dtype: torch.dtype) -> None:
     counts = [0, 5, 0, 3, 0]
@@ -94,7 +94,7 @@ def test_experts_without_tokens_work(kernel: GroupedLinear, dtype: torch.dtype) 
     assert all((weights.grad[e] == 0).all() == (counts[e] == 0) for e in range(5))
 
 
-@pytest.mark.parametrize("kernel", [grouped_linear_torch, grouped_linear_loop])
+@pytest.mark.parametrize("kernel", [TorchProduct(), grouped_linear_loop])
 def test_no_tokens_at_all_work(kernel: GroupedLinear) -> None:
     weights = torch.randn(3, 24, 16, requires_grad=True)
     rows = torch.randn(0, 16, requires_grad=True)
@@ -106,7 +106,7 @@ def test_no_tokens_at_all_work(kernel: GroupedLinear) -> None:
 def test_an_fp64_product_names_the_backend_that_has_one() -> None:
     rows, weights, offsets = torch.randn(4, 8).double(), torch.randn(1, 8, 8).double(), torch.tensor([4]).int()
     with pytest.raises(ValueError, match="--moe-expert-backend"):
-        grouped_linear_torch(rows, weights, offsets)
+        TorchProduct()(rows, weights, offsets)
     assert grouped_linear_loop(rows, weights, offsets).dtype == torch.float64
 
 

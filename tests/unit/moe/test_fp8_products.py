@@ -12,7 +12,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
-from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import (
     E4M3,
     E5M2,
@@ -180,7 +180,7 @@ def test_fp8_is_near_the_product_without_it_and_not_the_same() -> None:
     kernel, _ = fp8_products("e4m3")
     rows, weights, offsets, _ = case(2, 136, 144, torch.bfloat16)
     with torch.no_grad():
-        plain, found = grouped_linear_torch(rows, weights, offsets).float(), kernel(rows, weights, offsets).float()
+        plain, found = TorchProduct()(rows, weights, offsets).float(), kernel(rows, weights, offsets).float()
     error = (found - plain).norm() / plain.norm()
     assert 0.005 < error < 0.06
 
@@ -231,7 +231,7 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | No
     run = replace(Run(), **{**TINY, "bf16": True, "fp8_format": fp8_format})
     (chunk,) = build_model(run, groups.initialize(run), 100)
     experts = [module for module in chunk.modules() if isinstance(module, GroupedExperts)]
-    kernels: Any = (grouped_linear_torch,) * 2 if fp8_format is None else fp8_products(fp8_format)
+    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], Fp8Product)
 

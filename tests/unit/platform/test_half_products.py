@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_moe.moe.grouped_gemm import grouped_linear_torch
+from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.platform import half_products, hardware, switches
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -48,7 +48,7 @@ def test_grouped_products_are_rounded_once(way: str, dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(8, 16, generator=generator).to(dtype).requires_grad_()
     weights = torch.randn(2, 24, 16, generator=generator).to(dtype).requires_grad_()
-    out = grouped_linear_torch(rows, weights, torch.tensor([5, 8], dtype=torch.int32))
+    out = TorchProduct()(rows, weights, torch.tensor([5, 8], dtype=torch.int32))
     out.backward(torch.ones_like(out))
     assert_rounded_once(out[:5], rows[:5].detach().double() @ weights[0].detach().double().T, 16)
     assert_rounded_once(rows.grad[5:], weights[1].detach().double().sum(0).expand(3, -1), 24)
@@ -80,7 +80,7 @@ def engine_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return grouped_linear_torch(x, weight[None], torch.tensor([8], dtype=torch.int32))
+    return TorchProduct()(x, weight[None], torch.tensor([8], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("product", [half_products.linear, engine_linear, grouped])

@@ -132,6 +132,20 @@ def test_the_contract_says_what_is_multiplied_in_fp8() -> None:
     assert "--fp8-format e4m3" in table.title(build({**TINY, "bf16": True, "fp8_format": "e4m3"}))
 
 
+def test_the_contract_says_whose_gradients_are_rounded_before_they_are_added() -> None:
+    def note(**flags: Any) -> str:
+        rows = {row.name: row for row in table.contract(build({**TINY, **flags}))}
+        return rows["weight gradients"].note
+
+    rounded = "main_grad, a sum of what each micro-batch rounds to bf16"
+    assert note() == "main_grad"
+    assert note(bf16=True) == f"{rounded}, but for: router"
+    both = {"gradient_accumulation_fusion": True, "cross_entropy_loss_fusion": True}
+    assert note(bf16=True, **both) == f"{rounded}, but for: router, experts, output layer"
+    for never in ({"gradient_accumulation_fusion": False}, {"grad_reduce_in_bf16": True}, {"use_torch_fsdp2": True}):
+        assert note(bf16=True, **never) == rounded
+
+
 def test_the_contract_names_every_class_that_people_ask_for() -> None:
     names = " ".join(row.name for row in table.contract(build({**TINY, "fp16": True})))
     for asked in (

@@ -1,0 +1,156 @@
+"""Weight gradients that are added to their fp32 sums in the product, against those that autograd hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.model.loss import linear_cross_entropy
+from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
+from megatron_moe.platform import switches
+
+COUNTS = (5, 0, 1, 18)
+ENDS = torch.tensor(COUNTS).cumsum(0).int()
+LABELS = torch.arange(24) % 40
+
+
+def experts(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
+    return TorchProduct(fused)(rows, weight, ENDS)
+
+
+def gate(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
+    return gate_product(rows, weight, torch.float32, fused is not False)
+
+
+def wide_gate(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
+    return gate_product(rows, weight, torch.float64, fused is not False)
+
+
+def loss(rows: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
+    return linear_cross_entropy(rows, weight, LABELS, vocab_size=37, fused_gradient=fused is not False)
+
+
+Product = Callable[[Tensor, Tensor, bool | None], Tensor]
+PRODUCTS: dict[str, tuple[Product, tuple[int, ...]]] = {
+    "experts, gate and up": (experts, (4, 2, 8, 16)),
+    "experts, down": (experts, (4, 16, 16)),
+    "gate": (gate, (6, 16)),
+    "gate in fp64": (wide_gate, (6, 16)),
+    "loss": (loss, (40, 16)),
+}
+
+
+class Trained:
+    """A weight with an fp32 sum of its gradients, as the engine's DistributedDataParallel keeps it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.weight: Any = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+        self.weight.main_grad = torch.zeros(shape)
+        self.handed_on: list[Tensor] = []
+        self._node = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+        self._node.register_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        assert self.weight.grad is not None  # what --overlap-grad-reduce asks for
+        self.handed_on.append(self.weight.grad)
+        self.weight.main_grad.add_(self.weight.grad.data)
+        self.weight.grad = None
+
+
+def micro_batches(number: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(sum(COUNTS), 16, generator=generator).to(dtype).requires_grad_() for _ in range(number)]
+
+
+def summed(name: str, fused: bool | None, dtype: torch.dtype, number: int) -> tuple[Trained, list[Tensor]]:
+    """Return the weight after some micro-batches, and what else its sum could depend on: outputs, gradients of rows."""
+    product, shape = PRODUCTS[name]
+    trained, found = Trained(shape, dtype), []
+    for place, rows in enumerate(micro_batches(number, dtype)):
+        output = product(rows, trained.weight, fused)
+        slopes = torch.randn(output.shape, generator=torch.Generator().manual_seed(place)).to(output.dtype)
+        output.backward(slopes)
+        found += [output.detach(), rows.grad]
+    return trained, found
+
+
+@pytest.mark.claim("Weight gradients that are added in the product are those of autograd, without a rounding.")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the_same_numbers(name: str) -> None:
+    for number in (1, 4):
+        (plain, outputs), (fused, same) = (summed(name, one, torch.float32, number) for one in (False, True))
+        assert all(torch.equal(one, other) for one, other in zip(outputs, same, strict=True))
+        wanted, found = plain.weight.main_grad, fused.weight.main_grad
+        assert torch.equal(wanted, found) or (number > 1 and torch.allclose(wanted, found, rtol=1e-5, atol=1e-6))
+        assert {one.layout for one in plain.handed_on} == {torch.strided}
+        assert {one.layout for one in fused.handed_on} == {torch.sparse_coo} and not any(
+            one._nnz() for one in fused.handed_on
+        )
+
+
+@pytest.mark.claim("Weight gradients that are added in the product are those of autograd, without a rounding.")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: str, dtype: torch.dtype) -> None:
+    product, shape = PRODUCTS[name]
+    (plain, outputs), (fused, same) = (summed(name, one, dtype, 8) for one in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(outputs, same, strict=True))
+    exact = torch.zeros(shape, dtype=torch.float64)
+    for place, rows in enumerate(micro_batches(8, dtype)):
+        leaf = plain.weight.detach().double().requires_grad_()
+        if name == "loss":
+            output = linear_cross_entropy(rows.detach().double(), leaf, LABELS, vocab_size=37)
+        elif product in (gate, wide_gate):
+            output = rows.detach().double() @ leaf.t()
+        else:
+            parts = rows.detach().double().split(COUNTS)
+            output = torch.cat([part @ one.t() for part, one in zip(parts, leaf.flatten(1, -2))])
+        slopes = torch.randn(output.shape, generator=torch.Generator().manual_seed(place)).to(outputs[0].dtype)
+        output.backward(slopes.double())
+        exact += leaf.grad  # type: ignore[operator]
+    size = exact.abs().max()
+    errors = [float((one.weight.main_grad - exact).abs().max() / size) for one in (plain, fused)]
+    # The loss multiplies tiles that its forward pass made in fp32.
+    assert errors[1] <= (2e-5 if name == "loss" else 1e-6)
+    assert errors[0] > 20 * errors[1]
+
+
+def test_by_default_experts_are_fused_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switches.HALF_PRODUCTS, "fp32")
+    for dtype in (torch.float32, torch.bfloat16):
+        trained, _ = summed("experts, down", None, dtype, 1)
+        assert (trained.handed_on[0].layout == torch.sparse_coo) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name: str) -> None:
+    product, shape = PRODUCTS[name]
+    for total in (None, torch.zeros(shape, dtype=torch.bfloat16)):
+        weight: Any = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+        if total is not None:
+            weight.main_grad = total
+        product(micro_batches(1, torch.bfloat16)[0], weight, True).sum().backward()
+        assert weight.grad.layout == torch.strided and (total is None or not total.any())
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_a_weight_that_is_used_in_another_place_too_gets_both_gradients(fused_first: bool) -> None:
+    trained = Trained((40, 16), torch.float32)
+    (rows,) = micro_batches(1, torch.float32)
+    losses, looked_up = loss(rows, trained.weight, True).sum(), trained.weight[LABELS].sum()
+    (losses + looked_up if fused_first else looked_up + losses).backward()
+    leaf = trained.weight.detach().clone().requires_grad_()
+    (loss(rows, leaf, False).sum() + leaf[LABELS].sum()).backward()
+    assert torch.allclose(trained.weight.main_grad, leaf.grad, atol=1e-6)
+
+
+def test_experts_without_a_row_leave_their_sums_as_they_are() -> None:
+    trained = Trained((4, 16, 16), torch.float32)
+    trained.weight.main_grad.fill_(3.0)
+    rows = torch.zeros(0, 16, requires_grad=True)
+    TorchProduct(True)(rows, trained.weight, torch.zeros(4, dtype=torch.int32)).sum().backward()
+    assert torch.equal(trained.weight.main_grad, torch.full((4, 16, 16), 3.0))
