@@ -108,7 +108,7 @@ def losses_without_weight(given: Given) -> Change | None:
     """Leave out auxiliary losses whose coefficient is 0."""
     kinds, coeffs = _value(given, "moe_router_load_balancing_type"), _value(given, "moe_aux_loss_coeff")
     idle = [kind for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and not coeff]
-    if not idle or len(kinds) != len(coeffs):
+    if not idle or len(kinds) != len(coeffs) or _value(given, "num_experts") is None:
         return None
     rest = [(kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in idle] or [("none", 0.0)]
     return {
