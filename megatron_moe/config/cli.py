@@ -124,12 +124,27 @@ def parse(
     below = _preset(preset) if preset is not None else {}
     above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    below, above = _whole_steps(below, above)
     read = deepspeed.MergedSettings({**below, **above}, (), {})
     if deepspeed_path is not None:
         read = deepspeed.merged(deepspeed_path, below, above, world_size)
     flat, ignored = as_megatron_reads(read.flat if filled_in is None else filled_in(read.flat))
     notes = (*translated.notes, *ignored, *read.notes)
     return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins)
+
+
+def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings with `--train-samples` in whole steps of the global batch, as Megatron-LM counts them."""
+    samples = above.get("train_samples", below.get("train_samples"))
+    batch = above.get("global_batch_size", below.get("global_batch_size"))
+    if samples is None or batch is None:
+        return below, above
+    if above.get("train_iters") is not None:
+        raise ConfigError(
+            f"--train-samples {samples}, --train-iters {above['train_iters']}: both say how long the training is;"
+            " keep one"
+        )
+    return below, {**above, "train_iters": samples // batch}
 
 
 def _all_of(problems: list[str]) -> str:

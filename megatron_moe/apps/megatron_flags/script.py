@@ -1,7 +1,7 @@
 """Reading the flags of a training command out of a shell script's text, without running it.
 
 A script holds flags in arrays (`ARGS=( --a 1 )`), in quoted assignments (`ARGS="--a 1"`), and in the command itself,
-which names the others (`torchrun ... pretrain_gpt.py ${ARGS[@]}`). Words keep their text: `${VAR}` stays as it stands.
+which names the others (`torchrun ... pretrain_gpt.py ${ARGS[@]}`). Words keep their text: `${VAR}` is left as it is.
 A plain list of flags is a script too.
 """
 
