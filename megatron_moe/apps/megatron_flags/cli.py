@@ -119,7 +119,8 @@ def listed(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
 
 def rewritten(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
     """Return the command with this project's flags, and before it a comment for each flag that has no place in it."""
-    comments, lines = [], {}
+    comments: list[str] = []
+    lines: dict[str, list[str]] = {}
     for one in asked:
         typed = " ".join([one.flag, *one.values])
         if one.answer in ("refused", "unknown"):
@@ -131,7 +132,9 @@ def rewritten(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
                 if lines.get(group[0], group) != group:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
-    command = " \\\n".join(["torchrun $DISTRIBUTED_ARGS pretrain_moe.py", *(f"  {' '.join(g)}" for g in lines.values())])
+    command = " \\\n".join(
+        ["torchrun $DISTRIBUTED_ARGS pretrain_moe.py", *(f"  {' '.join(g)}" for g in lines.values())]
+    )
     return "\n".join([*(f"# {line}" for line in _of_sourced(sourced)), *comments, command])
 
 

@@ -16,6 +16,7 @@ from megatron_moe.config.megatron_flags import groups, is_flag, parts
 _ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_BREAK = re.compile(r"[\s;<>]|\|[\s|]|\|\Z")  # a bar within a word is a pipeline layout's
 _PAIRS = {"{": "}", "(": ")"}
 _LAUNCHERS = frozenset(
     "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval"
@@ -74,7 +75,9 @@ def unquoted(text: str) -> str:
 
 def read(text: str) -> Script:
     """Return the flags of the training command in a script's text, those of the arrays it names included."""
-    script, held, commands = Script(), {}, []
+    script = Script()
+    held: dict[str, list[str]] = {}
+    commands: list[tuple[str, list[str]]] = []
     for command in _commands(text):
         _take_assignments(command, script, held)
         program = next((i for i, word in enumerate(command) if unquoted(word.text).endswith(".py")), None)
@@ -148,7 +151,8 @@ def _commands(text: str) -> Iterator[list[Word]]:
 
 def _words(text: str, in_list: bool = False) -> Iterator[Word]:
     """Yield the words of a shell text; a line ends a command, unless `in_list`."""
-    at, first, waiting = 0, True, []
+    at, first = 0, True
+    waiting: list[str] = []
     text = text.replace("\\\r\n", "  ").replace("\\\n", "  ")
     previous = ""
     while at < len(text):
@@ -194,9 +198,7 @@ def _end_of_word(text: str, at: int) -> tuple[int, str | None]:
         elif character == "(" and depth == 0 and _ASSIGNED.fullmatch(text[begin:at]):
             end = _after_pair(text, at)
             return end, text[at + 1 : end - 1]
-        elif character in " \t\r\n;<>" or (character in ")&" and not depth):
-            break
-        elif character == "|" and text[at + 1 : at + 2] in ("", " ", "\n", "|"):
+        elif _BREAK.match(text, at) or (character in ")&" and not depth):
             break
         else:
             depth += (character == "(") - (character == ")")

@@ -115,7 +115,7 @@ def losses_without_weight(given: Given) -> Change | None:
         "moe_router_load_balancing_type": tuple(kind for kind, _ in rest),
         "moe_aux_loss_coeff": tuple(coeff for _, coeff in rest),
     }, (
-        f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default too;"
+        f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default;"
         " --moe-aux-loss-coeff 0.01 adds it"
     )
 

@@ -129,7 +129,8 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
 
 
 def test_the_answers_of_a_list_are_an_object_by_flag(answered):
-    said = json.loads(answered("--json", "--lr", "1", "--tp", "2", "--attention-backend", "local", "--sft", "--manual-gc"))
+    asked = "--lr 1 --tp 2 --attention-backend local --sft --manual-gc"
+    said = json.loads(answered("--json", *asked.split()))
     assert {flag: entry["answer"] for flag, entry in said.items()} == {
         "--lr": "taken",
         "--tp": "unknown",
