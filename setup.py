@@ -29,7 +29,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_moe", "megatron_moe.*"]),
-    package_data={"megatron_moe.platform": ["engine_defects.yaml"], "megatron_moe.kernels": ["cpu.c"]},
+    package_data={
+        "megatron_moe.config": ["megatron_flags.tsv"],
+        "megatron_moe.platform": ["engine_defects.yaml"],
+        "megatron_moe.kernels": ["cpu.c"],
+    },
     install_requires=[
         # The public torch.nn.functional.grouped_mm; NVIDIA's image of the Dockerfile brings a 2.12 pre-release.
         "torch>=2.11,<3",

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_moe.config import deepspeed, schema
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config import deepspeed, megatron_flags, schema
+from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.rules.ignored import as_megatron_reads
 from megatron_moe.config.schema import Run
 
 # Megatron-LM's own spellings of flags that are named for their opposite here: flag -> (field, value).
@@ -78,14 +79,21 @@ def _put(flat: dict[str, Any], key: Any, value: Any, path: str, section: str | N
     where = f"--config {path}: {key if section is None else f'{section}.{key}'}"
     fields = {f.spelling or f.name: f for f in all_fields().values()} | all_fields()
     if name not in fields:
-        known = list(fields) + list(schema.sections())
-        raise ConfigError(f"{where}: unknown key{suggestion(name, known)}")
+        raise ConfigError(f"{where}: unknown key{_hint(name, [*fields, *schema.sections()])}")
     field = fields[name]
     if section is not None and field.section != section:
         raise ConfigError(f"{where}: belongs to section {field.section}; move it there, or to the top level")
     if field.name in flat:
         raise ConfigError(f"{where}: is set twice, at the top level and under {field.section}; keep one")
     flat[field.name] = from_file(field, value, where)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    row = megatron_flags.row_for("--" + name.replace("_", "-"), ())
+    if row is None or row.answer == "unknown":
+        return suggestion(name, known)
+    target = f"{row.target}: " if row.target else ""
+    return f"; Megatron-LM's {row.flag} is {row.answer}: {target}{row.reason}"
 
 
 def parse(
@@ -104,19 +112,43 @@ def parse(
         SystemExit: with status 0, after printing the help.
     """
     parser = _build_parser()
-    words, extra = parser.parse_known_args(list(argv))
+    options = [option for action in parser._actions for option in action.option_strings]
+    translated = megatron_flags.translate(argv, options)
+    if translated.problems:
+        raise ConfigError(_all_of(translated.problems))
+    words, extra = parser.parse_known_args(translated.argv)
     if extra:
-        raise ConfigError(_unknown(extra[0], parser))
+        raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
     given = vars(words)
     preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
     below = _preset(preset) if preset is not None else {}
     above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    below, above = _whole_steps(below, above)
     read = deepspeed.MergedSettings({**below, **above}, (), {})
     if deepspeed_path is not None:
         read = deepspeed.merged(deepspeed_path, below, above, world_size)
-    run = schema.build(read.flat if filled_in is None else filled_in(read.flat))
-    return dataclasses.replace(run, notes=read.notes, origins=read.origins)
+    flat, ignored = as_megatron_reads(read.flat if filled_in is None else filled_in(read.flat))
+    notes = (*translated.notes, *ignored, *read.notes)
+    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins)
+
+
+def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings with `--train-samples` in whole steps of the global batch, as Megatron-LM counts them."""
+    samples = above.get("train_samples", below.get("train_samples"))
+    batch = above.get("global_batch_size", below.get("global_batch_size"))
+    if samples is None or batch is None:
+        return below, above
+    if above.get("train_iters") is not None:
+        raise ConfigError(
+            f"--train-samples {samples}, --train-iters {above['train_iters']}: both say how long the training is;"
+            " keep one"
+        )
+    return below, {**above, "train_iters": samples // batch}
+
+
+def _all_of(problems: list[str]) -> str:
+    return problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags cannot be taken", problems)
 
 
 def _deepspeed_path(given: dict[str, Any]) -> str | None:
@@ -252,13 +284,3 @@ def _preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
     return PRESETS[name]
-
-
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}: every value follows its flag"
-    flag = word.split("=")[0]
-    known = [option for action in parser._actions for option in action.option_strings]
-    prefixed = [option for option in known if option.startswith(flag)] if len(flag) > 3 else []
-    hint = f"; did you mean {prefixed[0]}?" if len(prefixed) == 1 else suggestion(flag.replace("_", "-"), known)
-    return f"unknown flag {flag} (flags may not be shortened){hint or '; --help lists every flag'}"

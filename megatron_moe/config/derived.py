@@ -97,18 +97,34 @@ class DerivedSettings:
             self._run.training.micro_batch_size * self.data_parallel_size(world_size)
         )
 
-    @cached_property
-    def lr_decay_iters(self) -> int | None:
-        """Iterations of the learning rate's decay: the flag, else the whole run; None where neither is set."""
-        given = self._run.optimizer.lr_decay_iters
-        return self._run.training.train_iters if given is None else given
+    def _steps(self, samples: int | None) -> float | None:
+        """Return the iterations of so many sequences, with a fraction: the schedule ends within a step."""
+        batch = self._run.training.global_batch_size
+        return None if samples is None or batch is None else samples / batch
 
     @cached_property
-    def lr_warmup_iters(self) -> int:
-        """Iterations of linear warm-up, from the count or from the share of the decay."""
-        if self._run.optimizer.lr_warmup_fraction is None:
-            return self._run.optimizer.lr_warmup_iters
-        return int(self._run.optimizer.lr_warmup_fraction * (self.lr_decay_iters or 0))
+    def lr_decay_iters(self) -> float | None:
+        """Iterations of the learning rate's decay: by the flags, else the whole run; None where none is set."""
+        options, training = self._run.optimizer, self._run.training
+        for given in (options.lr_decay_iters, self._steps(options.lr_decay_samples)):
+            if given is not None:
+                return given
+        whole = self._steps(training.train_samples)
+        return training.train_iters if whole is None else whole
+
+    @cached_property
+    def lr_warmup_iters(self) -> float:
+        """Iterations of linear warm-up, from a count or from the share of the decay."""
+        options = self._run.optimizer
+        if options.lr_warmup_fraction is None:
+            return options.lr_warmup_iters or self._steps(options.lr_warmup_samples) or 0
+        return int(options.lr_warmup_fraction * (self.lr_decay_iters or 0))
+
+    @cached_property
+    def lr_wsd_decay_iters(self) -> float | None:
+        """Iterations of the last phase of WSD; None where neither flag is set."""
+        given = self._run.optimizer.lr_wsd_decay_iters
+        return self._steps(self._run.optimizer.lr_wsd_decay_samples) if given is None else given
 
     # Model
 

@@ -7,9 +7,9 @@ report errors in the same words.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -166,9 +166,34 @@ def _chosen(field: Field, value: Any, where: str) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return `; did you mean X?` for a known word that a slip of the keys makes of this one, or an empty string.
+
+    Two letters may differ, in a word of less than six one; two neighbours that are swapped count as one.
+    """
+    most = 1 if len(word.lstrip("-")) < 6 else 2
+    letters = Counter(word)
+    near: list[tuple[int, str]] = []
+    for other in known:
+        # Cheap first: an edit changes the counts of at most two letters.
+        apart = (letters - Counter(other)).total() + (Counter(other) - letters).total()
+        if abs(len(word) - len(other)) <= most and apart <= 2 * most:
+            near.append((_edits(word, other), other))
+    edits, nearest = min(near, default=(most + 1, ""))
+    return f"; did you mean {nearest}?" if edits <= most else ""
+
+
+def _edits(word: str, other: str) -> int:
+    """Return how many letters to insert, drop, replace, or swap with a neighbour, make one word of the other."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word):
+        before, last, row = row, before, [i + 1]
+        for j, target in enumerate(other):
+            best = min(before[j] + (letter != target), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and word[i - 1] == target:
+                best = min(best, last[j - 1] + 1)
+            row.append(best)
+    return row[-1]
 
 
 def _nouns(field: Field) -> str:

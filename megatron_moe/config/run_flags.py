@@ -17,11 +17,14 @@ class OptimizerConfig:
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = flag("cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD"))
     lr_decay_iters: int | None = flag(None, "iterations of the decay; default train-iters")
+    lr_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_samples: int | None = flag(None, "the same in sequences", unit="sequences")
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of lr-decay-iters, instead of lr-warmup-iters")
     lr_warmup_init: float = flag(0.0, "learning rate at the first step of the warm-up")
     lr_wsd_decay_style: str = flag("exponential", "WSD: the last phase", choices=("exponential", "linear", "cosine"))
     lr_wsd_decay_iters: int | None = flag(None, "WSD: iterations of the last phase")
+    lr_wsd_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
     weight_decay: float = flag(0.01, "decoupled weight decay (not on norms and biases)")
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.95, "decay of the second moment")
@@ -44,6 +47,9 @@ class TrainingConfig:
         None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES"
     )
     train_iters: int | None = flag(None, "optimizer steps of the whole run")
+    train_samples: int | None = flag(
+        None, "the same in sequences: as many whole steps of --global-batch-size as these have", unit="sequences"
+    )
     eval_interval: int = flag(0, "iterations between evaluations; 0: only at the end")
     eval_iters: int = flag(10, "global batches per evaluation; 0 switches evaluation off")
     seed: int = flag(1234, "seed of the weights, dropout and data order")

@@ -74,7 +74,7 @@ class MoEOptions:
         moe = run.moe
         if moe.num_experts is None:
             return None
-        kinds, coeffs = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+        kinds = moe.moe_router_load_balancing_type
         score_function, pre_softmax = moe.moe_router_score_function, moe.moe_router_pre_softmax
         norm_topk_prob = run.derived.norm_topk_prob
         if "sinkhorn" in kinds:
@@ -99,7 +99,7 @@ class MoEOptions:
             bias_update_rate=moe.moe_router_bias_update_rate,
             bias_center=moe.moe_router_bias_center,
             router_dtype=_ROUTER_DTYPES[moe.moe_router_dtype],
-            aux_losses=_aux_losses(kinds, config.moe_aux_loss_coeff),
+            aux_losses=_aux_losses(kinds, moe.moe_aux_loss_coeff),
             z_loss_coeff=moe.moe_z_loss_coeff or 0.0,
             global_counts=moe.moe_global_aux_loss_counts,
             sinkhorn="sinkhorn" in kinds,

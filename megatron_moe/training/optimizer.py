@@ -374,11 +374,11 @@ def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamSch
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=options.lr_wsd_decay_iters or _default_wsd_decay(decay),
+        wsd_decay_steps=run.derived.lr_wsd_decay_iters or _default_wsd_decay(decay),
         lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
 
 
-def _default_wsd_decay(decay_iters: int) -> int:
+def _default_wsd_decay(decay_iters: float) -> int:
     """Return a tenth of the run, the share that WSD was proposed with (MiniCPM, arXiv 2404.06395)."""
-    return max(decay_iters // 10, 1)
+    return max(int(decay_iters // 10), 1)

@@ -30,13 +30,17 @@ _RESET = (
     "exit_signal_handler",
     "use_distributed_optimizer",
     "optimizer_cpu_offload",
+    "train_samples",
     "lr_decay_iters",
+    "lr_decay_samples",
     "lr_warmup_iters",
+    "lr_warmup_samples",
     "lr_warmup_fraction",
     "lr_warmup_init",
     "lr_decay_style",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
     "min_lr",
 )
 

@@ -109,6 +109,8 @@ RULES: tuple[Rule, ...] = (
     training.training_has_a_length,
     training.audit_needs_a_second_step,
     training.learning_rates_are_ordered,
+    training.samples_have_a_batch,
+    training.lengths_are_given_once,
     training.warmup_is_given_once,
     training.warmup_ends_before_decay,
     training.wsd_flags_need_wsd,

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from megatron_moe.config import module_names
+from megatron_moe.config.rules.ignored import YARN_FIELDS
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among
 from megatron_moe.config.schema import Run
 
@@ -17,14 +18,6 @@ _GQA_FIELDS = (
     "add_qkv_bias",
     "rotary_percent",
     "rotary_interleaved",
-)
-_YARN_FIELDS = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
 )
 
 
@@ -103,7 +96,7 @@ def latent_attention_needs_rotary_embedding(run: Run, world_size: int) -> None:
 
 def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
     """Refuse settings of yarn with the plain rotary embedding, which ignores them."""
-    stray = set_among(run, _YARN_FIELDS)
+    stray = set_among(run, YARN_FIELDS)
     if stray and run.model.rope_type != "yarn":
         raise refuse(run, (*stray, "rope_type"), "only yarn reads these; use --rope-type yarn or drop them")
 

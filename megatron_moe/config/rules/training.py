@@ -232,27 +232,55 @@ def learning_rates_are_ordered(run: Run, world_size: int) -> None:
             raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
+_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+
+
+def samples_have_a_batch(run: Run, world_size: int) -> None:
+    """Require for what is counted in sequences how many an iteration has, always the same."""
+    counted = set_among(run, _SAMPLES)
+    if counted and run.training.global_batch_size is None:
+        raise refuse(run, (*counted, "global_batch_size"), "say how many sequences a step has: --global-batch-size 256")
+    if counted and run.training.rampup_batch_size is not None:
+        raise refuse(
+            run,
+            (*counted, "rampup_batch_size"),
+            "steps have different batches, and the schedule counts steps; use --train-iters, --lr-decay-iters and"
+            " --lr-warmup-iters",
+        )
+
+
+def lengths_are_given_once(run: Run, world_size: int) -> None:
+    """Refuse a length given both in iterations and in sequences."""
+    for samples in _SAMPLES[1:]:
+        names = (samples, samples.replace("samples", "iters"))
+        if len(set_among(run, names)) == 2:
+            raise refuse(run, names, "both say how long it is; keep one")
+
+
 def warmup_is_given_once(run: Run, world_size: int) -> None:
-    """Refuse a warm-up given both as a count of iterations and as a share of the decay."""
-    if run.optimizer.lr_warmup_iters and run.optimizer.lr_warmup_fraction is not None:
-        raise refuse(run, ("lr_warmup_iters", "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
+    """Refuse a warm-up given both as a count and as a share of the decay."""
+    counts = set_among(run, ("lr_warmup_iters", "lr_warmup_samples"))
+    if counts and run.optimizer.lr_warmup_fraction is not None:
+        raise refuse(run, (*counts, "lr_warmup_fraction"), "both say how long the warm-up is; keep one")
 
 
 def warmup_ends_before_decay(run: Run, world_size: int) -> None:
     """Require that the warm-up ends before the schedule does."""
     warmup, decay = run.derived.lr_warmup_iters, run.derived.lr_decay_iters
     if decay is not None and warmup >= decay:
-        names = ["lr_warmup_iters", "lr_decay_iters" if run.optimizer.lr_decay_iters is not None else "train_iters"]
+        warmups = set_among(run, ("lr_warmup_samples", "lr_warmup_fraction")) or ["lr_warmup_iters"]
+        ends = set_among(run, ("lr_decay_iters", "lr_decay_samples", "train_samples")) or ["train_iters"]
         raise refuse(
             run,
-            names,
-            f"the warm-up must end before the schedule's {decay} iterations; use --lr-warmup-iters {decay // 10}",
+            (*warmups, ends[0]),
+            f"the warm-up must end before the schedule's {decay:g} iterations; use --lr-warmup-iters"
+            f" {int(decay // 10)}",
         )
 
 
 def wsd_flags_need_wsd(run: Run, world_size: int) -> None:
     """Refuse settings of the last phase of warm-up, stable, decay with another schedule."""
-    stray = set_among(run, ("lr_wsd_decay_style", "lr_wsd_decay_iters"))
+    stray = set_among(run, ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"))
     if stray and run.optimizer.lr_decay_style != "WSD":
         raise refuse(run, (*stray, "lr_decay_style"), "only WSD reads these; use --lr-decay-style WSD or drop them")
 
@@ -262,18 +290,20 @@ def wsd_phases_fit(run: Run, world_size: int) -> None:
     o, decay = run.optimizer, run.derived.lr_decay_iters
     if o.lr_decay_style != "WSD" or decay is None:
         return
-    if o.lr_wsd_decay_iters is None:
+    last = run.derived.lr_wsd_decay_iters
+    if last is None:
         raise refuse(
             run,
             ("lr_decay_style", "lr_wsd_decay_iters"),
-            f"say how long the last phase is, e.g. --lr-wsd-decay-iters {max(1, decay // 10)}",
+            f"say how long the last phase is, e.g. --lr-wsd-decay-iters {int(max(1, decay // 10))}",
         )
     room = decay - run.derived.lr_warmup_iters
-    if o.lr_wsd_decay_iters > room:
+    if last > room:
+        phases = set_among(run, ("lr_wsd_decay_samples", "lr_warmup_samples")) or ["lr_wsd_decay_iters"]
         raise refuse(
             run,
-            ("lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters", "train_iters"),
-            f"only {room} iterations are left after the warm-up; use --lr-wsd-decay-iters {room} or less",
+            (*phases, "lr_warmup_iters", "lr_decay_iters", "train_iters"),
+            f"only {room:g} iterations are left after the warm-up; use --lr-wsd-decay-iters {int(room)} or less",
         )
 
 

@@ -8,6 +8,7 @@ from megatron_moe.config import cli, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.rules.ignored import YARN_FIELDS
 
 
 def message_of(*argv: str) -> str:
@@ -24,6 +25,14 @@ def typed(field) -> list[str]:
     return {int: ["7"], float: ["7.5"], str: ["text"]}[field.kinds[-1]]
 
 
+# Flags that are left out where they are not read (test_ignored_values.py), with what reads them.
+READ_WITH = {
+    **dict.fromkeys(YARN_FIELDS, "--multi-latent-attention --rope-type yarn"),
+    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), "--load somewhere"),
+    "sequence_parallel": "--tensor-model-parallel-size 2",
+}
+
+
 def test_no_flags_give_the_defaults():
     assert cli.parse([]) == schema.Run()
 
@@ -33,8 +42,9 @@ def test_a_flag_sets_its_field_and_no_other(name):
     field = all_fields()[name]
     words = typed(field)
     expected = words[0] if field.kinds[-1] is str else field.kinds[-1](words[0])
-    run = cli.parse([field.flag, *words])
-    assert run == schema.replace(schema.Run(), **{name: (expected,) if field.repeated else expected})
+    readers = READ_WITH.get(name, "").split()
+    run = cli.parse([field.flag, *words, *readers])
+    assert run == schema.replace(cli.parse(readers), **{name: (expected,) if field.repeated else expected})
     stored = getattr(getattr(run, field.section), name)
     assert type(stored[0] if field.repeated else stored) is field.kinds[-1]
 
@@ -42,9 +52,11 @@ def test_a_flag_sets_its_field_and_no_other(name):
 @pytest.mark.parametrize("name", [name for name, field in all_fields().items() if field.is_bool])
 def test_a_boolean_has_a_flag_for_each_side(name):
     field = all_fields()[name]
-    assert cli.parse([field.flag]) == schema.replace(schema.Run(), **{name: True})
-    assert cli.parse([field.negative_flag]) == schema.replace(schema.Run(), **{name: False})
-    assert cli.parse([field.flag, field.negative_flag]) == schema.replace(schema.Run(), **{name: False})
+    readers = READ_WITH.get(name, "").split()
+    on, off = ([*readers, flag] for flag in (field.flag, field.negative_flag))
+    assert cli.parse(on) == schema.replace(cli.parse(readers), **{name: True})
+    assert cli.parse(off) == schema.replace(cli.parse(readers), **{name: False})
+    assert cli.parse([*on, field.negative_flag]) == schema.replace(cli.parse(readers), **{name: False})
 
 
 def test_a_boolean_named_for_its_absence_is_undone_without_a_double_no():

@@ -172,6 +172,13 @@ def test_warmup_is_a_count_or_a_share_of_the_decay():
     assert run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1").derived.lr_warmup_iters == 10
 
 
+def test_training_in_sequences_is_whole_steps_and_its_schedule_is_not():
+    run = run_of("--preset tiny --train-samples 167 --lr-warmup-iters 0 --lr-warmup-samples 20 --global-batch-size 8")
+    assert (run.training.train_iters, run.derived.lr_decay_iters, run.derived.lr_warmup_iters) == (20, 20.875, 2.5)
+    with pytest.raises(ConfigError, match=r"--train-samples 167, --train-iters 5"):
+        run_of("--train-samples 167 --train-iters 5 --global-batch-size 8")
+
+
 @pytest.mark.parametrize(("flags", "name"), [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16")])
 def test_the_dtype_of_the_weights_has_torchs_name(flags, name):
     assert run_of(flags).derived.params_dtype_name == name

@@ -55,7 +55,8 @@ def run_of(base: str, flags: str) -> schema.Run:
 def test_a_broken_rule_refuses_by_name_and_its_neighbour_passes(row, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[3])
     world = row.get("world", 1)
-    rule, message = refusal(run_of(row["base"], row.get("bad", "")), world)
+    bad = schema.replace(run_of(row["base"], row.get("bad", "")), **row.get("set", {}))
+    rule, message = refusal(bad, world)
     assert rule == row["rule"], message
     assert "\n" not in message
     for text in row["says"]:

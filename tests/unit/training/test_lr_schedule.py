@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.training.optimizer import build_scheduler
@@ -62,3 +63,32 @@ def test_wsd_is_stable_and_then_decays(style, middle):
 def test_wsd_decays_over_the_last_tenth_unless_told_otherwise():
     used = rates(21, lr_decay_style="WSD", lr_wsd_decay_style="linear")
     assert used[18] == 1.0 and used[19] == pytest.approx(0.55) and used[20] == pytest.approx(0.1)
+
+
+@pytest.mark.claim("Lengths in sequences give the rates of Megatron-LM, whose schedule counts sequences.")
+@pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
+def test_lengths_in_sequences_are_those_of_a_schedule_that_counts_sequences(style):
+    flags = {"lr_decay_samples": 150, "lr_warmup_samples": 20, "lr_decay_style": style, "global_batch_size": 8}
+    flags |= {"lr_wsd_decay_samples": 30, "lr_wsd_decay_style": "linear"} if style == "WSD" else {}
+    group = {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.1}
+    theirs = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=0.1,
+        lr_warmup_steps=20,
+        lr_decay_steps=150,
+        lr_decay_style=style,
+        start_wd=0.5,
+        end_wd=0.5,
+        wd_incr_steps=150,
+        wd_incr_style="constant",
+        wsd_decay_steps=30,
+        lr_wsd_decay_style="linear",
+    )
+    expected = []
+    for _ in range(21):
+        expected.append(group["lr"])
+        theirs.step(increment=8)
+    assert rates(21, **flags) == pytest.approx(expected, rel=1e-12)
+    assert rates(21, **flags, train_samples=167)[:20] == pytest.approx(expected[:20], rel=1e-12)

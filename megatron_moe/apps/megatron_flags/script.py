@@ -1,0 +1,235 @@
+"""Reading the flags of a training command out of a shell script's text, without running it.
+
+A script holds flags in arrays (`ARGS=( --a 1 )`), in quoted assignments (`ARGS="--a 1"`), and in the command itself,
+which names the others (`torchrun ... pretrain_gpt.py ${ARGS[@]}`). Words keep their text: `${VAR}` is left as it is.
+A plain list of flags is a script too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_moe.config.megatron_flags import groups, is_flag, parts
+
+_ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_BREAK = re.compile(r"[\s;<>]|\|[\s|]|\|\Z")  # a bar within a word is a pipeline layout's
+_PAIRS = {"{": "}", "(": ")"}
+_LAUNCHERS = frozenset(
+    "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf standalone max-restarts monitor-interval"
+    " start-method role module no-python run-path log-dir redirects tee local-ranks-filter node-rank master-addr"
+    " master-port local-addr logs-specs use-env".split()
+)
+"""Flags of torchrun, also where an array holds them."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a script: its raw text with quotes, and whether a command or an array ends before it.
+
+    `inside` is the text of an array that the word opens (`NAME=(`...).
+    """
+
+    text: str
+    first: bool
+    inside: str | None = None
+
+
+@dataclass
+class Script:
+    """What a script's text says.
+
+    Attributes:
+        flags: each flag with its values, as typed, in the order of the text.
+        variables: the simple assignments, name -> text.
+        sourced: files that the script reads, whose flags are not here.
+    """
+
+    flags: list[tuple[str, list[str]]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    sourced: list[str] = field(default_factory=list)
+
+    def resolved(self, text: str, depth: int = 5) -> str:
+        """Return a word without quotes, with the variables that the script assigns put in."""
+
+        def put_in(match: re.Match[str]) -> str:
+            name, default = match[1] or match[3], match[2]
+            return self.variables.get(name, default if default is not None else match[0])
+
+        found = unquoted(text)
+        for _ in range(depth):
+            found = re.sub(r"\$\{([A-Za-z_]\w*)(?::-([^{}]*))?\}|\$([A-Za-z_]\w*)", put_in, found)
+        return unquoted(found)
+
+
+def unquoted(text: str) -> str:
+    """Return a word's text without the quotes around it and without backslashes before other characters."""
+    for quote in "'\"":
+        if len(text) > 1 and text[0] == text[-1] == quote and quote not in text[1:-1]:
+            return text[1:-1]
+    return re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)['\"]", "", text))
+
+
+def read(text: str) -> Script:
+    """Return the flags of the training command in a script's text, those of the arrays it names included."""
+    script = Script()
+    held: dict[str, list[str]] = {}
+    commands: list[tuple[str, list[str]]] = []
+    for command in _commands(text):
+        _take_assignments(command, script, held)
+        program = next((i for i, word in enumerate(command) if unquoted(word.text).endswith(".py")), None)
+        if unquoted(command[0].text) in ("source", ".") and len(command) > 1:
+            script.sourced.append(unquoted(command[1].text))
+        elif program is not None:
+            commands.append((unquoted(command[program].text), [word.text for word in command[program + 1 :]]))
+        elif is_flag(command[0].text) or command[0].text.startswith("$"):
+            commands.append(("", [word.text for word in command]))
+    training = [words for name, words in commands if "train" in name.rpartition("/")[2]]
+    chosen = training or [words for name, words in commands if not name] or [words for _, words in commands]
+    named = [name for words in chosen for name in _references(words, held)]
+    lists = [held[name] for name in held if name in named] if named else ([] if training else list(held.values()))
+    for words in [*lists, *chosen]:
+        script.flags += _flags(words)
+    return script
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    for group in groups(words):
+        flag, values = parts(group)
+        if is_flag(group[0]) and "$" not in flag and flag[2:].replace("_", "-") not in _LAUNCHERS:
+            yield flag, [value for value in values if "[@]" not in value and "[*]" not in value]
+
+
+def _take_assignments(command: list[Word], script: Script, held: dict[str, list[str]]) -> None:
+    """Add what a command assigns: to the variables, and to the lists of words where there are flags in it."""
+    for word in command:
+        match = _ASSIGNED.match(word.text)
+        if match is None:
+            continue
+        value = word.text[match.end() :]
+        inside = word.inside if word.inside is not None else unquoted(value)
+        if word.inside is None:
+            own_default = re.fullmatch(rf"\$\{{{match[1]}:?-(.*)\}}", inside, re.DOTALL)  # NAME=${NAME:-value}
+            script.variables[match[1]] = inside if own_default is None else own_default[1]
+        words = [found.text for found in _words(inside, in_list=True)]
+        if any(is_flag(found) for found in words) or any(found.startswith("$") for found in words):
+            held.setdefault(match[1], []).extend(words)
+
+
+def _references(words: list[str], held: dict[str, list[str]]) -> set[str]:
+    """Return the names of the lists that words name, and that those name in turn."""
+    found: set[str] = set()
+    waiting = [name for word in words for name in _REFERENCE.findall(word)]
+    while waiting:
+        name = waiting.pop()
+        if name in held and name not in found:
+            found.add(name)
+            waiting += [other for word in held[name] for other in _REFERENCE.findall(word)]
+    return found
+
+
+def _commands(text: str) -> Iterator[list[Word]]:
+    """Yield the words of each command; those of an `eval` or a `... bash -c` are read from its string."""
+    command: list[Word] = []
+    for word in [*_words(text), Word("", True)]:
+        if word.first and command:
+            texts = [unquoted(w.text) for w in command]
+            strings = [i for i in range(2, len(texts)) if texts[i - 1] == "-c" and texts[i - 2].endswith("sh")]
+            if texts[0] == "eval":
+                yield from _commands(" ".join(texts[1:]))
+            elif strings:
+                yield from _commands(texts[strings[0]])
+            else:
+                yield command
+            command = []
+        if word.text:
+            command.append(word)
+
+
+def _words(text: str, in_list: bool = False) -> Iterator[Word]:
+    """Yield the words of a shell text; a line ends a command, unless `in_list`."""
+    at, first = 0, True
+    waiting: list[str] = []
+    text = text.replace("\\\r\n", "  ").replace("\\\n", "  ")
+    previous = ""
+    while at < len(text):
+        character = text[at]
+        if character == "\n" and waiting:
+            at = _after_heredoc(text, at, waiting.pop(0))
+        if character == "#":
+            at = (text + "\n").index("\n", at)
+        elif (match := _HEREDOC.match(text, at)) and not in_list:
+            waiting.append(match[2])
+            at = match.end()
+        elif character in " \t\r" or (character == "\n" and in_list):
+            at += 1
+        elif redirect := re.match(r"[0-9&]*[<>]+(?!\()&?[0-9-]*[ \t]*[^\s;|&()]*", text[at:]):
+            at += redirect.end()
+        elif character in "\n;&|" or (character in "()" and not (character == "(" and is_flag(previous))):
+            at, first = at + 1, True
+        else:
+            end, inside = _end_of_word(text, at)
+            previous = text[at:end] if inside is None else ""
+            opened = text[at:end] if inside is None else text[at : text.index("(", at)]
+            yield Word(opened, first, inside)
+            at, first = end, False
+
+
+def _after_heredoc(text: str, at: int, name: str) -> int:
+    """Return the place of the line break that ends a here-document's last line."""
+    match = re.compile(rf"^\t*{re.escape(name)}[ \t]*$", re.MULTILINE).search(text, at + 1)
+    return len(text) if match is None else match.end()
+
+
+def _end_of_word(text: str, at: int) -> tuple[int, str | None]:
+    """Return where a word ends, and the text of the array that it opens, if it does."""
+    begin, depth = at, 0
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 2
+        elif character in "'\"`":
+            at = _after_quote(text, at)
+        elif character == "$" and text[at + 1 : at + 2] in _PAIRS:
+            at = _after_pair(text, at + 1)
+        elif character == "(" and depth == 0 and _ASSIGNED.fullmatch(text[begin:at]):
+            end = _after_pair(text, at)
+            return end, text[at + 1 : end - 1]
+        elif _BREAK.match(text, at) or (character in ")&" and not depth):
+            break
+        else:
+            depth += (character == "(") - (character == ")")
+            at += 1
+    return min(at, len(text)), None
+
+
+def _after_quote(text: str, at: int) -> int:
+    """Return the place after the quoted text that begins here."""
+    quote, at = text[at], at + 1
+    while at < len(text) and text[at] != quote:
+        at += 2 if text[at] == "\\" and quote != "'" else 1
+    return at + 1
+
+
+def _after_pair(text: str, at: int) -> int:
+    """Return the place after the bracket that closes the one here; quotes and comments inside are passed over."""
+    opening, depth = text[at], 0
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 2
+            continue
+        if character in "'\"`":
+            at = _after_quote(text, at)
+            continue
+        if character == "#" and opening == "(" and text[at - 1] in " \t\n(":
+            at = (text + "\n").index("\n", at)
+            continue
+        depth += (character == opening) - (character == _PAIRS[opening])
+        at += 1
+        if depth == 0:
+            break
+    return at

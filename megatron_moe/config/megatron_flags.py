@@ -1,0 +1,192 @@
+"""Megatron-LM's flags that are no settings here, each with an answer: the table `megatron_flags.tsv`, and its use.
+
+A row of the table answers for a flag, or for some values of it: `alias`, the same under another name (`target`, where
+{} is the value); `always`, what is always so here; `ignored`, it only tunes what is not here; `refused`, not here, with
+what to do instead; `unknown`, no flag of Megatron-LM's but a name that people know, with the flag that they mean. A
+flag that is a setting here may have rows for values that only Megatron-LM has. This file does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_moe.config.fields import suggestion
+
+ANSWERS = ("taken", "alias", "always", "ignored", "refused", "unknown")
+TABLE = Path(__file__).with_name("megatron_flags.tsv")
+_NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row of the table.
+
+    Args:
+        takes: how many values the flag takes: a number, `*`, `+`, or nothing where that is not known.
+        values: those that the row is about; none: all that no other row is about.
+        target: the flags that take its place.
+    """
+
+    flag: str
+    takes: str
+    values: tuple[str, ...]
+    answer: str
+    target: str
+    reason: str
+
+    def fits(self, given: Sequence[str]) -> bool:
+        """Return whether the row is about these values."""
+        return not self.values or (bool(given) and all(any(_same(v, word) for v in self.values) for word in given))
+
+    def takes_as_many(self, given: Sequence[str]) -> bool:
+        """Return whether the flag takes as many values as are given."""
+        if self.takes in ("", "*"):
+            return True
+        return bool(given) if self.takes == "+" else len(given) == int(self.takes)
+
+    def in_place(self, given: Sequence[str]) -> list[str]:
+        """Return the words that take the place of the flag and its values: the target with the values put in."""
+        words: list[str] = []
+        for word in self.target.split():
+            words += given if word == "{}" else [word]
+        return words
+
+
+def _same(value: str, word: str) -> bool:
+    try:
+        return value == word or float(value) == float(word)
+    except ValueError:
+        return False
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[str, tuple[Answer, ...]]:
+    """Return flag -> its rows, those for some values before the one for all others."""
+    rows: dict[str, tuple[Answer, ...]] = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
+        flag, takes, values, answer, target, reason = line.split("\t")
+        rows[flag] = (*rows.get(flag, ()), Answer(flag, takes, tuple(values.split()), answer, target, reason))
+    return rows
+
+
+def row_for(flag: str, given: Sequence[str]) -> Answer | None:
+    """Return the row that answers for a flag with these values; None where the table has none."""
+    return next((row for row in table().get(flag, ()) if row.fits(given)), None)
+
+
+def is_flag(word: str) -> bool:
+    """Return whether a word of a command line is a flag, as argparse has it: `--name` or `--name=value`."""
+    return len(word) > 2 and word.startswith("--") and " " not in word.split("=")[0]
+
+
+def groups(argv: Iterable[str]) -> Iterator[list[str]]:
+    """Yield each flag of a command line with the words up to the next one; words before the first are a group too.
+
+    A word with one dash that is no number begins a group of its own: argparse takes it for a flag.
+    """
+    group: list[str] = []
+    for word in argv:
+        if is_flag(word) or (word.startswith("-") and not _NUMBER.match(word)):
+            if group:
+                yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def parts(group: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the flag of a group and its values, also of `--flag=value`."""
+    flag, equals, value = group[0].partition("=")
+    return flag, ([value] if equals else []) + list(group[1:])
+
+
+@dataclass
+class Translation:
+    """A command line in this project's flags.
+
+    Attributes:
+        argv: the words for the parser.
+        problems: an error for each flag that is unknown, refused, or used in a wrong way.
+    """
+
+    argv: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    _always: list[str] = field(default_factory=list)
+    _aliases: list[str] = field(default_factory=list)
+    _ignored: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to report at the start of the run, a line each."""
+        always = [f"always so here: {', '.join(dict.fromkeys(self._always))}"] if self._always else []
+        ignored = [f"ignored: {', '.join(flags)}: {reason}" for reason, flags in self._ignored.items()]
+        return (*always, *self._aliases, *ignored)
+
+    def add(self, row: Answer, given: Sequence[str]) -> None:
+        """Add a flag of Megatron-LM's by its row."""
+        typed = " ".join([row.flag, *given])
+        if row.answer == "refused":
+            self.problems.append(f"{typed}: {row.reason}")
+        elif not row.takes_as_many(given):
+            self.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
+        elif row.answer == "alias":
+            words = row.in_place(given)
+            self.argv += words
+            self._aliases.append(f"{typed} is {' '.join(words)} here: {row.reason}")
+        elif row.answer == "always":
+            self._always.append(typed)
+        else:
+            self._ignored.setdefault(row.reason, []).append(typed)
+
+
+def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
+    """Return a command line with Megatron-LM's flags replaced by this project's, dropped, or named as problems.
+
+    Args:
+        own: this project's flags, which stay as they are.
+    """
+    found = Translation()
+    replaced: list[tuple[str, list[str]]] = []
+    kept: dict[str, list[str]] = {}
+    for group in groups(argv):
+        flag, given = parts(group)
+        row = row_for(flag, given)
+        if row is None or row.answer == "unknown":
+            if is_flag(group[0]) and flag not in own:
+                found.problems.append(unknown(flag, own))
+            else:
+                found.argv += group
+                kept[flag] = given
+            continue
+        found.add(row, given)
+        if row.answer == "alias":
+            replaced.append((" ".join([flag, *given]), row.in_place(given)))
+    found.problems += [clash for typed, words in replaced for clash in _clashes(typed, words, kept)]
+    return found
+
+
+def _clashes(typed: str, words: Sequence[str], kept: dict[str, list[str]]) -> Iterator[str]:
+    """Yield an error for each flag that is given with another value than an alias gives it."""
+    for flag, given in map(parts, groups(words)):
+        if flag in kept and kept[flag] != given:
+            yield f"{typed}, {' '.join([flag, *kept[flag]])}: the first is {' '.join([flag, *given])} here; keep one"
+
+
+def unknown(flag: str, own: Collection[str]) -> str:
+    """Return the error for a flag that is neither this project's nor Megatron-LM's, with the flag that was meant."""
+    plain = flag.replace("_", "-")
+    known = [*own, *(name for name, rows in table().items() if rows[0].answer != "unknown")]
+    prefixed = [name for name in own if name.startswith(plain)] if len(plain) > 4 else []
+    row = row_for(plain, ())
+    if row is not None and row.answer == "unknown":
+        hint = f"; use {row.target}" + (f" ({row.reason})" if row.reason else "")
+    elif len(prefixed) == 1:
+        hint = f"; did you mean {prefixed[0]}?"
+    else:
+        hint = suggestion(plain, known)
+    return f"unknown flag {flag} (flags may not be shortened){hint or '; --help lists every flag'}"

@@ -1,0 +1,138 @@
+"""Settings that Megatron-LM accepts and does not read: they are left out with a note, where others are refused.
+
+Each function looks at the settings as given and returns what to change in them, and the note. A run that a program
+builds by hand is not changed: there, the rules refuse these settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_moe.config.fields import all_fields
+
+Given = dict[str, Any]
+Change = tuple[Given, str]
+"""New values by field, and the note."""
+
+YARN_FIELDS = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def as_megatron_reads(given: Given) -> tuple[Given, tuple[str, ...]]:
+    """Return the settings without those that Megatron-LM accepts and ignores, with a note for each change."""
+    notes: list[str] = []
+    for ignored in _IGNORED:
+        change = ignored(given)
+        if change is not None:
+            given = {**given, **change[0]}
+            notes.append(change[1])
+    return given, tuple(notes)
+
+
+def _value(given: Given, name: str) -> Any:
+    return given.get(name, all_fields()[name].default)
+
+
+def _set_among(given: Given, names: Iterable[str]) -> list[str]:
+    """Return those of the names whose given value is not the default."""
+    return [name for name in names if _value(given, name) != all_fields()[name].default]
+
+
+def _typed(given: Given, names: Iterable[str]) -> str:
+    return ", ".join(all_fields()[name].typed(given[name]) for name in names)
+
+
+def _left_out(names: Iterable[str]) -> Given:
+    return {name: all_fields()[name].default for name in names}
+
+
+def sequence_parallelism_of_one_rank(given: Given) -> Change | None:
+    """Switch sequence parallelism off without TP, since it splits activations over the TP ranks."""
+    if not _value(given, "sequence_parallel") or _value(given, "tensor_model_parallel_size") != 1:
+        return None
+    return {"sequence_parallel": False}, "--sequence-parallel: is off, as in Megatron-LM: there is one TP rank"
+
+
+def heads_of_latent_attention(given: Given) -> Change | None:
+    """Leave out what describes the heads of other attention; latent attention has widths of its own."""
+    names = _set_among(given, ("kv_channels", "group_query_attention", "num_query_groups", "add_qkv_bias"))
+    if not names or not _value(given, "multi_latent_attention"):
+        return None
+    return _left_out(names), (
+        f"{_typed(given, names)}: left out, latent attention does not read it, in Megatron-LM neither; its heads have"
+        " --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"
+    )
+
+
+def yarn_of_latent_attention(given: Given) -> Change | None:
+    """Take yarn where a factor is given for latent attention, as Megatron-LM does by default.
+
+    At factor 1 yarn is the plain rotation, whatever its other settings say.
+    """
+    names = _set_among(given, YARN_FIELDS)
+    if not names or _value(given, "rope_type") == "yarn":
+        return None
+    if not _value(given, "multi_latent_attention"):
+        return _left_out(names), (
+            f"{_typed(given, names)}: LEFT OUT, positions are rotated plainly: latent attention alone reads it, in"
+            " Megatron-LM too"
+        )
+    if given.get("rope_type") is not None:
+        return _left_out(names), f"{_typed(given, names)}: LEFT OUT, --rope-type rope rotates plainly; yarn reads it"
+    if "rotary_scaling_factor" in names:
+        return {"rope_type": "yarn"}, (
+            f"{_typed(given, names)}: --rope-type yarn is TAKEN, which is Megatron-LM's default for latent attention;"
+            " give --rope-type rope for the plain rotation"
+        )
+    return _left_out(names), f"{_typed(given, names)}: left out, at --rotary-scaling-factor 1 yarn rotates plainly"
+
+
+def softmax_before_other_scores(given: Given) -> Change | None:
+    """Leave out the place of the softmax where scores are none."""
+    if not _value(given, "moe_router_pre_softmax") or _value(given, "moe_router_score_function") == "softmax":
+        return None
+    return {"moe_router_pre_softmax": False}, (
+        f"--moe-router-pre-softmax: left out, --moe-router-score-function {given['moe_router_score_function']} has no"
+        " softmax to place; Megatron-LM does not read it either"
+    )
+
+
+def losses_without_weight(given: Given) -> Change | None:
+    """Leave out auxiliary losses whose coefficient is 0."""
+    kinds, coeffs = _value(given, "moe_router_load_balancing_type"), _value(given, "moe_aux_loss_coeff")
+    idle = [kind for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and not coeff]
+    if not idle or len(kinds) != len(coeffs) or _value(given, "num_experts") is None:
+        return None
+    rest = [(kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in idle] or [("none", 0.0)]
+    return {
+        "moe_router_load_balancing_type": tuple(kind for kind, _ in rest),
+        "moe_aux_loss_coeff": tuple(coeff for _, coeff in rest),
+    }, (
+        f"--moe-router-load-balancing-type {' '.join(idle)}: NOT ADDED, its coefficient is 0, Megatron-LM's default;"
+        " --moe-aux-loss-coeff 0.01 adds it"
+    )
+
+
+def loading_without_a_folder(given: Given) -> Change | None:
+    """Leave out what a checkpoint would be loaded without, where none is loaded."""
+    names = _set_among(given, ("finetune", "no_load_optim", "no_load_rng"))
+    if not names or _value(given, "load") is not None or _value(given, "load_hf") is not None:
+        return None
+    return _left_out(names), f"{_typed(given, names)}: left out, nothing is loaded without --load"
+
+
+_IGNORED: tuple[Callable[[Given], Change | None], ...] = (
+    sequence_parallelism_of_one_rank,
+    heads_of_latent_attention,
+    yarn_of_latent_attention,
+    softmax_before_other_scores,
+    losses_without_weight,
+    loading_without_a_folder,
+)

@@ -1,0 +1,65 @@
+"""Values that Megatron-LM accepts and ignores are left out with a note, and change nothing else."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_moe.config import cli, rules
+
+TINY = "--preset tiny --mock-data --vocab-size 256"
+GQA = "--preset tiny-gqa --mock-data --vocab-size 256"
+SIGMOID = "--moe-router-score-function sigmoid"
+AUX = "--moe-router-load-balancing-type"
+
+# base, flags that are left out, flags of the run that is trained instead, and what the note names
+ROWS = [
+    (TINY, "--sequence-parallel", "", ["--sequence-parallel", "off"]),
+    (TINY, "--kv-channels 128", "", ["--kv-channels 128", "--qk-head-dim"]),
+    (TINY, "--group-query-attention --num-query-groups 2", "", ["--group-query-attention, --num-query-groups 2"]),
+    (TINY, "--add-qkv-bias", "", ["--add-qkv-bias"]),
+    (f"{TINY} {SIGMOID}", "--moe-router-pre-softmax", "", ["--moe-router-pre-softmax", SIGMOID]),
+    (TINY, f"{AUX} seq_aux_loss --moe-aux-loss-coeff 0", "", ["seq_aux_loss", "NOT ADDED", "--moe-aux-loss-coeff"]),
+    (TINY, f"{AUX} aux_loss", "", ["aux_loss", "NOT ADDED"]),
+    (
+        TINY,
+        f"{AUX} aux_loss seq_aux_loss --moe-aux-loss-coeff 0 0.1",
+        f"{AUX} seq_aux_loss --moe-aux-loss-coeff 0.1",
+        ["--moe-router-load-balancing-type aux_loss:", "NOT ADDED"],
+    ),
+    (TINY, "--finetune --no-load-optim --no-load-rng", "", ["--finetune, --no-load-optim, --no-load-rng", "--load"]),
+    # Yarn: Megatron-LM's default for latent attention, which is the plain rotation at factor 1.
+    (TINY, "--rotary-scaling-factor 40", "--rope-type yarn --rotary-scaling-factor 40", ["--rope-type yarn is TAKEN"]),
+    (TINY, "--mscale 0.7 --mscale-all-dim 1 --beta-fast 16", "", ["--mscale 0.7", "--rotary-scaling-factor 1"]),
+    (f"{TINY} --rope-type rope", "--rotary-scaling-factor 40", "", ["LEFT OUT", "--rope-type rope"]),
+    (GQA, "--rotary-scaling-factor 40 --mscale 0.7", "", ["LEFT OUT", "latent attention"]),
+]
+
+
+@pytest.mark.claim("What Megatron-LM accepts and ignores is left out with a note.")
+@pytest.mark.parametrize(("base", "flags", "instead", "says"), ROWS, ids=[row[1] for row in ROWS])
+def test_an_ignored_value_is_left_out_with_a_note(base, flags, instead, says):
+    run = cli.parse(shlex.split(f"{base} {flags}"))
+    rules.check(run, 1)
+    assert run == cli.parse(shlex.split(f"{base} {instead}"))
+    (note,) = run.notes
+    for text in says:
+        assert text in note
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{TINY} --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{GQA} --kv-channels 32",
+        f"{GQA} --moe-router-pre-softmax",
+        f"{TINY} {AUX} aux_loss --moe-aux-loss-coeff 0.1",
+        f"{TINY} --load somewhere --finetune --no-load-rng",
+        f"{TINY} --load-hf somewhere --no-load-rng",
+        f"{TINY} --rope-type yarn --rotary-scaling-factor 40 --mscale 0.7",
+        TINY,
+    ],
+)
+def test_a_value_that_is_read_stays_without_a_note(flags):
+    assert cli.parse(shlex.split(flags)).notes == ()

@@ -1,0 +1,155 @@
+"""A shell script's training command is read without being run, answered, and rewritten."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from megatron_moe.apps.megatron_flags.cli import main
+from megatron_moe.apps.megatron_flags.script import read
+from megatron_moe.config import cli
+
+ARRAYS = """#!/bin/bash
+#SBATCH --nodes 4
+# usage: train.sh --not-a-flag
+FMT=torch_dist
+TP=${TP:-2}
+DISTRIBUTED_ARGS=(
+    --nproc_per_node 8  # cards
+    --nnodes ${NNODES:-1} --master_addr $ADDR
+)
+MODEL_ARGS=(
+    --use-mcore-models
+    --num-layers 4 # --hidden-size 9
+    # --commented-out 3
+    --moe-layer-freq "([0]*1+[1]*3)" --lr=1e-4
+    --ckpt-format $FMT --attention-backend fused
+    --padded-vocab-size 1024
+)
+if [ "$FULL" = 1 ]; then MODEL_ARGS+=( --recompute-activations ); fi
+UNUSED=( --vocab-size 7 )
+cat > config.yaml <<'EOF'
+--heredoc-flag 1
+EOF
+echo "start with --wrong"
+docker run --gpus all --ipc=host image
+python tools/preprocess_data.py --input a.jsonl
+source common.sh
+torchrun ${DISTRIBUTED_ARGS[@]} --log-dir logs pretrain_gpt.py \\
+    "${MODEL_ARGS[@]}" --tensor-model-parallel-size $TP --seed -1 \\
+    --save "${CKPT}/a b" 2>&1 | tee -a log.txt
+"""
+STRINGS = """
+export OPTIONS=" --num-layers 4 \\
+    --bf16 --split 99,1,0"
+OPTIONS+=" --lr ${LR}"
+run_cmd="python -u ${DIR}/pretrain_gpt.py ${OPTIONS} --save '${CKPT}'"
+srun -l --container-image img --container-mounts a:b sh -c "${run_cmd}"
+"""
+EVAL = """
+gpt_options="--num-layers $(expr 2 + 2) --hidden-size $((2*8))"
+run_cmd="torchrun $DIST pretrain_mixtral.py ${gpt_options} --data-path 0.5 a 0.5 b"
+echo ${run_cmd}
+eval ${run_cmd}
+"""
+
+
+@pytest.fixture
+def answered(tmp_path, capsys):
+    def run(*argv: str, script: str | None = None) -> str:
+        words = list(argv)
+        if script is not None:
+            (tmp_path / "train.sh").write_text(script)
+            words += ["--script", str(tmp_path / "train.sh")]
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_arrays_that_the_command_names_are_read_and_nothing_else():
+    flags = dict(read(ARRAYS).flags)
+    assert flags == {
+        "--use-mcore-models": [],
+        "--num-layers": ["4"],
+        "--moe-layer-freq": ['"([0]*1+[1]*3)"'],
+        "--lr": ["1e-4"],
+        "--ckpt-format": ["$FMT"],
+        "--attention-backend": ["fused"],
+        "--padded-vocab-size": ["1024"],
+        "--recompute-activations": [],
+        "--tensor-model-parallel-size": ["$TP"],
+        "--seed": ["-1"],
+        "--save": ['"${CKPT}/a b"'],
+    }
+    assert read(ARRAYS).sourced == ["common.sh"]
+    assert read(ARRAYS).resolved('"$FMT"') == "torch_dist" and read(ARRAYS).resolved("${TP}") == "2"
+
+
+def test_strings_of_flags_are_read_through_the_commands_that_run_them():
+    assert read(STRINGS).flags == [
+        ("--num-layers", ["4"]),
+        ("--bf16", []),
+        ("--split", ["99,1,0"]),
+        ("--lr", ["${LR}"]),
+        ("--save", ["'${CKPT}'"]),
+    ]
+    assert read(EVAL).flags == [
+        ("--num-layers", ["$(expr 2 + 2)"]),
+        ("--hidden-size", ["$((2*8))"]),
+        ("--data-path", ["0.5", "a", "0.5", "b"]),
+    ]
+
+
+def test_a_plain_list_is_a_script():
+    text = "--num-layers 61 --moe-layer-freq ([0]*3+[1]*58)\n--pipeline-model-parallel-layout Et|(tt|)*30mL --bf16"
+    assert read(text).flags == [
+        ("--num-layers", ["61"]),
+        ("--moe-layer-freq", ["([0]*3+[1]*58)"]),
+        ("--pipeline-model-parallel-layout", ["Et|(tt|)*30mL"]),
+        ("--bf16", []),
+    ]
+
+
+@pytest.mark.claim("A script of Megatron-LM is rewritten into a command that is taken here.")
+def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
+    lines = answered("--rewrite", script=ARRAYS).splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert "common.sh" in comments[0] and "--padded-vocab-size 1024" in comments[1] and len(comments) == 2
+    command = "\n".join(lines[2:])
+    for kept in ('"([0]*1+[1]*3)"', "--tensor-model-parallel-size $TP", "--recompute-granularity selective"):
+        assert kept in command
+    for dropped in ("--ckpt-format", "--attention-backend", "--use-mcore-models", "--nproc_per_node"):
+        assert dropped not in command
+    words = shlex.split(command.replace("\\\n", " "))
+    run = cli.parse(words[words.index("pretrain_moe.py") + 1 :][:6] + ["--seed", "3"])
+    assert run.model.num_layers == 4 and run.notes == ()
+
+
+def test_the_answers_of_a_list_are_an_object_by_flag(answered):
+    asked = "--lr 1 --tp 2 --attention-backend local --sft --manual-gc"
+    said = json.loads(answered("--json", *asked.split()))
+    assert {flag: entry["answer"] for flag, entry in said.items()} == {
+        "--lr": "taken",
+        "--tp": "unknown",
+        "--attention-backend": "alias",
+        "--sft": "refused",
+        "--manual-gc": "ignored",
+    }
+    assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
+
+
+def test_variables_that_the_script_sets_decide_by_their_value(answered):
+    assert json.loads(answered("--json", script=ARRAYS))["--ckpt-format"]["answer"] == "always"
+
+
+def test_a_table_of_answers_ends_with_their_counts(answered):
+    assert answered(script=ARRAYS).splitlines()[-2] == "6 taken, 1 alias, 3 always, 1 refused"
+
+
+@pytest.mark.parametrize("argv", [["--script"], ["moe-grouped-gemm"], ["--script", "no/such.sh"]])
+def test_a_wrong_question_is_an_error_of_the_user(argv, capsys):
+    assert main(argv) == 2
+    assert argv[-1] in capsys.readouterr().err
