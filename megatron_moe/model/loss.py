@@ -159,6 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             exp_sum, label_logit = sums
         ctx.save_for_backward(hidden, weight, tiles.labels, maximum, exp_sum)
+        ctx.parameter = weight
         ctx.rows, ctx.chunk_tokens, ctx.fused_gradient = rows, chunk_tokens, fused_gradient
         return torch.log(exp_sum) - label_logit
 
@@ -168,7 +169,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, labels, maximum, exp_sum = ctx.saved_tensors
         tiles = _Tiles(hidden, weight[: ctx.rows], labels, ctx.chunk_tokens)
         grad_hidden = tiles.wide_zeros(hidden.shape) if ctx.needs_input_grad[0] else None
-        total = main_grad_of(weight) if ctx.fused_gradient and ctx.needs_input_grad[1] else None
+        total = main_grad_of(ctx.parameter) if ctx.fused_gradient and ctx.needs_input_grad[1] else None
         grad_weight = torch.empty_like(weight) if total is None and ctx.needs_input_grad[1] else None
         if grad_weight is not None:
             grad_weight[ctx.rows :] = 0

@@ -28,7 +28,7 @@ class _GateProduct(torch.autograd.Function):
     @unaffected_by_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.fused = fused
+        ctx.parameter, ctx.fused = weight, fused
         if _multiplies_into_fp32(hidden, weight, dtype):
             # Products of half-precision numbers are exact in fp32: the sums are those of operands that were cast first.
             return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
@@ -44,7 +44,7 @@ class _GateProduct(torch.autograd.Function):
             grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
             rows = hidden.flatten(0, -2).to(grad.dtype)
-            total = main_grad_of(weight) if ctx.fused else None
+            total = main_grad_of(ctx.parameter) if ctx.fused else None
             if total is None:
                 grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
             else:
@@ -118,7 +118,9 @@ class LaterGradients:
     def compute(self) -> None:
         """Compute what was left out, and pass it on to the parameters, as the backward pass would have done."""
         for weights, gradient in self._left_out:
-            torch.autograd.backward(weights, gradient(weights))
+            with torch.no_grad():
+                of_weights = gradient(weights)
+            torch.autograd.backward(weights, of_weights)
         self._left_out.clear()
 
 
@@ -171,6 +173,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, fused: bool | None, leave_out: Any = None
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
+        ctx.parameter = weights
         ctx.wide, ctx.fused, ctx.leave_out = multiply_in_fp32(rows), fused, leave_out
         matrices = weights.flatten(1, -2)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
@@ -197,7 +200,7 @@ class _GroupedMM(torch.autograd.Function):
         if ctx.leave_out is not None:
             ctx.leave_out(of_weights)
         elif ctx.needs_input_grad[1]:
-            grad_weights = of_weights(weights)
+            grad_weights = of_weights(ctx.parameter)
         return grad_rows, grad_weights, None, None, None
 
 

@@ -22,9 +22,14 @@ _HALF = (torch.bfloat16, torch.float16)
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the fp32 sum of a weight's gradients, of its shape, or None.
 
+    The weight is the parameter itself, kept beside what a function of the graph saves: where activations are recomputed,
+    what comes back as saved is another tensor. A parameter with hooks has no sum here: they are given its gradient.
+
     There is none without the engine's DistributedDataParallel, from ZeRO stage 2 on, for a view of a parameter, with
     `--grad-reduce-in-bf16`, and for weights in fp64, which would be rounded.
     """
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
     total = getattr(weight, "main_grad", None)
     return total if total is not None and total.dtype == torch.float32 and weight.dtype != torch.float64 else None
 
@@ -44,7 +49,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
             do once for several products: it has none with half-precision operands and an fp32 result.
     """
     if left.dtype == right.dtype == total.dtype:
-        total.addmm_(left, right)
+        torch.addmm(total, left, right, out=total)  # addmm_ by a name that counters of FLOPs know
     elif left.dtype == right.dtype and left.dtype in _HALF and not platform.on_cpu(left):
         total += torch.mm(left, right, out_dtype=total.dtype)
     else:
