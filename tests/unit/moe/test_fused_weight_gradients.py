@@ -137,6 +137,23 @@ def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name: str)
         assert weight.grad.layout == torch.strided and (total is None or not total.any())
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_weight_with_hooks_shows_them_its_gradient(name: str) -> None:
+    product, shape = PRODUCTS[name]
+    trained, plain = Trained(shape, torch.float32), summed(name, False, torch.float32, 1)[0]
+    trained.weight.register_hook(lambda gradient: 2 * gradient)
+    output = product(micro_batches(1, torch.float32)[0], trained.weight, True)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.dtype))
+    assert torch.equal(trained.weight.main_grad, 2 * plain.weight.main_grad)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_sums_are_found_where_saved_tensors_come_back_as_others(name: str) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        trained, _ = summed(name, True, torch.bfloat16, 1)
+    assert {one.layout for one in trained.handed_on} == {torch.sparse_coo}
+
+
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_a_weight_that_is_used_in_another_place_too_gets_both_gradients(fused_first: bool) -> None:
     trained = Trained((40, 16), torch.float32)

@@ -113,6 +113,7 @@ def gradients_around_a_step(flags: dict[str, Any]) -> dict[str, Any]:
 
     trainer = Trainer({**AUX, **flags})
     router = next(iter(routers(trainer.model)))
+    router.weight.register_hook(lambda _: None)  # so that its gradient is handed on, and not added to its sum
     hidden = torch.randn(32, router.weight.shape[1]).to(router.weight.dtype)
     weight, bias = router.weight.detach().clone(), router.expert_bias.clone()
     first = outside()
