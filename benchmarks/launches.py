@@ -4,8 +4,9 @@
 
 One layer of one rank runs forward and backward on torch's meta device, as it would on CUDA. Every operation of torch
 that is no view is a launch (a grouped product is two: it writes its pointers first), and reads or writes each of its
-tensors once; so is and does each of our kernels. With a memory bandwidth and a rate of the products that makes an
-estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and needs no Triton.
+tensors once, what it changes in place twice; so is and does each of our kernels. With a memory bandwidth and a rate of the products that makes an
+estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and needs no Triton. `--sums`
+counts what adding the weights' gradients to their fp32 sums takes too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NO_LAUNCH = (
     "_unsafe_view",
     "lift_fresh",
 )
-
+IN_PLACE = ("add_", "mul_", "div_", "clamp_")
 
 # What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 989e12 and 67e12),
 # bytes a second (published 4.8e12), and the seconds that the smallest kernel takes.
@@ -71,8 +72,9 @@ class Launches(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         tensors = list({id(one): one for one in tree_iter((args, kwargs, result)) if isinstance(one, Tensor)}.values())
-        if tensors and name not in NO_LAUNCH and not is_view(func):
-            size = sum(touched(one) for one in tensors)
+        empty = any(one.is_sparse for one in tensors)  # what is handed on in place of a gradient that was added
+        if tensors and name not in NO_LAUNCH and not is_view(func) and not empty:
+            size = sum(touched(one) for one in tensors) + (touched(args[0]) if name in IN_PLACE else 0)
             count = 2 if name == "_grouped_mm" else 1
             self.found.append(Launched(name, count, size, flops(name, args), tensors[0].dtype))
         return result
@@ -81,7 +83,12 @@ class Launches(TorchDispatchMode):
         """Count a launch of a kernel of ours."""
         tensors = {id(one): one for one in arguments if isinstance(one, Tensor)}.values()
         name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-        self.found.append(Launched(name, 1, sum(touched(one) for one in tensors)))
+        size = sum(touched(one) for one in tensors)
+        if name != "triton_products._add":
+            self.found.append(Launched(name, 1, size))
+            return
+        total, left, right = arguments[:3]  # which it reads and writes
+        self.found.append(Launched(name, 1, size + touched(total), flops("mm", (left, right)), left.dtype))
 
 
 def is_view(func: Any) -> bool:
@@ -106,10 +113,27 @@ def flops(name: str, args: tuple) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
+def summed(weight: Any) -> Any:
+    """Give a weight an fp32 sum of its gradients, to which what autograd hands on is added; return the node that does."""
+    weight.main_grad = torch.empty(weight.shape)
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+    def add(*_: Any) -> None:
+        if not weight.grad.is_sparse:  # else it was added in the product
+            weight.main_grad.add_(weight.grad)
+
+    node.register_hook(add)
+    return node
+
+
 def of_layer(
-    tokens: int, hidden: int, experts: int, topk: int, ffn: int, kernels: str = "triton"
+    tokens: int, hidden: int, experts: int, topk: int, ffn: int, kernels: str = "triton", sums: str = "none"
 ) -> tuple[list[Launched], list[Launched]]:
-    """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert."""
+    """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert.
+
+    sums: whether the weights' gradients are also added to fp32 sums: "none", "added" when autograd hands them on, as the
+    engine's DistributedDataParallel does, or "fused", in the product (`--gradient-accumulation-fusion`).
+    """
     from benchmarks.contestants import engine_config
     from benchmarks.problem import Shape
     from megatron_moe import platform
@@ -124,14 +148,16 @@ def of_layer(
     form = mock.patch.dict(os.environ, {switches.KERNELS: kernels})
     try:
         with form, platform.imagining("cuda", {}), torch.device("meta"):
-            config = engine_config(shape, torch.bfloat16, moe_shared_expert_intermediate_size=None)
-            layer = MoELayer(config, layer_number=1).train()
+            fused = {"moe_shared_expert_intermediate_size": None, "gradient_accumulation_fusion": sums == "fused"}
+            layer = MoELayer(engine_config(shape, torch.bfloat16, **fused), layer_number=1).train()
+            hooks = [] if sums == "none" else [summed(weight) for weight in layer.parameters()]
             rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
             launches = Launches()
             with launches, launches_seen_by(launches.seen):
                 output, _ = layer(rows)
                 forward = len(launches.found)
                 output.backward(torch.empty_like(output))
+        del hooks
     finally:
         groups.destroy()
     begin = next(place for place, one in enumerate(launches.found) if one.name != "empty_like" and place >= forward)
@@ -145,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--kernels", choices=("triton", "torch"), default="triton", help="default: triton")
+    parser.add_argument("--sums", choices=("none", "added", "fused"), default="none", help="default: none")
     args = parser.parse_args(argv)
     passes = of_layer(**vars(args))
     for title, found in zip(("forward", "backward"), passes, strict=True):

@@ -207,13 +207,12 @@ def _kernels(run: Run) -> dict[str, Any]:
 def _linear_gradients_are_fused(run: Run) -> bool:
     """Return whether the engine's linear layers, or Transformer Engine's, add to fp32 sums in their products on CUDA.
 
-    The engine's do with an extension that is compiled for the machine, and refuse to be built without it.
+    The engine's do with an extension that is compiled for the machine, and refuse to be built without it; the output
+    layer is the engine's next to Transformer Engine's layers too, and the setting is one for all.
     """
     if run.precision.gradient_accumulation_fusion is False or not run.derived.grads_in_fp32:
         return False
-    if run.derived.zero_stage >= 2:
-        return False
-    return run.model.transformer_impl == "transformer_engine" or layers._grad_accum_fusion_available
+    return run.derived.zero_stage < 2 and layers._grad_accum_fusion_available
 
 
 def ddp_config(run: Run) -> DistributedDataParallelConfig:
