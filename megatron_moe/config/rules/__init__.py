@@ -27,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     model.yarn_betas_are_ordered,
     model.rotary_width_is_even,
     model.sequence_fits_positions,
+    model.padded_vocabulary_holds_its_tokens,
     model.prediction_weight_needs_its_layers,
     model.predictions_fit_the_sequence,
     # experts

@@ -147,6 +147,12 @@ def sequence_fits_positions(run: Run, world_size: int) -> None:
         )
 
 
+def padded_vocabulary_holds_its_tokens(run: Run, world_size: int) -> None:
+    """Require a row for each token in a table of a given size, and equal shares; see `derived.padded_vocab_size`."""
+    # A tokenizer's vocabulary is not known before the tokenizer is read (training/plan.py).
+    run.derived.padded_vocab_size(run.model.vocab_size or 1)
+
+
 def softmax_flag_is_read(run: Run, world_size: int) -> None:
     """Refuse a softmax in half precision with our core attention, which always computes it in fp32."""
     if not run.precision.attention_softmax_in_fp32 and run.model.transformer_impl == "local":
