@@ -63,6 +63,11 @@ class ModelConfig:
         "linear, norm and attention modules; the MoE layer is ours in both",
         choices=("local", "transformer_engine"),
     )
+    attention_backend: str = free(
+        "auto",
+        "the kernel of Transformer Engine's attention; the local attention's is torch's choice",
+        choices=("auto", "flash", "fused", "unfused"),
+    )
     cross_entropy_loss_fusion: bool = free(
         False, "output layer and cross entropy in one, over chunks of tokens, without the whole logits in memory"
     )

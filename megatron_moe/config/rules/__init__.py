@@ -125,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     training.recomputed_modules_exist,
     training.recomputed_modules_do_not_nest,
     model.softmax_flag_is_read,
+    model.attention_backend_is_read,
     model.transformer_engine_is_installed,
     # micro-batches that overlap
     overlap.expert_overlap_can_work,

@@ -104,6 +104,17 @@ def softmax_before_other_scores(given: Given) -> Change | None:
     )
 
 
+def kernel_of_the_local_attention(given: Given) -> Change | None:
+    """Leave out the kernel of Transformer Engine's attention where attention is torch's."""
+    backend = _value(given, "attention_backend")
+    if backend == "auto" or _value(given, "transformer_impl") != "local":
+        return None
+    return {"attention_backend": "auto"}, (
+        f"--attention-backend {backend}: left out, Transformer Engine's attention reads it; that of --transformer-impl"
+        " local takes the kernel of torch's scaled_dot_product_attention that fits"
+    )
+
+
 def losses_without_weight(given: Given) -> Change | None:
     """Leave out auxiliary losses whose coefficient is 0."""
     kinds, coeffs = _value(given, "moe_router_load_balancing_type"), _value(given, "moe_aux_loss_coeff")
@@ -133,6 +144,7 @@ _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     heads_of_latent_attention,
     yarn_of_latent_attention,
     softmax_before_other_scores,
+    kernel_of_the_local_attention,
     losses_without_weight,
     loading_without_a_folder,
 )

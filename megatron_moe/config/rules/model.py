@@ -163,6 +163,16 @@ def softmax_flag_is_read(run: Run, world_size: int) -> None:
         )
 
 
+def attention_backend_is_read(run: Run, world_size: int) -> None:
+    """Refuse a choice among Transformer Engine's kernels with our core attention, whose kernel is torch's choice."""
+    if run.model.attention_backend != "auto" and run.model.transformer_impl == "local":
+        raise refuse(
+            run,
+            ("attention_backend", "transformer_impl"),
+            "the local attention takes the kernel that fits; use --attention-backend auto",
+        )
+
+
 def transformer_engine_is_installed(run: Run, world_size: int) -> None:
     """Require that Transformer Engine is installed if a flag chooses it."""
     asking = [

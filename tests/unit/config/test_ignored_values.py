@@ -20,6 +20,7 @@ ROWS = [
     (TINY, "--group-query-attention --num-query-groups 2", "", ["--group-query-attention, --num-query-groups 2"]),
     (TINY, "--add-qkv-bias", "", ["--add-qkv-bias"]),
     (f"{TINY} {SIGMOID}", "--moe-router-pre-softmax", "", ["--moe-router-pre-softmax", SIGMOID]),
+    (TINY, "--attention-backend flash", "", ["--attention-backend flash", "--transformer-impl local"]),
     (TINY, f"{AUX} seq_aux_loss --moe-aux-loss-coeff 0", "", ["seq_aux_loss", "NOT ADDED", "--moe-aux-loss-coeff"]),
     (TINY, f"{AUX} aux_loss", "", ["aux_loss", "NOT ADDED"]),
     (

@@ -103,10 +103,10 @@ def test_the_scripts_flags_are_known_and_most_scripts_would_run():
 
 @pytest.mark.claim("Flags of Megatron-LM that say what is always so here are named in one line at the start.")
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
-    argv = "--use-mcore-models --wandb-project p --attention-backend flash --wandb-entity=e --manual-gc --lr 1".split()
+    argv = "--use-mcore-models --wandb-project p --no-rope-fusion --wandb-entity=e --manual-gc --lr 1".split()
     run = cli.parse(argv)
     always, wandb, collector = run.notes
-    assert always == "always so here: --use-mcore-models, --attention-backend flash"
+    assert always == "always so here: --use-mcore-models, --no-rope-fusion"
     assert "--wandb-project p, --wandb-entity e:" in wandb and "--tensorboard-dir" in wandb
     assert "--manual-gc:" in collector
     assert run == cli.parse(["--lr", "1"])
@@ -124,6 +124,10 @@ def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
         ("--cp-comm-type p2p a2a", "--cp-comm-type all_gather"),
         ("--spec local", "--transformer-impl local"),
         ("--attention-backend local", "--transformer-impl local"),
+        (
+            "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
+            "--transformer-impl transformer_engine",
+        ),
         ("--persistent-save-interval 5", "--save-interval 5"),
     ],
 )
@@ -138,7 +142,8 @@ def test_an_alias_is_what_it_stands_for(typed, ours):
 def test_the_value_decides_where_megatron_has_several():
     answers = {
         "--ckpt-format": {"torch_dist": "always", "torch": "ignored"},
-        "--attention-backend": {"fused": "always", "unfused": "ignored", "local": "alias"},
+        "--attention-backend": {"local": "alias"},
+        "--spec": {"local": "alias", "mine.specs": "refused"},
         "--exp-avg-dtype": {"fp32": "always", "bf16": "refused"},
         "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
         "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "refused"},
