@@ -165,6 +165,8 @@ class LoggingConfig:
     sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")
     peak_tflops: float | None = flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
     dry_run: bool = mute(False, "check the configuration and stop")
+    log_params_norm: bool = flag(False, "the norm of all weights after a step, in log lines, files and TensorBoard")
+    log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradients are 0, there too")
     timing_log_level: int = flag(
         0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )

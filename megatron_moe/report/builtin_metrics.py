@@ -230,6 +230,14 @@ BUILT_IN: tuple[Metric, ...] = (
         empty=list,
         from_json=_losses_from_json,
     ),
+    Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
+    Metric(
+        "num_zeros",
+        unit="elements of all gradients",
+        console="num zeros {:.0f}",
+        console_rank=32,
+        tensorboard="num-zeros",
+    ),
     Metric("data_hash"),
     Metric("expert_bias_hash"),
 )

@@ -75,6 +75,10 @@ class StepFacts:
     seconds_left: float
     memory_bytes: int
     """This rank's peak."""
+    params_norm: float | None = None
+    """The norm of all weights after the step, at those of --log-interval with --log-params-norm."""
+    num_zeros: int | None = None
+    """Elements of all gradients that are 0, at the same steps with --log-num-zeros-in-grad."""
 
     @property
     def tokens(self) -> int:

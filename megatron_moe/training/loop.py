@@ -15,6 +15,7 @@ from megatron_moe.report.records import exact
 from megatron_moe.training.faults import FaultWatch
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
+from megatron_moe.training.optimizer import weights_norm
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
 from megatron_moe.training.timers import interval_times, start_timing
@@ -113,6 +114,7 @@ class StepRunner:
                 pg_collection=trained.pg_collection,
                 probe=probe,
                 before_update=self._before_update,
+                zeros_counted=run.logging.log_num_zeros_in_grad and _logged(run, trainer.progress.iteration + 1),
             )
         _count_and_report(trainer, result, self._meter, begin, probe)
         self._fault_checks.end(result)
@@ -172,7 +174,7 @@ def _count_and_report(
     """Count the step, then report its metrics."""
     size = trainer.count(result)
     progress, options = trainer.progress, trainer.run.logging
-    logged = progress.iteration % options.log_interval == 0
+    logged = _logged(trainer.run, progress.iteration)
     groups = trainer.trained.pg_collection
     load = expert_load(result.router_update, groups) if logged or probe is not None else NO_EXPERT_LOAD
     health = None if probe is None else probe.health(load.tokens_per_expert, progress, groups.pp)
@@ -185,6 +187,7 @@ def _count_and_report(
         global_batch_size=size,
         seconds=time.perf_counter() - begin,
         health=health,
+        params_norm=weights_norm(trainer.trained.optimizer) if logged and options.log_params_norm else None,
     )
     trainer.records.append(exact(record))
     trainer.reporter.step(record)
@@ -192,6 +195,11 @@ def _count_and_report(
         times = interval_times(trainer.trained.model, options.timing_log_level, options.log_interval)
         if times is not None:
             trainer.reporter.message(times)
+
+
+def _logged(run: Run, iteration: int) -> bool:
+    """Return whether a log line ends with this iteration: what takes a measurement of its own is measured there."""
+    return iteration % run.logging.log_interval == 0
 
 
 def _due(trainer: Trainer, interval: int | None) -> bool:

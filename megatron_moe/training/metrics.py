@@ -95,6 +95,7 @@ class Meter:
         global_batch_size: int,
         seconds: float,
         health: Health | None = None,
+        params_norm: float | None = None,
     ) -> StepRecord:
         """Return one step's record.
 
@@ -127,6 +128,8 @@ class Meter:
                 seconds=seconds,
                 seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
                 memory_bytes=platform.max_memory_bytes(),
+                params_norm=params_norm,
+                num_zeros=result.gradient_zeros,
             )
         )
 
