@@ -207,7 +207,7 @@ class DerivedSettings:
         return self._run.model.seq_length if given is None else given
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the rows of the embedding table: `--padded-vocab-size`, or the vocabulary rounded up to aligned shares.
+        """Return the rows of the embedding table: those of the flag, or the vocabulary rounded up to aligned shares.
 
         The shares of the TP ranks are equal.
 

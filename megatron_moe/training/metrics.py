@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -96,6 +97,7 @@ class Meter:
         seconds: float,
         health: Health | None = None,
         params_norm: float | None = None,
+        part_seconds: Mapping[str, float] | None = None,
     ) -> StepRecord:
         """Return one step's record.
 
@@ -130,6 +132,8 @@ class Meter:
                 memory_bytes=platform.max_memory_bytes(),
                 params_norm=params_norm,
                 num_zeros=result.gradient_zeros,
+                part_seconds=part_seconds or {},
+                memory=platform.memory_statistics() if self._run.logging.log_memory_to_tensorboard else {},
             )
         )
 

@@ -39,7 +39,9 @@ def norms(run: Run) -> dict[str, Any]:
     optimizer = build_optimizer(run, chunks, pg_collection)
     cases.forward_backward(run, chunks, pg_collection)
     squares = {True: 0.0, False: 0.0, "weights": 0.0, "zeros": 0}
-    for parameter in chunks[0].parameters() if pg_collection.dp.size() == torch.distributed.get_world_size() == 1 else ():
+    for parameter in (
+        chunks[0].parameters() if pg_collection.dp.size() == torch.distributed.get_world_size() == 1 else ()
+    ):
         squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())
         squares["weights"] += float(parameter.detach().double().square().sum())
         squares["zeros"] += int((parameter.main_grad == 0).sum())

@@ -148,6 +148,8 @@ RULES: tuple[Rule, ...] = (
     sources.written_paths_are_writable,
     sources.written_files_differ,
     sources.plot_needs_metrics,
+    sources.profile_is_a_range_of_steps,
+    sources.settings_are_read,
 )
 
 

@@ -30,6 +30,19 @@ ROWS = [
         ["--moe-router-load-balancing-type aux_loss:", "NOT ADDED"],
     ),
     (TINY, "--finetune --no-load-optim --no-load-rng", "", ["--finetune, --no-load-optim, --no-load-rng", "--load"]),
+    (
+        TINY,
+        "--manual-gc-interval 5 --no-manual-gc-eval",
+        "",
+        ["--manual-gc-interval 5, --no-manual-gc-eval", "--manual-gc;"],
+    ),
+    (
+        TINY,
+        "--use-pytorch-profiler --profile-ranks 0 1",
+        "",
+        ["--use-pytorch-profiler", "--profile-ranks 0 1", "--profile;"],
+    ),
+    (TINY, "--log-timers-to-tensorboard", "", ["--log-timers-to-tensorboard", "--tensorboard-dir"]),
     # Yarn: Megatron-LM's default for latent attention, which is the plain rotation at factor 1.
     (TINY, "--rotary-scaling-factor 40", "--rope-type yarn --rotary-scaling-factor 40", ["--rope-type yarn is TAKEN"]),
     (TINY, "--mscale 0.7 --mscale-all-dim 1 --beta-fast 16", "", ["--mscale 0.7", "--rotary-scaling-factor 1"]),
