@@ -17,7 +17,7 @@ from megatron_moe.training.garbage import collect_after
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
 from megatron_moe.training.optimizer import weights_norm
-from megatron_moe.training.profiler import StepProfiler
+from megatron_moe.training.profiler import ProfiledSteps
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
 from megatron_moe.training.timers import interval_times, start_timing, times_text
@@ -95,7 +95,7 @@ class StepRunner:
         self._batches = trainer.batches(trainer.splits.train, trainer.progress.consumed_samples)
         self._fault_checks = FaultWatch(trainer, self._batches)
         self._meter = Meter(run, world_size=trainer.rank_facts.world_size, padded_vocab_size=trainer.padded_vocab_size)
-        self._profiler = StepProfiler(run, trainer.rank_facts.rank, trainer.reporter.message)
+        self._profiler = ProfiledSteps(run, trainer.rank_facts.rank, trainer.reporter.message)
         self._audited = trainer.progress.iteration + 1  # what a process does once is done in the step before
         if audit is not None and (run.training.train_iters or 0) < self._audited + 1:
             trainer.reporter.message(

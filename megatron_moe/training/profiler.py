@@ -50,7 +50,7 @@ MODULES = {
 PREFIX = "station: "
 
 
-class StepProfiler:
+class ProfiledSteps:
     """The profile of the steps that `--profile` names, on one rank; it does nothing on others and without the flag.
 
     With `--use-pytorch-profiler` the rank writes a Chrome trace. Else CUDA's profiler is started and stopped, for a

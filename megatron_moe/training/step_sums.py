@@ -108,7 +108,8 @@ class OwnSums:
         flags = torch.stack([~self.gradients_finite, ~self.state_finite]).double()
         words = on_device((*self.sample_words, *self.bias_words), torch.float64)
         added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
-        shared = torch.cat([self.loss_scale.view(1), self.grad_norm_squares, self.gradient_zeros]).double()
+        scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
+        shared = torch.cat([scale_and_squares, self.gradient_zeros])
         numbers = sum_over_ranks(added, shared)
         loss_sum, tokens, non_finite, damaged, *words_found = numbers[:8]
         mtp = numbers[9 : len(added)]

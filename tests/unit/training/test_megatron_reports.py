@@ -47,7 +47,7 @@ PROFILE = {
 
 
 def run(flags: dict[str, Any]) -> dict[str, Any]:
-    """A whole run on this rank: when it collected, as (steps done, generation), and whether Python's collector is on."""
+    """A whole run on this rank: its collections as (steps done, generation), and whether Python's collector is on."""
     from megatron_moe.training import loop
     from megatron_moe.training.run import pretrain
 
