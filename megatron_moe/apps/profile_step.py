@@ -2,68 +2,37 @@
 
 The stations are those of docs/journey.md. In the forward pass a station is a range around a function or a module of
 the run; an operation belongs to the innermost range that it is in. In the backward pass an operation belongs to the
-station whose operation it is the backward of: autograd numbers both alike.
+station whose operation it is the backward of: autograd numbers both alike. The ranges are those of
+`training/profiler.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile
 
-from megatron_moe import platform
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
+from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import require_writable
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
+from megatron_moe.training.profiler import PREFIX, activities, stations
 from megatron_moe.training.run import pretrain
 
-FUNCTIONS = {
-    "megatron_moe.data.batches:BatchIterator.__next__": "batch",
-    "megatron_moe.moe.router:TopKRouter.route": "route",
-    "megatron_moe.moe.dispatch:LocalDispatcher.dispatch": "dispatch",
-    "megatron_moe.moe.dispatch:LocalDispatcher.combine": "combine",
-    "megatron_moe.moe.all_to_all:AllToAllDispatcher.dispatch": "dispatch",
-    "megatron_moe.moe.all_to_all:AllToAllDispatcher.combine": "combine",
-    "megatron_moe.moe.dispatch:AllGatherDispatcher.dispatch": "dispatch",
-    "megatron_moe.moe.dispatch:AllGatherDispatcher.combine": "combine",
-    "megatron_moe.training.step:loss_func": "loss",
-    "megatron_moe.training.step:finalize_model_grads": "bias step",
-    "megatron_moe.training.step:_unscaled_gradients": "check",
-    "megatron_moe.training.step:_own_sums": "check",
-    "megatron_moe.training.step:_commit": "commit",
-}
-"""Function -> the station that it is. The bias step's has the reduction of gradients too."""
-MODULES = {
-    "ExactEmbedding": "embedding",
-    "LatentAttention": "attention",
-    "Attention": "attention",
-    "RMSNorm": "norms",
-    "LocalExperts": "experts",
-    "SharedExperts": "shared expert",
-    "MLP": "dense MLP",
-    "OutputLayer": "output layer",
-}
-"""Class of a module, or of one that it derives from -> its station; the first that fits, in the order of the class."""
 OPERATIONS = {"_VocabParallelCrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
 ELSEWHERE = "elsewhere"
-_PREFIX, _BACKWARD = "station: ", "autograd::engine::evaluate_function: "
+_BACKWARD = "autograd::engine::evaluate_function: "
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,62 +107,23 @@ class StepProfiler(Sink):
         if self._first < self._steps <= self._last:
             self.seconds.append(record.seconds)
         if self._steps == self._first:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.has_cuda() else [])]
-            self.profile = profile(activities=activities)
+            self.profile = profile(activities=activities())
             self.profile.start()
         if self._steps == self._last:
             self.profile.stop()
             self.shares = shares(self.profile.events())
 
 
+_NO_PROFILE: dict[str, Any] = {name: getattr(Run().logging, name) for name in ("profile", *READ_WITH["profile"])}
+
+
 def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
-    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None)
+    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_PROFILE)
     profiler = StepProfiler(warmup, steps)
     with stations():
         pretrain(run, also=(profiler,))
     return profiler
-
-
-@contextmanager
-def stations() -> Iterator[None]:
-    """Put a range around every station within the block."""
-    open_ranges: list[tuple[torch.nn.Module, Any]] = []
-
-    def enter(module: torch.nn.Module, _: Any) -> None:
-        station = next((MODULES[one.__name__] for one in type(module).__mro__ if one.__name__ in MODULES), None)
-        if station is not None:
-            named = record_function(_PREFIX + station)
-            named.__enter__()
-            open_ranges.append((module, named))
-
-    def leave(module: torch.nn.Module, *_: Any) -> None:
-        if open_ranges and open_ranges[-1][0] is module:
-            open_ranges.pop()[1].__exit__(None, None, None)
-
-    with ExitStack() as stack:
-        for path, station in FUNCTIONS.items():
-            stack.enter_context(_ranged(path, station))
-        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
-            stack.callback(handle.remove)
-        yield
-
-
-def _ranged(path: str, station: str) -> Any:
-    """Return a context in which the function at `path` ("module:name" or "module:Class.name") is a range."""
-    module, _, name = path.partition(":")
-    owner: Any = importlib.import_module(module)
-    *parents, name = name.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    function: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(function)
-    def ranged(*args: Any, **named: Any) -> Any:
-        with record_function(_PREFIX + station):
-            return function(*args, **named)
-
-    return mock.patch.object(owner, name, ranged)
 
 
 def shares(events: Any) -> dict[str, Share]:
@@ -218,7 +148,7 @@ def shares(events: Any) -> dict[str, Share]:
         else:
             share.backward += took
         share.device += event.self_device_time_total / 1e3
-        if not event.name.startswith(_PREFIX):
+        if not event.name.startswith(PREFIX):
             name = event.name.removeprefix(_BACKWARD)
             share.operations[name] = share.operations.get(name, 0.0) + took
     return found
@@ -228,8 +158,8 @@ def _station(event: Any) -> str:
     """Return the station of the innermost range around an event."""
     one = event
     while one is not None:
-        if one.name.startswith(_PREFIX):
-            return one.name.removeprefix(_PREFIX)
+        if one.name.startswith(PREFIX):
+            return one.name.removeprefix(PREFIX)
         if one.name in OPERATIONS:
             return OPERATIONS[one.name]
         if one.name.startswith(_BACKWARD):  # what is around a backward pass is not the station of what it computes

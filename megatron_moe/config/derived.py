@@ -207,9 +207,24 @@ class DerivedSettings:
         return self._run.model.seq_length if given is None else given
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the rows of the embedding table: the vocabulary, rounded up to equal, aligned shares of TP ranks."""
-        multiple = self._run.model.make_vocab_size_divisible_by * self._run.parallel.tensor_model_parallel_size
-        return (vocab_size + multiple - 1) // multiple * multiple
+        """Return the rows of the embedding table: those of the flag, or the vocabulary rounded up to aligned shares.
+
+        The shares of the TP ranks are equal.
+
+        Raises:
+            ConfigError: `--padded-vocab-size` has fewer rows than there are tokens, or does not divide by TP.
+        """
+        given, tp = self._run.model.padded_vocab_size, self._run.parallel.tensor_model_parallel_size
+        multiple = self._run.model.make_vocab_size_divisible_by * tp
+        aligned = (vocab_size + multiple - 1) // multiple * multiple
+        if given is None:
+            return aligned
+        if given < vocab_size or given % tp:
+            raise ConfigError(
+                f"--padded-vocab-size {given}: a table for {vocab_size} tokens and --tensor-model-parallel-size {tp} "
+                f"has at least {vocab_size} rows, in equal shares; use --padded-vocab-size {aligned}, or drop it"
+            )
+        return given
 
     @cached_property
     def norm_topk_prob(self) -> bool:

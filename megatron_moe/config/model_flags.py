@@ -55,10 +55,18 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(False, "separate tables for the embedding and the output layer")
     vocab_size: int | None = flag(None, "size of the vocabulary before padding; default: the tokenizer's")
     make_vocab_size_divisible_by: int = free(128, "pad the vocabulary to a multiple of this times TP")
+    padded_vocab_size: int | None = free(
+        None, "rows of the embedding table, tokens and padding; default: by make-vocab-size-divisible-by"
+    )
     transformer_impl: str = free(
         "local",
         "linear, norm and attention modules; the MoE layer is ours in both",
         choices=("local", "transformer_engine"),
+    )
+    attention_backend: str = free(
+        "auto",
+        "the kernel of Transformer Engine's attention; the local attention's is torch's choice",
+        choices=("auto", "flash", "fused", "unfused"),
     )
     cross_entropy_loss_fusion: bool = free(
         False, "output layer and cross entropy in one, over chunks of tokens, without the whole logits in memory"

@@ -59,6 +59,9 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "save and stop after an iteration that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", unit="min")
     exit_signal_handler: bool = flag(False, "save and stop on SIGTERM or SIGUSR1")
+    manual_gc: bool = flag(False, "run Python's garbage collector by hand, on all ranks between the same steps")
+    manual_gc_interval: int = flag(0, "with manual-gc: iterations between collections; 0: none but at the start")
+    manual_gc_eval: bool = flag(True, "with manual-gc: collect before and after an evaluation too")
     recompute_granularity: str | None = flag(
         None, "recompute activations in the backward pass", choices=("full", "selective")
     )
@@ -158,6 +161,12 @@ class LoggingConfig:
 
     log_interval: int = flag(1, "iterations between log lines")
     tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard's events")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's events in memory before they are written, at most")
+    log_timers_to_tensorboard: bool = flag(False, "step time, throughput and --timing-log-level's times, there")
+    log_memory_to_tensorboard: bool = flag(False, "what the allocator of rank 0's device holds, there")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "the perplexity of evaluations, there")
+    log_world_size_to_tensorboard: bool = flag(False, "the number of ranks, there")
     metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
     plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
     summary_file: str | None = mute(None, "JSON with the run's result, written at the end")
@@ -165,12 +174,24 @@ class LoggingConfig:
     sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")
     peak_tflops: float | None = flag(None, "peak of one device, for the model FLOPs utilisation", unit="TFLOP/s")
     dry_run: bool = mute(False, "check the configuration and stop")
+    log_params_norm: bool = flag(False, "the norm of all weights after a step, in log lines, files and TensorBoard")
+    log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradients are 0, there too")
     timing_log_level: int = flag(
         0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )
     health_interval: int | None = flag(
         None, "iterations between measurements of routing and rounding; 0: never; default: log-interval, 10 at least"
     )
+    profile: bool = flag(
+        False,
+        "profile steps by CUDA's profiler (nsys profile --capture-range=cudaProfilerApi), or by use-pytorch-profiler",
+    )
+    use_pytorch_profiler: bool = flag(
+        False, "profile by torch's, into a trace per rank in --tensorboard-dir, or profile/ under --save"
+    )
+    profile_step_start: int = flag(10, "steps before the first one that is profiled")
+    profile_step_end: int = flag(12, "steps up to the last one that is profiled")
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that are profiled")
     list_advisories: bool = flag(
         False, "print the known defects of the engine, which of them these flags meet, what is done, and stop"
     )

@@ -36,6 +36,7 @@ _FLAGS: dict[torch.dtype, dict[str, bool]] = {
 }
 _RESERVE = 256 * 2**20
 """Bytes for buffers of the libraries, in addition to weights and what the caller names."""
+_PADDING = ("make_vocab_size_divisible_by", "padded_vocab_size")
 _TABLES = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
@@ -118,7 +119,7 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
         ConfigError: no model has these settings.
     """
     flat = schema.flatten(run)
-    kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", "make_vocab_size_divisible_by")}
+    kept = {name: flat[name] for name in (*architecture_keys(), "moe_router_dtype", *_PADDING)}
     kept["max_position_embeddings"] = kept["seq_length"] = run.derived.max_position_embeddings
     kept |= {"cross_entropy_loss_fusion": False, "cross_entropy_chunk_tokens": None, **_FLAGS[dtype]}
     if layers is not None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
@@ -67,6 +68,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "transformer_impl": model.transformer_impl,
+        "attention_backend": AttnBackend[model.attention_backend],
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
     }

@@ -148,6 +148,24 @@ def max_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
+def cuda_profile() -> contextlib.AbstractContextManager[None]:
+    """Return a block that a profiler around the process (nsys) records, where it waits for CUDA's profiler API."""
+    return torch.cuda.profiler.profile()
+
+
+def memory_statistics() -> dict[str, int]:
+    """Return what this process has allocated, by Megatron-LM's names; without CUDA the peak alone, in bytes."""
+    if not has_cuda():
+        return {"mem-max-allocated-bytes": max_memory_bytes()}
+    found = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": found["reserved_bytes.all.current"],
+        "mem-allocated-bytes": found["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": found["allocated_bytes.all.peak"],
+        "mem-allocated-count": found["allocation.all.current"],
+    }
+
+
 def available_memory_bytes() -> int:
     """Return how many bytes can still be allocated.
 

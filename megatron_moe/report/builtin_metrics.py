@@ -10,7 +10,7 @@ from typing import Any
 from megatron_moe.io.texts import duration_text
 from megatron_moe.report import health
 from megatron_moe.report.health import Health, load_max_over_mean
-from megatron_moe.report.metric import Metric, StepRecord
+from megatron_moe.report.metric import Metric, StepFacts, StepRecord
 
 Records = Sequence[StepRecord]
 
@@ -123,6 +123,23 @@ def _health_scalars(record: StepRecord) -> dict[str, float | None]:
     return {} if record.health is None else dict(health.scalars(record.health))
 
 
+def _times(record: StepRecord) -> dict[str, float | None]:
+    """Return the times and the throughput by Megatron-LM's tags."""
+    times = {f"{name}-time": seconds for name, seconds in record.timers.items()}
+    return {**times, "throughput": record.model_tflops} if times else {}
+
+
+# The values of --log-timers-to-tensorboard and the like, whose tags are Megatron-LM's: empty without the flag.
+
+
+def _timers(facts: StepFacts) -> dict[str, float]:
+    return {"iteration": facts.seconds, **facts.part_seconds} if facts.run.logging.log_timers_to_tensorboard else {}
+
+
+def _world_size(facts: StepFacts) -> int | None:
+    return facts.world_size if facts.run.logging.log_world_size_to_tensorboard else None
+
+
 # Values read back from JSON.
 
 
@@ -230,6 +247,22 @@ BUILT_IN: tuple[Metric, ...] = (
         empty=list,
         from_json=_losses_from_json,
     ),
+    Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
+    Metric(
+        "num_zeros",
+        unit="elements of all gradients",
+        console="num zeros {:.0f}",
+        console_rank=32,
+        tensorboard="num-zeros",
+    ),
+    Metric("timers", unit="s per iteration, by part", compute=_timers, tensorboard=_times, empty=dict),
+    Metric(
+        "memory",
+        unit="by statistic of the allocator",
+        tensorboard=lambda record: record.memory,
+        empty=dict,
+    ),
+    Metric("world_size", unit="ranks", compute=_world_size, tensorboard="world-size"),
     Metric("data_hash"),
     Metric("expert_bias_hash"),
 )

@@ -75,6 +75,14 @@ class StepFacts:
     seconds_left: float
     memory_bytes: int
     """This rank's peak."""
+    params_norm: float | None = None
+    """The norm of all weights after the step, at those of --log-interval with --log-params-norm."""
+    num_zeros: int | None = None
+    """Elements of all gradients that are 0, at the same steps with --log-num-zeros-in-grad."""
+    part_seconds: Mapping[str, float] = field(default_factory=dict)
+    """The slowest rank's time per iteration in each part of a step, at the same steps with --timing-log-level."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """What the allocator of this rank's device holds, by Megatron-LM's names, with --log-memory-to-tensorboard."""
 
     @property
     def tokens(self) -> int:

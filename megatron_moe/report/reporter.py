@@ -69,7 +69,9 @@ class Reporter:
         if flags.tensorboard_dir:
             self._sinks.append(
                 _writable(
-                    "--tensorboard-dir", flags.tensorboard_dir, lambda path: TensorBoardSink(path, start_iteration)
+                    "--tensorboard-dir",
+                    flags.tensorboard_dir,
+                    lambda path: TensorBoardSink(path, start_iteration, flags),
                 )
             )
         if flags.summary_file:

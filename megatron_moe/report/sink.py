@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.report.metric import MetricError, StepRecord, metrics
 from megatron_moe.report.records import EvalRecord
 
@@ -42,7 +44,7 @@ class Sink:
 
 
 class TensorBoardSink(Sink):
-    """Writes the scalars of all metrics under `folder`, one event per scalar and step.
+    """Writes the scalars of all metrics under `folder`, one event per scalar and step of `--tensorboard-log-interval`.
 
     A resumed run writes a new event file whose first event makes TensorBoard forget every step after
     `start_iteration` of the older files.
@@ -51,7 +53,8 @@ class TensorBoardSink(Sink):
         ConfigError: the tensorboard package is missing.
     """
 
-    def __init__(self, folder: Path, start_iteration: int) -> None:
+    def __init__(self, folder: Path, start_iteration: int, options: LoggingConfig | None = None) -> None:
+        options = options or LoggingConfig()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -60,13 +63,19 @@ class TensorBoardSink(Sink):
                 "install it with `pip install tensorboard`, or drop the flag"
             ) from error
         self.artifact = folder
-        self._writer = SummaryWriter(str(folder), purge_step=start_iteration + 1)
+        self._interval = options.tensorboard_log_interval
+        self._perplexity = options.log_validation_ppl_to_tensorboard
+        self._writer = SummaryWriter(
+            str(folder), purge_step=start_iteration + 1, max_queue=options.tensorboard_queue_size
+        )
 
     def start(self, facts: dict[str, Any]) -> None:
         table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
         self._writer.add_text("run", f"| | |\n|---|---|\n{table}", 0)
 
     def step(self, record: StepRecord) -> None:
+        if record.iteration % self._interval:
+            return
         written: dict[str, str] = {}
         for metric in metrics():
             for tag, number in metric.scalars(record).items():
@@ -77,6 +86,13 @@ class TensorBoardSink(Sink):
 
     def evaluation(self, record: EvalRecord) -> None:
         self._writer.add_scalar(f"loss/{record.split}", record.loss, record.iteration)
+        if self._perplexity:
+            split = {"valid": "validation"}.get(record.split, record.split)
+            perplexity = math.exp(min(record.loss, 20.0))  # bounded as in Megatron-LM
+            self._writer.add_scalar(f"lm loss {split} ppl", perplexity, record.iteration)
+        self._writer.flush()
+
+    def flush(self) -> None:
         self._writer.flush()
 
     def close(self, summary: dict[str, Any] | None) -> None:

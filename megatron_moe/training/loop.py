@@ -13,11 +13,14 @@ from megatron_moe.config.errors import RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
 from megatron_moe.training.faults import FaultWatch
+from megatron_moe.training.garbage import collect_after
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
+from megatron_moe.training.optimizer import weights_norm
+from megatron_moe.training.profiler import ProfiledSteps
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step
-from megatron_moe.training.timers import interval_times, start_timing
+from megatron_moe.training.timers import interval_times, start_timing, times_text
 from megatron_moe.training.trainer import Trainer
 
 SKIPS_IN_A_ROW = 50
@@ -46,6 +49,14 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
             replicas differ; or a metric that a program has added failed.
     """
     steps = StepRunner(trainer, audit)
+    try:
+        return _train(trainer, stop, steps)
+    finally:
+        steps.close()
+
+
+def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> str:
+    """Run the rounds of `train`."""
     started, skips = time.monotonic(), 0
     if trainer.evaluation_pending and trainer.run.training.eval_iters:
         trainer.evaluate("valid")
@@ -84,6 +95,7 @@ class StepRunner:
         self._batches = trainer.batches(trainer.splits.train, trainer.progress.consumed_samples)
         self._fault_checks = FaultWatch(trainer, self._batches)
         self._meter = Meter(run, world_size=trainer.rank_facts.world_size, padded_vocab_size=trainer.padded_vocab_size)
+        self._profiler = ProfiledSteps(run, trainer.rank_facts.rank, trainer.reporter.message)
         self._audited = trainer.progress.iteration + 1  # what a process does once is done in the step before
         if audit is not None and (run.training.train_iters or 0) < self._audited + 1:
             trainer.reporter.message(
@@ -97,6 +109,7 @@ class StepRunner:
             RunFault: see `train`.
         """
         trainer, trained, run = self._trainer, self._trainer.trained, self._trainer.run
+        self._profiler.begin(trainer.progress.iteration)
         begin = time.perf_counter()
         num_micro_batches = trainer.schedule.num_micro_batches(trainer.progress.consumed_samples)
         probe = _probe(trainer, num_micro_batches)
@@ -113,10 +126,17 @@ class StepRunner:
                 pg_collection=trained.pg_collection,
                 probe=probe,
                 before_update=self._before_update,
+                zeros_counted=run.logging.log_num_zeros_in_grad and _logged(run, trainer.progress.iteration + 1),
             )
+        self._profiler.end(trainer.progress.iteration + 1)
         _count_and_report(trainer, result, self._meter, begin, probe)
         self._fault_checks.end(result)
+        collect_after(trainer.progress.iteration, run.training)
         return result
+
+    def close(self) -> None:
+        """Write the trace of steps that are still being profiled."""
+        self._profiler.close()
 
     def _before_update(self) -> None:
         self._fault_checks.before_update()
@@ -172,9 +192,10 @@ def _count_and_report(
     """Count the step, then report its metrics."""
     size = trainer.count(result)
     progress, options = trainer.progress, trainer.run.logging
-    logged = progress.iteration % options.log_interval == 0
+    logged = _logged(trainer.run, progress.iteration)
     groups = trainer.trained.pg_collection
     load = expert_load(result.router_update, groups) if logged or probe is not None else NO_EXPERT_LOAD
+    times = interval_times(trainer.trained.model, options.timing_log_level, options.log_interval) if logged else None
     health = None if probe is None else probe.health(load.tokens_per_expert, progress, groups.pp)
     record = agreed_record(
         meter,
@@ -185,13 +206,18 @@ def _count_and_report(
         global_batch_size=size,
         seconds=time.perf_counter() - begin,
         health=health,
+        params_norm=weights_norm(trainer.trained.optimizer) if logged and options.log_params_norm else None,
+        part_seconds={name: slowest for name, (_, slowest) in (times or {}).items()},
     )
     trainer.records.append(exact(record))
     trainer.reporter.step(record)
-    if logged:
-        times = interval_times(trainer.trained.model, options.timing_log_level, options.log_interval)
-        if times is not None:
-            trainer.reporter.message(times)
+    if times is not None:
+        trainer.reporter.message(times_text(times))
+
+
+def _logged(run: Run, iteration: int) -> bool:
+    """Return whether a log line ends with this iteration: what takes a measurement of its own is measured there."""
+    return iteration % run.logging.log_interval == 0
 
 
 def _due(trainer: Trainer, interval: int | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -95,6 +96,8 @@ class Meter:
         global_batch_size: int,
         seconds: float,
         health: Health | None = None,
+        params_norm: float | None = None,
+        part_seconds: Mapping[str, float] | None = None,
     ) -> StepRecord:
         """Return one step's record.
 
@@ -127,6 +130,10 @@ class Meter:
                 seconds=seconds,
                 seconds_left=per_step * max((self._run.training.train_iters or 0) - iteration, 0),
                 memory_bytes=platform.max_memory_bytes(),
+                params_norm=params_norm,
+                num_zeros=result.gradient_zeros,
+                part_seconds=part_seconds or {},
+                memory=platform.memory_statistics() if self._run.logging.log_memory_to_tensorboard else {},
             )
         )
 

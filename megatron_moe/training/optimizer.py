@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -333,6 +333,49 @@ def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
     assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
     squares = torch.cat([_norm_square([part]) for part in (dense, *experts)]).tolist()
     return joint_norm(squares[:1]), math.hypot(*(square**0.5 for square in squares[1:]))
+
+
+@torch.no_grad()
+def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
+    """Return how many elements of the prepared gradients are 0, over the whole model: fp64 [1], exact. Collective.
+
+    The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
+    share. Rows that pad the vocabulary are among them.
+    """
+    return _over_groups(
+        optimizer, lambda part: [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
+    )
+
+
+@torch.no_grad()
+def weights_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the fp32 weights of the whole model, each element counted once. Collective over all ranks.
+
+    Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
+    """
+    squares = _over_groups(
+        optimizer, lambda part: [norm.double().square() for norm in torch._foreach_norm(_weights_of_norm(part))]
+    )
+    return math.sqrt(squares.item())
+
+
+def _weights_of_norm(part: Any) -> list[Tensor]:
+    gradients = _gradients_of_norm(part)
+    counted = {id(gradient) for gradient in gradients}
+    return [master for master in part.get_parameters() if master.grad is not None and id(master.grad) in counted]
+
+
+def _over_groups(optimizer: MegatronOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
+    """Return the sum of the numbers of all parts, each over the ranks that share it, fp64 [1]. Collective."""
+    sums = []
+    for part in parts(optimizer):
+        total = torch.zeros(1, dtype=torch.float64, device=platform.device())
+        own = numbers(part)
+        if own:
+            total += torch.stack(list(own)).sum().to(total)  # of offloaded weights they are on the host
+        torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
+        sums.append(total)
+    return torch.stack(sums).sum(dim=0)
 
 
 @torch.no_grad()

@@ -58,6 +58,7 @@ def plan_run(run: Run) -> RunPlan:
     is_imported = run.checkpoint.load_hf is not None and start_from.source is None
     imported = plan_import(run) if is_imported else None
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+    run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size)  # refused here where it does not fit
     data_notes = check_data(run, tokenizer)
     data = data_fingerprint(run)
     return RunPlan(

@@ -25,6 +25,7 @@ from megatron_moe.report.records import exact
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
+from megatron_moe.training.garbage import collector_off
 from megatron_moe.training.loop import StepAudit, agreed_stop, train
 from megatron_moe.training.plan import evaluates_test_split, plan_run
 from megatron_moe.training.signals import StopSignals
@@ -95,6 +96,8 @@ def _check(run: Run, audit: StepAudit | None) -> None:
             "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
+    if run.logging.profile and not run.logging.use_pytorch_profiler and not platform.has_cuda():
+        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
     if run.training.deterministic_mode:
         switches.deterministic_environment()
 
@@ -107,7 +110,9 @@ def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> None
             f"{trainer.run.training.train_iters}"
         )
     try:
-        trainer.reporter.message(train(trainer, stop, audit))
+        with collector_off(trainer.run.training):
+            reason = train(trainer, stop, audit)
+        trainer.reporter.message(reason)
     except RunFault:  # on all ranks; what is being written in the background is of before
         trainer.leave_save()
         raise

@@ -42,6 +42,7 @@ from megatron_moe.training.global_batch import prepare_global_batch
 from megatron_moe.training.optimizer import (
     all_finite,
     clip_gradients,
+    count_zeros,
     grad_norm_squares,
     learning_rate,
     main_gradients,
@@ -91,6 +92,8 @@ class StepResult:
     """The step was not committed for what fp16 is expected to do now and then: a smaller loss scale follows."""
     damaged: bool = False
     """A weight, moment or expert_bias was not finite before the step, which no later step heals: not committed."""
+    gradient_zeros: int | None = None
+    """Elements of all gradients that are 0; None where they were not counted and where the step was not committed."""
     empty: bool = False
     """No token of the global batch counts for the loss, which is NaN, a mean of nothing: not committed, and fp16's loss
     scale stays too."""
@@ -141,6 +144,7 @@ def train_step(
     pg_collection: ProcessGroupCollection,
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
+    zeros_counted: bool = False,
 ) -> StepResult:
     """Run one global batch through forward, backward, reduction and update, in the order of the module's docstring.
 
@@ -150,6 +154,7 @@ def train_step(
         num_micro_batches: micro-batches of this rank.
         probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
+        zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
     """
     snapshot = _prepare(model, optimizer)
     sizes = dict(num_micro_batches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
@@ -159,7 +164,7 @@ def train_step(
         before_update()
     used_lr = learning_rate(optimizer)
     biases = copied_biases(backward.router_update, pg_collection)
-    gradients = _unscaled_gradients(optimizer, probe)
+    gradients = _unscaled_gradients(optimizer, probe, zeros_counted)
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = own.over_all_ranks()
     if not sums.decided:
@@ -184,6 +189,7 @@ def train_step(
         expert_bias_hash=hex_of(*sums.bias_words) if sums.committed else None,
         overflow=overflow,
         damaged=sums.damaged_ranks > 0,
+        gradient_zeros=sums.gradient_zeros if sums.committed else None,
         empty=sums.empty,
     )
 
@@ -219,22 +225,24 @@ def _forward_and_backward(
 
 @dataclass(frozen=True)
 class GradientSums:
-    """The results of `prepare_gradients` and `grad_norm_squares`, on the device."""
+    """The results of `prepare_gradients`, `grad_norm_squares` and, where asked for, `count_zeros`, on the device."""
 
     overflows: Tensor
     norm_squares: Tensor
+    zeros: Tensor
 
 
-def _unscaled_gradients(optimizer: MegatronOptimizer, probe: StepProbe | None) -> GradientSums:
+def _unscaled_gradients(optimizer: MegatronOptimizer, probe: StepProbe | None, zeros_counted: bool) -> GradientSums:
     """Put the gradients into the optimizer's fp32 ones, divided by the loss scale, and measure their norm.
 
     Collective over all ranks. Nothing is read from the device, but for a probe.
     """
     overflows = prepare_gradients(optimizer)
     squares = grad_norm_squares(optimizer)
+    zeros = count_zeros(optimizer) if zeros_counted else squares.new_empty(0, dtype=torch.float64)
     if probe is not None and sum_over_ranks(overflows.view(1))[0] == 0:
         probe.see_gradients(optimizer)
-    return GradientSums(overflows, squares)
+    return GradientSums(overflows, squares, zeros)
 
 
 def _own_sums(
@@ -257,6 +265,7 @@ def _own_sums(
         bias_words=NOTHING,
         grad_norm_squares=gradients.norm_squares,
         loss_scale=optimizer.get_loss_scale(),
+        gradient_zeros=gradients.zeros,
     )
     # The device has all of the above to do while the host waits for expert_bias.
     return replace(own, bias_words=local_bias_words(backward.router_update, biases))

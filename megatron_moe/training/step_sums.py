@@ -44,6 +44,8 @@ class StepSums:
     """The joint norm of all gradients; NaN after an overflow of fp16 on any rank."""
     loss_scale: float
     """The loss scale of the step."""
+    gradient_zeros: int | None = None
+    """Elements of all gradients that are 0, where they were counted."""
 
     @property
     def decided(self) -> bool:
@@ -98,17 +100,21 @@ class OwnSums:
     """[N] fp32, summed already over the ranks that share them."""
     loss_scale: Tensor
     """[1] fp32, the same on every rank."""
+    gradient_zeros: Tensor
+    """[1] fp64, summed already over the ranks that share them, or [0] where they are not counted."""
 
     def over_all_ranks(self) -> StepSums:
         """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
         flags = torch.stack([~self.gradients_finite, ~self.state_finite]).double()
         words = on_device((*self.sample_words, *self.bias_words), torch.float64)
         added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
-        shared = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
+        scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
+        shared = torch.cat([scale_and_squares, self.gradient_zeros])
         numbers = sum_over_ranks(added, shared)
         loss_sum, tokens, non_finite, damaged, *words_found = numbers[:8]
         mtp = numbers[9 : len(added)]
-        loss_scale, *squares = numbers[len(added) :]
+        loss_scale, *rest = numbers[len(added) :]
+        squares, zeros = rest[: len(self.grad_norm_squares)], rest[len(self.grad_norm_squares) :]
         return StepSums(
             loss_sum=loss_sum,
             tokens=tokens,
@@ -120,6 +126,7 @@ class OwnSums:
             overflows=numbers[8],
             grad_norm=math.nan if numbers[8] > 0 else joint_norm(squares),
             loss_scale=loss_scale,
+            gradient_zeros=int(zeros[0]) if zeros else None,
         )
 
 

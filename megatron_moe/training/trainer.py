@@ -26,6 +26,7 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
+from megatron_moe.training.garbage import collected
 from megatron_moe.training.state_checks import check_precision, require_finite_state
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.watchdog import Watchdog
@@ -127,17 +128,18 @@ class Trainer:
         batches = self.batches(getattr(self.splits, split), 0)
         for iterator in batches:
             iterator.observer = lambda _: self.at(f"iteration {self.progress.iteration}, evaluation ({split})")
-        record = evaluate(
-            self.trained.model,
-            batches,
-            split=split,
-            iteration=self.progress.iteration,
-            num_micro_batches=self.run.training.eval_iters * self.schedule.final_micro_batches,
-            micro_batch_size=self.run.training.micro_batch_size,
-            seq_length=self.run.model.seq_length,
-            pg_collection=self.trained.pg_collection,
-            in_fp32=self.run.precision.eval_in_fp32,
-        )
+        with collected(self.run.training):
+            record = evaluate(
+                self.trained.model,
+                batches,
+                split=split,
+                iteration=self.progress.iteration,
+                num_micro_batches=self.run.training.eval_iters * self.schedule.final_micro_batches,
+                micro_batch_size=self.run.training.micro_batch_size,
+                seq_length=self.run.model.seq_length,
+                pg_collection=self.trained.pg_collection,
+                in_fp32=self.run.precision.eval_in_fp32,
+            )
         self.reporter.evaluation(record)
         self.at(f"iteration {self.progress.iteration}, evaluated", limited=False)
         return record

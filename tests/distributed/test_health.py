@@ -21,35 +21,41 @@ PP2 = {"pipeline_model_parallel_size": 2}
 DO = {"use_distributed_optimizer": True}
 
 
+TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on TP
+
 # ---- gradient norms
 
 
 def norms(run: Run) -> dict[str, Any]:
-    """One step's gradients: the norms that health tells, the joint one, and each parameter's squares on this rank."""
+    """One step's gradients: the norms that health tells, the joint one, and sums over this rank's parameters."""
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer, part_grad_norms
+    from megatron_moe.training.optimizer import build_optimizer, count_zeros, part_grad_norms, weights_norm
 
     pg_collection = groups.initialize(run)
     seed_everything(run)
     chunks = build_model(run, pg_collection, cases.VOCAB)
     optimizer = build_optimizer(run, chunks, pg_collection)
     cases.forward_backward(run, chunks, pg_collection)
-    squares = {True: 0.0, False: 0.0}
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())
+    squares = {True: 0.0, False: 0.0, "weights": 0.0, "zeros": 0}
+    for parameter in (
+        chunks[0].parameters() if pg_collection.dp.size() == torch.distributed.get_world_size() == 1 else ()
+    ):
+        squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())
+        squares["weights"] += float(parameter.detach().double().square().sum())
+        squares["zeros"] += int((parameter.main_grad == 0).sum())
     assert not optimizer.prepare_grads()
     split = part_grad_norms(optimizer)
-    return {"split": split, "joint": float(optimizer.get_grad_norm()), "squares": squares}
+    counted = {"weights": weights_norm(optimizer), "zeros": int(count_zeros(optimizer).item())}
+    return {"split": split, "joint": float(optimizer.get_grad_norm()), "squares": squares, **counted}
 
 
 @pytest.fixture(scope="module")
-def one_rank_norms(gloo: Any) -> dict[bool, float]:
+def one_rank_norms(gloo: Any) -> dict[Any, float]:
     """The oracle: per parameter, on one rank, in fp64."""
-    squares = gloo.run(1, norms, run=replace(Run(), **EXPERTS))[0]["squares"]
-    return {experts: math.sqrt(value) for experts, value in squares.items()}
+    squares = gloo.run(1, norms, run=replace(Run(), **EXPERTS, **TABLE))[0]["squares"]
+    return {what: value if what == "zeros" else math.sqrt(value) for what, value in squares.items()}
 
 
 @pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
@@ -65,16 +71,27 @@ def one_rank_norms(gloo: Any) -> dict[bool, float]:
         (2, {**EP2, **DO}),
         (4, {**EP2, **PP2}),
         (4, {**SP2, **DO}),
+        (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_dense_and_expert_norms_are_those_of_one_rank(
-    gloo: Any, one_rank_norms: dict[bool, float], ranks: int, layout: dict[str, Any]
+def test_norms_and_zeros_are_those_of_one_rank(
+    gloo: Any, one_rank_norms: dict[Any, float], ranks: int, layout: dict[str, Any]
 ) -> None:
-    for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **layout})):
+    for rank in gloo.run(ranks, norms, run=replace(Run(), **{**EXPERTS, **TABLE, **layout})):
         assert rank["split"] == pytest.approx((one_rank_norms[False], one_rank_norms[True]), rel=2e-5)
         assert math.hypot(*rank["split"]) == pytest.approx(rank["joint"], rel=1e-6)
+        assert rank["weights"] == pytest.approx(one_rank_norms["weights"], rel=2e-6)
+        assert rank["zeros"] == one_rank_norms["zeros"] > 0
     assert one_rank_norms[True] > 0.01 * one_rank_norms[False]
+
+
+def test_a_table_that_two_stages_share_counts_once(gloo: Any) -> None:
+    tied = {**EXPERTS, **TABLE, "untie_embeddings_and_output_weights": False}
+    (oracle,) = gloo.run(1, norms, run=replace(Run(), **tied))
+    for rank in gloo.run(2, norms, run=replace(Run(), **tied, **PP2)):
+        assert rank["weights"] == pytest.approx(math.sqrt(oracle["squares"]["weights"]), rel=2e-6)
+        assert rank["zeros"] == oracle["squares"]["zeros"]
 
 
 # ---- measured steps

@@ -55,6 +55,7 @@ MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
         ([*MOCK, "--bf16", "--fp16"], ["--bf16", "--fp16"]),
         (["--preset", "tiny", "--mock-data"], ["--vocab-size"]),
         ([*MOCK, "--rampup-batch-size", "2", "3", "100"], ["--rampup-batch-size 2 3 100"]),
+        ([*MOCK, "--padded-vocab-size", "100"], ["--padded-vocab-size 100"]),  # fewer rows than bytes
     ],
 )
 def test_flags_that_do_not_go_together(argv, words, capsys, tmp_path):

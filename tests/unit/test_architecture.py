@@ -112,6 +112,7 @@ DOORS: dict[str, set[str]] = {
         "training/step_sums.py",
     },
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
+    "transformer.enums.AttnBackend": {"model/engine_config.py"},
     "utils.get_model_config": {
         "training/replay.py",
         "training/step.py",

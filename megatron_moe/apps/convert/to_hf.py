@@ -80,7 +80,7 @@ class ToHF(Conversion):
         if table is None or len(table.shape) != 2 or vocab_size is None or table.shape[0] < vocab_size:
             found = "no" if table is None else list(table.shape)
             raise ConfigError(f"--load {self.source}: {_EMBEDDING}: {found}, for a vocabulary of {vocab_size} tokens")
-        run = replace(source.run, make_vocab_size_divisible_by=table.shape[0], tensor_model_parallel_size=1)
+        run = replace(source.run, padded_vocab_size=table.shape[0], tensor_model_parallel_size=1)
         if self.options.drop_mtp and run.model.mtp_num_layers:
             run = replace(run, mtp_num_layers=None)
         return run

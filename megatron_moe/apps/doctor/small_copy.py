@@ -112,6 +112,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "max_position_embeddings": None,
         "vocab_size": VOCABULARY,
         "make_vocab_size_divisible_by": 8,
+        "padded_vocab_size": None,
         # At the usual 0.02 such a small model is almost linear, and its logits are all alike.
         "init_method_std": 0.1,
         "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, 2),

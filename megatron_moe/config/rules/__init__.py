@@ -27,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     model.yarn_betas_are_ordered,
     model.rotary_width_is_even,
     model.sequence_fits_positions,
+    model.padded_vocabulary_holds_its_tokens,
     model.prediction_weight_needs_its_layers,
     model.predictions_fit_the_sequence,
     # experts
@@ -124,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     training.recomputed_modules_exist,
     training.recomputed_modules_do_not_nest,
     model.softmax_flag_is_read,
+    model.attention_backend_is_read,
     model.transformer_engine_is_installed,
     # micro-batches that overlap
     overlap.expert_overlap_can_work,
@@ -146,6 +148,8 @@ RULES: tuple[Rule, ...] = (
     sources.written_paths_are_writable,
     sources.written_files_differ,
     sources.plot_needs_metrics,
+    sources.profile_is_a_range_of_steps,
+    sources.settings_are_read,
 )
 
 

@@ -25,6 +25,21 @@ YARN_FIELDS = (
 )
 
 
+READ_WITH = {
+    "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
+    "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
+    "tensorboard_dir": (
+        "tensorboard_log_interval",
+        "tensorboard_queue_size",
+        "log_timers_to_tensorboard",
+        "log_memory_to_tensorboard",
+        "log_validation_ppl_to_tensorboard",
+        "log_world_size_to_tensorboard",
+    ),
+}
+"""Flag -> those that are read with it alone, in Megatron-LM too."""
+
+
 def as_megatron_reads(given: Given) -> tuple[Given, tuple[str, ...]]:
     """Return the settings without those that Megatron-LM accepts and ignores, with a note for each change."""
     notes: list[str] = []
@@ -104,6 +119,17 @@ def softmax_before_other_scores(given: Given) -> Change | None:
     )
 
 
+def kernel_of_the_local_attention(given: Given) -> Change | None:
+    """Leave out the kernel of Transformer Engine's attention where attention is torch's."""
+    backend = _value(given, "attention_backend")
+    if backend == "auto" or _value(given, "transformer_impl") != "local":
+        return None
+    return {"attention_backend": "auto"}, (
+        f"--attention-backend {backend}: left out, Transformer Engine's attention reads it; that of --transformer-impl"
+        " local takes the kernel of torch's scaled_dot_product_attention that fits"
+    )
+
+
 def losses_without_weight(given: Given) -> Change | None:
     """Leave out auxiliary losses whose coefficient is 0."""
     kinds, coeffs = _value(given, "moe_router_load_balancing_type"), _value(given, "moe_aux_loss_coeff")
@@ -128,11 +154,23 @@ def loading_without_a_folder(given: Given) -> Change | None:
     return _left_out(names), f"{_typed(given, names)}: left out, nothing is loaded without --load"
 
 
+def settings_of_a_flag_that_is_off(given: Given) -> Change | None:
+    """Leave out the settings of collecting by hand, of profiling and of TensorBoard where there is none of these."""
+    stray = {flag: _set_among(given, names) for flag, names in READ_WITH.items() if not _value(given, flag)}
+    names = [name for found in stray.values() for name in found]
+    if not names:
+        return None
+    missing = ", ".join(all_fields()[flag].flag for flag, found in stray.items() if found)
+    return _left_out(names), f"{_typed(given, names)}: left out, without {missing}; Megatron-LM does not read it either"
+
+
 _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     sequence_parallelism_of_one_rank,
     heads_of_latent_attention,
     yarn_of_latent_attention,
     softmax_before_other_scores,
+    kernel_of_the_local_attention,
     losses_without_weight,
     loading_without_a_folder,
+    settings_of_a_flag_that_is_off,
 )

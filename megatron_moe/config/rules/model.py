@@ -147,6 +147,12 @@ def sequence_fits_positions(run: Run, world_size: int) -> None:
         )
 
 
+def padded_vocabulary_holds_its_tokens(run: Run, world_size: int) -> None:
+    """Require a row for each token in a table of a given size, and equal shares; see `derived.padded_vocab_size`."""
+    # A tokenizer's vocabulary is not known before the tokenizer is read (training/plan.py).
+    run.derived.padded_vocab_size(run.model.vocab_size or 1)
+
+
 def softmax_flag_is_read(run: Run, world_size: int) -> None:
     """Refuse a softmax in half precision with our core attention, which always computes it in fp32."""
     if not run.precision.attention_softmax_in_fp32 and run.model.transformer_impl == "local":
@@ -154,6 +160,16 @@ def softmax_flag_is_read(run: Run, world_size: int) -> None:
             run,
             ("attention_softmax_in_fp32", "transformer_impl"),
             "the local attention's softmax is always fp32; drop --no-attention-softmax-in-fp32",
+        )
+
+
+def attention_backend_is_read(run: Run, world_size: int) -> None:
+    """Refuse a choice among Transformer Engine's kernels with our core attention, whose kernel is torch's choice."""
+    if run.model.attention_backend != "auto" and run.model.transformer_impl == "local":
+        raise refuse(
+            run,
+            ("attention_backend", "transformer_impl"),
+            "the local attention takes the kernel that fits; use --attention-backend auto",
         )
 
 

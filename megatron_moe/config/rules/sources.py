@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 
+from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
 from megatron_moe.config.schema import Run
 
@@ -199,3 +200,33 @@ def plot_needs_metrics(run: Run, world_size: int) -> None:
     """Require the metrics file for the plot, which is drawn from it and so includes interrupted runs."""
     if run.logging.plot_file is not None and run.logging.metrics_file is None:
         raise refuse(run, ("plot_file", "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")
+
+
+def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
+    """Require a step to profile, on ranks that exist, and a folder for traces."""
+    options = run.logging
+    if not options.profile:
+        return
+    if options.profile_step_end <= options.profile_step_start:
+        raise refuse(
+            run,
+            ("profile", "profile_step_start", "profile_step_end"),
+            f"no step is between these; use --profile-step-end {options.profile_step_start + 2}",
+        )
+    beyond = [rank for rank in options.profile_ranks if rank >= world_size]
+    if beyond:
+        raise refuse(run, ("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
+    if options.use_pytorch_profiler and options.tensorboard_dir is None and run.checkpoint.save is None:
+        raise refuse(
+            run,
+            ("use_pytorch_profiler", "tensorboard_dir", "save"),
+            "traces need a folder; add --tensorboard-dir, or --save",
+        )
+
+
+def settings_are_read(run: Run, world_size: int) -> None:
+    """Refuse settings of collecting by hand, of profiling and of TensorBoard where there is none of these."""
+    for flag, names in READ_WITH.items():
+        stray = [] if value(run, flag) else set_among(run, names)
+        if stray:
+            raise refuse(run, (*stray, flag), "the first are read with the last alone; add it, or drop them")

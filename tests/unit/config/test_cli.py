@@ -8,7 +8,7 @@ from megatron_moe.config import cli, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.rules.ignored import YARN_FIELDS
+from megatron_moe.config.rules import ignored
 
 
 def message_of(*argv: str) -> str:
@@ -27,9 +27,13 @@ def typed(field) -> list[str]:
 
 # Flags that are left out where they are not read (test_ignored_values.py), with what reads them.
 READ_WITH = {
-    **dict.fromkeys(YARN_FIELDS, "--multi-latent-attention --rope-type yarn"),
+    **dict.fromkeys(ignored.YARN_FIELDS, "--multi-latent-attention --rope-type yarn"),
     **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), "--load somewhere"),
     "sequence_parallel": "--tensor-model-parallel-size 2",
+    "attention_backend": "--transformer-impl transformer_engine",
+    **dict.fromkeys(ignored.READ_WITH["manual_gc"], "--manual-gc"),
+    **dict.fromkeys(ignored.READ_WITH["profile"], "--profile"),
+    **dict.fromkeys(ignored.READ_WITH["tensorboard_dir"], "--tensorboard-dir somewhere"),
 }
 
 

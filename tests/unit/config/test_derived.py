@@ -144,6 +144,15 @@ def test_the_vocabulary_is_padded_for_tensor_parallel(vocab, tp, padded):
     assert run_of(f"--tensor-model-parallel-size {tp}").derived.padded_vocab_size(vocab) == padded
 
 
+@pytest.mark.parametrize(("vocab", "tp"), [(129, 1), (130, 2)])
+def test_a_table_of_a_given_size_has_that_many_rows(vocab, tp):
+    run = run_of(f"--tensor-model-parallel-size {tp} --padded-vocab-size 130 --make-vocab-size-divisible-by 64")
+    assert run.derived.padded_vocab_size(vocab) == 130
+    for wrong in ({"padded_vocab_size": vocab - 1}, {"tensor_model_parallel_size": 4}):
+        with pytest.raises(ConfigError, match="--padded-vocab-size"):
+            schema.replace(run, **wrong).derived.padded_vocab_size(vocab)
+
+
 def test_one_virtual_stage_is_none():
     flags = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
     assert run_of(f"{flags} 1").derived.virtual_pipeline_size == 2

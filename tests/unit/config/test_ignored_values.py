@@ -20,6 +20,7 @@ ROWS = [
     (TINY, "--group-query-attention --num-query-groups 2", "", ["--group-query-attention, --num-query-groups 2"]),
     (TINY, "--add-qkv-bias", "", ["--add-qkv-bias"]),
     (f"{TINY} {SIGMOID}", "--moe-router-pre-softmax", "", ["--moe-router-pre-softmax", SIGMOID]),
+    (TINY, "--attention-backend flash", "", ["--attention-backend flash", "--transformer-impl local"]),
     (TINY, f"{AUX} seq_aux_loss --moe-aux-loss-coeff 0", "", ["seq_aux_loss", "NOT ADDED", "--moe-aux-loss-coeff"]),
     (TINY, f"{AUX} aux_loss", "", ["aux_loss", "NOT ADDED"]),
     (
@@ -29,6 +30,19 @@ ROWS = [
         ["--moe-router-load-balancing-type aux_loss:", "NOT ADDED"],
     ),
     (TINY, "--finetune --no-load-optim --no-load-rng", "", ["--finetune, --no-load-optim, --no-load-rng", "--load"]),
+    (
+        TINY,
+        "--manual-gc-interval 5 --no-manual-gc-eval",
+        "",
+        ["--manual-gc-interval 5, --no-manual-gc-eval", "--manual-gc;"],
+    ),
+    (
+        TINY,
+        "--use-pytorch-profiler --profile-ranks 0 1",
+        "",
+        ["--use-pytorch-profiler", "--profile-ranks 0 1", "--profile;"],
+    ),
+    (TINY, "--log-timers-to-tensorboard", "", ["--log-timers-to-tensorboard", "--tensorboard-dir"]),
     # Yarn: Megatron-LM's default for latent attention, which is the plain rotation at factor 1.
     (TINY, "--rotary-scaling-factor 40", "--rope-type yarn --rotary-scaling-factor 40", ["--rope-type yarn is TAKEN"]),
     (TINY, "--mscale 0.7 --mscale-all-dim 1 --beta-fast 16", "", ["--mscale 0.7", "--rotary-scaling-factor 1"]),

@@ -25,8 +25,8 @@ MODEL_ARGS=(
     --num-layers 4 # --hidden-size 9
     # --commented-out 3
     --moe-layer-freq "([0]*1+[1]*3)" --lr=1e-4
-    --ckpt-format $FMT --attention-backend fused
-    --padded-vocab-size 1024
+    --ckpt-format $FMT --dist-ckpt-format torch_dist
+    --decoder-seq-length 1024
 )
 if [ "$FULL" = 1 ]; then MODEL_ARGS+=( --recompute-activations ); fi
 UNUSED=( --vocab-size 7 )
@@ -77,8 +77,8 @@ def test_arrays_that_the_command_names_are_read_and_nothing_else():
         "--moe-layer-freq": ['"([0]*1+[1]*3)"'],
         "--lr": ["1e-4"],
         "--ckpt-format": ["$FMT"],
-        "--attention-backend": ["fused"],
-        "--padded-vocab-size": ["1024"],
+        "--dist-ckpt-format": ["torch_dist"],
+        "--decoder-seq-length": ["1024"],
         "--recompute-activations": [],
         "--tensor-model-parallel-size": ["$TP"],
         "--seed": ["-1"],
@@ -117,11 +117,11 @@ def test_a_plain_list_is_a_script():
 def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
     lines = answered("--rewrite", script=ARRAYS).splitlines()
     comments = [line for line in lines if line.startswith("#")]
-    assert "common.sh" in comments[0] and "--padded-vocab-size 1024" in comments[1] and len(comments) == 2
+    assert "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[1] and len(comments) == 2
     command = "\n".join(lines[2:])
     for kept in ('"([0]*1+[1]*3)"', "--tensor-model-parallel-size $TP", "--recompute-granularity selective"):
         assert kept in command
-    for dropped in ("--ckpt-format", "--attention-backend", "--use-mcore-models", "--nproc_per_node"):
+    for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models", "--nproc_per_node"):
         assert dropped not in command
     words = shlex.split(command.replace("\\\n", " "))
     run = cli.parse(words[words.index("pretrain_moe.py") + 1 :][:6] + ["--seed", "3"])
@@ -129,14 +129,14 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
 
 
 def test_the_answers_of_a_list_are_an_object_by_flag(answered):
-    asked = "--lr 1 --tp 2 --attention-backend local --sft --manual-gc"
+    asked = "--lr 1 --tp 2 --attention-backend local --sft --te-rng-tracker"
     said = json.loads(answered("--json", *asked.split()))
     assert {flag: entry["answer"] for flag, entry in said.items()} == {
         "--lr": "taken",
         "--tp": "unknown",
         "--attention-backend": "alias",
         "--sft": "refused",
-        "--manual-gc": "ignored",
+        "--te-rng-tracker": "ignored",
     }
     assert all(set(entry) == {"answer", "reason"} and entry["reason"] for entry in said.values())
 

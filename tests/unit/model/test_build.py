@@ -158,6 +158,13 @@ def test_the_logged_loss_does_not_follow_the_schedules_division():
     assert not logged["lm loss"].requires_grad
 
 
+def test_a_table_has_the_rows_of_the_flag(one_process):
+    run = replace(Run(), **{**PRESETS["tiny"], "num_layers": 1, "moe_layer_freq": "[1]", "padded_vocab_size": 140})
+    (chunk,) = build_model(run, groups.initialize(run), 131, wrap=False)
+    tables = [p.shape[0] for name, p in chunk.named_parameters() if "word_embeddings" in name or "output_layer" in name]
+    assert tables == [140, 140]
+
+
 @pytest.mark.claim("Rows that pad the vocabulary are in no loss, gradient or softmax.")
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize("model", ["plain loss", "fused loss", "further predictions"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
@@ -60,6 +61,7 @@ CONFIG = {
     "mtp_num_layers": (2, {}, {"mtp_num_layers": 2}),
     "mtp_loss_scaling_factor": (0.3, {"mtp_num_layers": 1}, {"mtp_loss_scaling_factor": 0.3}),
     "transformer_impl": ("transformer_engine", {}, {"transformer_impl": "transformer_engine"}),
+    "attention_backend": ("fused", {}, {"attention_backend": AttnBackend.fused}),
     "num_experts": (8, {}, {"num_moe_experts": 8}),
     "moe_layer_freq": ("[0]+[1]*3", EXPERTS, {"moe_layer_freq": [0, 1, 1, 1]}),
     "tensor_model_parallel_size": (2, {}, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),

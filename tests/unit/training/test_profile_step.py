@@ -7,8 +7,9 @@ import json
 import pytest
 
 from megatron_moe.apps import profile_step
-from megatron_moe.apps.profile_step import FUNCTIONS, MODULES, OPERATIONS, main
+from megatron_moe.apps.profile_step import OPERATIONS, main
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.training.profiler import FUNCTIONS, MODULES
 
 TINY = "--preset tiny --mock-data --vocab-size 64 --num-layers 2 --moe-layer-freq [0,1] --seq-length 16".split()
 FEW = ["--global-batch-size", "1", "--micro-batch-size", "1", "--profile-steps", "2", "--profile-warmup", "1"]

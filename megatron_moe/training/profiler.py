@@ -1,0 +1,150 @@
+"""Profiles of some steps of a run (`--profile`), in which each station of docs/journey.md is a range.
+
+A station is a range around a function or a module of the run, entered within the profiled steps alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_moe import platform
+from megatron_moe.config.schema import Run
+
+FUNCTIONS = {
+    "megatron_moe.data.batches:BatchIterator.__next__": "batch",
+    "megatron_moe.moe.router:TopKRouter.route": "route",
+    "megatron_moe.moe.dispatch:LocalDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.dispatch:LocalDispatcher.combine": "combine",
+    "megatron_moe.moe.all_to_all:AllToAllDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.all_to_all:AllToAllDispatcher.combine": "combine",
+    "megatron_moe.moe.dispatch:AllGatherDispatcher.dispatch": "dispatch",
+    "megatron_moe.moe.dispatch:AllGatherDispatcher.combine": "combine",
+    "megatron_moe.training.step:loss_func": "loss",
+    "megatron_moe.training.step:finalize_model_grads": "bias step",
+    "megatron_moe.training.step:_unscaled_gradients": "check",
+    "megatron_moe.training.step:_own_sums": "check",
+    "megatron_moe.training.step:_commit": "commit",
+}
+"""Function -> the station that it is. The bias step's has the reduction of gradients too."""
+MODULES = {
+    "ExactEmbedding": "embedding",
+    "LatentAttention": "attention",
+    "Attention": "attention",
+    "RMSNorm": "norms",
+    "LocalExperts": "experts",
+    "SharedExperts": "shared expert",
+    "MLP": "dense MLP",
+    "OutputLayer": "output layer",
+}
+"""Class of a module, or of one that it derives from -> its station; the first that fits, in the order of the class."""
+PREFIX = "station: "
+
+
+class ProfiledSteps:
+    """The profile of the steps that `--profile` names, on one rank; it does nothing on others and without the flag.
+
+    With `--use-pytorch-profiler` the rank writes a Chrome trace. Else CUDA's profiler is started and stopped, for a
+    program around the process that waits for it (nsys).
+
+    Args:
+        report: called with the path of the trace.
+    """
+
+    def __init__(self, run: Run, rank: int, report: Callable[[str], None]) -> None:
+        options = run.logging
+        self._steps = (options.profile_step_start, options.profile_step_end)
+        self._wanted = options.profile and rank in options.profile_ranks
+        self._traces = options.use_pytorch_profiler
+        self._folder = Path(options.tensorboard_dir or Path(run.checkpoint.save or "") / "profile")
+        self._name = f"rank{rank}.steps{self._steps[0] + 1}-{self._steps[1]}.pt.trace.json"
+        self._report = report
+        self._open: ExitStack | None = None
+
+    def begin(self, done: int) -> None:
+        """Start where the next step is the first to profile. done: the steps of the run so far."""
+        if self._wanted and done == self._steps[0]:
+            self._open = ExitStack()
+            if self._traces:
+                self._open.enter_context(self._traced())
+                self._open.enter_context(stations())
+            else:
+                self._open.enter_context(platform.cuda_profile())
+
+    def end(self, done: int) -> None:
+        """Stop after the last step to profile. done: the steps of the run so far."""
+        if done >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop where a profile has begun."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        recorded = profile(activities=activities())
+        recorded.start()
+        try:
+            yield
+        finally:
+            recorded.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._folder / self._name))
+            self._report(f"wrote {self._folder / self._name}")
+
+
+def activities() -> list[ProfilerActivity]:
+    """Return what torch's profiler records on this machine."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.has_cuda() else [])]
+
+
+@contextmanager
+def stations() -> Iterator[None]:
+    """Put a range around every station within the block."""
+    open_ranges: list[tuple[torch.nn.Module, Any]] = []
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        station = next((MODULES[one.__name__] for one in type(module).__mro__ if one.__name__ in MODULES), None)
+        if station is not None:
+            named = record_function(PREFIX + station)
+            named.__enter__()
+            open_ranges.append((module, named))
+
+    def leave(module: torch.nn.Module, *_: Any) -> None:
+        if open_ranges and open_ranges[-1][0] is module:
+            open_ranges.pop()[1].__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for path, station in FUNCTIONS.items():
+            stack.enter_context(_ranged(path, station))
+        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
+            stack.callback(handle.remove)
+        yield
+
+
+def _ranged(path: str, station: str) -> Any:
+    """Return a context in which the function at `path` ("module:name" or "module:Class.name") is a range."""
+    module, _, name = path.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(function)
+    def ranged(*args: Any, **named: Any) -> Any:
+        with record_function(PREFIX + station):
+            return function(*args, **named)
+
+    return mock.patch.object(owner, name, ranged)
