@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron_moe.config.cli import add_flags
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from megatron_moe.data.tokenizers import TOKENIZER_TYPES
 from megatron_moe.data.train_tokenizer import MODEL_TYPES
 from megatron_moe.io.program import DONE, run_program
 
@@ -30,12 +31,11 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--overwrite", action="store_true", help="replace files that exist")
     tokenizer = p.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="kind of tokenizer")
-    tokenizer.add_argument("--tokenizer-model", help="its file or folder; with --train-tokenizer the file to write")
+    add_flags(tokenizer, TOKENIZER_FIELDS)
     tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
     training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
     training.add_argument(
-        "--train-tokenizer", action="store_true", help="train and write --tokenizer-model, then use it"
+        "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
     )
     training.add_argument(
         "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"

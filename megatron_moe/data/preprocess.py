@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import DataConfig
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS, DataConfig
 from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import FORMAT, Sidecar, sidecar_path, token_dtype
 from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
@@ -53,6 +53,8 @@ class PreprocessOptions:
     output_prefix: str
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
     vocab_size: int | None = None
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
@@ -208,8 +210,10 @@ def _check_options(options: PreprocessOptions, prefixes: list[str]) -> None:
 
 
 def _tokenizer(options: PreprocessOptions) -> Tokenizer:
-    kind = "SentencePieceTokenizer" if options.train_tokenizer else options.tokenizer_type
-    return build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model), options.vocab_size)
+    named = {name: getattr(options, name) for name in TOKENIZER_FIELDS}
+    if options.train_tokenizer:
+        named["tokenizer_type"] = "SentencePieceTokenizer"
+    return build_tokenizer(DataConfig(**named), options.vocab_size)
 
 
 def _train_tokenizer(options: PreprocessOptions, files: list[str]) -> None:
