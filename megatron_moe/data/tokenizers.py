@@ -120,9 +120,11 @@ class _LibraryTokenizer(Tokenizer):
     """A tokenizer that the tokenizers library runs."""
 
     _model: tokenizers.Tokenizer
+    include_special_tokens = False
+    """Whether `tokenize` adds the tokens that the post-processor of a `tokenizer.json` adds to a text."""
 
     def tokenize(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        return self._model.encode(text, add_special_tokens=self.include_special_tokens).ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return _decode_runs(ids, self.vocab_size, self._model.decode)
