@@ -13,11 +13,12 @@ import torch
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
+from megatron_moe.config.cli import add_flags
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizers import (
     REPLACEMENT,
-    TOKENIZER_TYPES,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
@@ -81,8 +82,7 @@ def parser() -> argparse.ArgumentParser:
         help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json that came with "
         "an imported model says, otherwise not)",
     )
-    p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the checkpoint's own tokenizer")
-    p.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
+    add_flags(p.add_argument_group("tokenizer", "by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
 
 
@@ -163,8 +163,8 @@ def _read(path: str | None, text: str) -> str:
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
     vocab_size = source.run.model.vocab_size
-    if flags.tokenizer_type is not None or flags.tokenizer_model is not None:
-        chosen = {"tokenizer_type": flags.tokenizer_type, "tokenizer_model": flags.tokenizer_model}
+    chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
+    if chosen:
         return build_tokenizer(schema.build(chosen).data, vocab_size)
     if "tokenizer.json" in source.companions:
         return HuggingFaceTokenizer(_companions(source))
@@ -176,14 +176,15 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
             "and --tokenizer-model"
         )
     config = folder.read_json(source.path / folder.CONFIG)
-    named = {name: config.get(name) for name in ("tokenizer_type", "tokenizer_model")}
+    named = {name: config[name] for name in TOKENIZER_FIELDS if name in config}
     tokenizer = build_tokenizer(schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data, vocab_size)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
     if trained_with.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        files = " with ".join(str(named[name]) for name in TOKENIZER_FILES[tokenizer.name])
         raise ConfigError(
-            f"--load {source.path}: was trained with another tokenizer than {named['tokenizer_model']} is now (SHA-256 "
+            f"--load {source.path}: was trained with another tokenizer than {files} is now (SHA-256 "
             f"{trained_with['sha256'][:12]}..., now {tokenizer.sha256[:12]}...); name the right one with "
-            "--tokenizer-type and --tokenizer-model"
+            "--tokenizer-type and its files"
         )
     return tokenizer
 

@@ -5,10 +5,39 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron_moe.config.cli import add_flags
+from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.megatron_flags import groups, parts, table, translate
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
-from megatron_moe.data.tokenizers import TOKENIZER_TYPES
 from megatron_moe.data.train_tokenizer import MODEL_TYPES
-from megatron_moe.io.program import DONE, run_program
+from megatron_moe.io.program import DONE, note, run_program
+
+_SENTENCES = (
+    "sentences are for BERT and T5; where a document needs several sequences, write its text as a list of texts under "
+    "the key, and each becomes one"
+)
+_WORKERS = "measures the speed for several numbers of workers; each run prints its own, and --workers sets the number"
+_REFUSED = {
+    "--split-sentences": _SENTENCES,
+    "--find-optimal-num-workers": _WORKERS,
+    "--workers-to-check": _WORKERS,
+    "--max-documents": _WORKERS,
+    "--performance-dir": _WORKERS,
+    "--tokenizer-sentencepiece-legacy": "a SentencePiece model is read as it is; drop it",
+}
+"""Flags of Megatron-LM's preprocess_data.py that are not here -> why, and what to do."""
+_IGNORED = {
+    "--lang": "read with --split-sentences alone",
+    "--keep-newlines": "read with --split-sentences alone",
+    "--dataset-impl": "there is one format, Megatron-LM's mmap",
+}
+_ANSWERED = frozenset(
+    """--chat-template --legacy-tokenizer --null-tokenizer-eod-id --null-tokenizer-pad-id --tokenizer-hf-no-use-fast
+    --tokenizer-hf-no-include-special-tokens --tokenizer-hf-use-fast --tokenizer-metadata --tokenizer-special-tokens
+    --trust-remote-code --use-gigatoken --vocab-extra-ids""".split()
+)
+"""Flags of its tokenizers whose answer in the table of training holds here too."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,23 +48,45 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     data = p.add_argument_group("input and output")
-    data.add_argument("--input", nargs="+", required=True, help=".jsonl files, text files, or folders of them")
     data.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys of the JSON objects; one dataset each (default: text)"
+        "--input",
+        nargs="+",
+        required=True,
+        help=".jsonl files, text files, folders of them, or patterns such as 'a/*.jsonl'",
+    )
+    data.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys of the JSON objects; one dataset each (default: text). Of a list of texts each is a sequence",
     )
     data.add_argument("--output-prefix", required=True, help="path and beginning of the names of the files to write")
     data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     data.add_argument(
         "--workers", type=int, default=None, help="processes that tokenize (default: one per available core)"
     )
+    data.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        help="write first the documents 0, N, 2 N, ..., then 1, N + 1, ...: Megatron-LM's order (default: 1)",
+    )
+    data.add_argument(
+        "--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says"
+    )
+    data.add_argument("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
     data.add_argument("--overwrite", action="store_true", help="replace files that exist")
     tokenizer = p.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="kind of tokenizer")
-    tokenizer.add_argument("--tokenizer-model", help="its file or folder; with --train-tokenizer the file to write")
+    add_flags(tokenizer, TOKENIZER_FIELDS)
+    tokenizer.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
+    )
     tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
     training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
     training.add_argument(
-        "--train-tokenizer", action="store_true", help="train and write --tokenizer-model, then use it"
+        "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
     )
     training.add_argument(
         "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
@@ -57,7 +108,38 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    flags: dict[str, Any] = vars(parser().parse_args(argv))
+    flags: dict[str, Any] = vars(parser().parse_args(_own_flags(argv)))
     options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
     preprocess(options)
     return DONE
+
+
+def _own_flags(argv: list[str]) -> list[str]:
+    """Return the command line in this program's flags, and print what became of Megatron-LM's.
+
+    Raises:
+        ConfigError: for flags that are unknown or not here, all in one message.
+    """
+    own = [option for action in parser()._actions for option in action.option_strings]
+    kept: list[str] = []
+    others: list[str] = []
+    problems: list[str] = []
+    for group in groups(argv):
+        flag, given = parts(group)
+        if flag in _REFUSED:
+            problems.append(f"{flag}: {_REFUSED[flag]}")
+        elif flag in _IGNORED:
+            note(f"preprocess_data.py: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
+        elif flag in own and flag != "--tokenizer-type":
+            kept += group
+        elif flag in table() and flag not in (*own, *_ANSWERED) and table()[flag][0].target not in own:
+            problems.append(f"{flag}: is a flag of training and says nothing here; drop it")
+        else:
+            others += group
+    found = translate(others, own)
+    problems += found.problems
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
+    for text in found.notes:
+        note(f"preprocess_data.py: {text}")
+    return kept + found.argv

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -213,6 +213,12 @@ def _build_parser() -> Parser:
             if field.section == section:
                 _add(group, field)
     return parser
+
+
+def add_flags(group: argparse._ArgumentGroup, names: Iterable[str]) -> None:
+    """Add the flags of some of the schema's fields to the parser of another program."""
+    for name in names:
+        _add(group, all_fields()[name])
 
 
 def _add(group: argparse._ArgumentGroup, field: Field) -> None:

@@ -74,6 +74,18 @@ class TrainingConfig:
     )
 
 
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+}
+"""Kind of tokenizer -> the fields that name its files, all of which it needs."""
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""The fields of `DataConfig` that say which tokenizer it is: flags of each program that builds one."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Tokens: where they come from and how they are split."""
@@ -87,12 +99,10 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = flag(None, "as data-path, for testing only")
     data_cache_path: str | None = flag(None, "folder of the index caches; default: next to the data")
     mock_data: bool = flag(False, "made-up tokens, no files")
-    tokenizer_type: str | None = flag(
-        None,
-        "kind of tokenizer",
-        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
-    )
+    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=tuple(TOKENIZER_FILES))
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
+    vocab_file: str | None = flag(None, "GPT2BPETokenizer: its vocab.json")
+    merge_file: str | None = flag(None, "GPT2BPETokenizer: its merges.txt")
     num_workers: int = flag(0, "processes that read data, per rank")
     reset_position_ids: bool = flag(False, "positions start again after an end-of-document token")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")

@@ -6,6 +6,7 @@ are read; for an error, the newlines before the line are counted, so that the me
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -47,13 +48,14 @@ class DocumentLocation:
 def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
     """Return the input files in the order given.
 
-    A folder is replaced by the files in it and in its subfolders, sorted, without hidden names.
+    A folder is replaced by the files in it and in its subfolders, sorted, without hidden names; a pattern with `*`, `?`
+    or `[` that is no name itself, by what it matches, sorted.
 
     Raises:
         ConfigError: a path does not exist, a folder has no files, or a file is empty.
     """
     found: list[str] = []
-    for item in inputs:
+    for item in _matched(inputs):
         if os.path.isdir(item):
             inside = []
             for folder, subfolders, names in os.walk(item):
@@ -69,7 +71,21 @@ def find_inputs(inputs: tuple[str, ...] | list[str]) -> list[str]:
     for path in found:
         if os.path.getsize(path) == 0:
             raise ConfigError(f"{path}, line 1: the file is empty; take it out of --input")
+        if path.endswith(".gz"):
+            raise ConfigError(f"--input {path} is compressed; give the file that gunzip makes of it")
     return found
+
+
+def _matched(inputs: tuple[str, ...] | list[str]) -> list[str]:
+    found: list[str] = []
+    for item in inputs:
+        found += [item] if os.path.exists(item) else sorted(glob.glob(item)) or [item]
+    return found
+
+
+def as_texts(value: str | list[str]) -> list[str]:
+    """Return the texts of a value: itself, or those of a list, each of which is a sequence of its own."""
+    return [value] if isinstance(value, str) else value
 
 
 def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[InputUnit]:
@@ -99,12 +115,14 @@ def work_units(files: list[str], unit_bytes: int = UNIT_BYTES) -> list[InputUnit
     return units
 
 
-def read_unit(unit: InputUnit, keys: tuple[str, ...]) -> Iterator[tuple[DocumentLocation, list[str]]]:
-    """Yield (location, one text per key) for each document of a unit; a text file is one document with the key "text".
+def read_unit(unit: InputUnit, keys: tuple[str, ...]) -> Iterator[tuple[DocumentLocation, list[str | list[str]]]]:
+    """Yield (location, one text or list of texts per key) for each document of a unit.
+
+    A text file is one document with the key "text".
 
     Raises:
         ConfigError: naming file and line, for invalid UTF-8, a line that is not a JSON object, a missing key, a value
-            that is not a string, or an empty text.
+            that is neither a text nor a list of texts, or an empty text.
     """
     if unit.is_jsonl:
         for offset, line in _lines_beginning_in(unit):
@@ -137,7 +155,7 @@ def _lines_beginning_in(unit: InputUnit) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _texts_of_line(line: bytes, keys: tuple[str, ...], location: DocumentLocation) -> list[str]:
+def _texts_of_line(line: bytes, keys: tuple[str, ...], location: DocumentLocation) -> list[str | list[str]]:
     text = _decode(line, location)
     if not text.strip():
         raise location.error("the line is empty")
@@ -147,19 +165,20 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...], location: DocumentLocatio
         raise location.error(f"no valid JSON ({error})") from error
     if not isinstance(record, dict):
         raise location.error(f"a JSON object is expected, this is a {type(record).__name__}")
-    values = []
+    values: list[str | list[str]] = []
     for key in keys:
         if key not in record:
             raise location.error(
                 f"key {key!r} is missing (it has: {', '.join(map(repr, record)) or 'no keys'}); see --json-keys"
             )
         value = record[key]
-        if not isinstance(value, str):
-            raise location.error(f"the value of {key!r} is a {type(value).__name__}, not a text")
-        if not value:
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+            raise location.error(f"the value of {key!r} is a {type(value).__name__}, not a text or a list of texts")
+        for text in as_texts(value):
+            if not text.isascii():
+                _refuse_lone_surrogates(text, key, location)
+        if not any(as_texts(value)):
             raise location.error(f"the text of {key!r} is empty")
-        if not value.isascii():
-            _refuse_lone_surrogates(value, key, location)
         values.append(value)
     return values
 

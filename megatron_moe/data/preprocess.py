@@ -9,40 +9,35 @@ complete.
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import DataConfig
-from megatron_moe.data.documents import DocumentLocation, InputUnit, find_inputs, read_unit, work_units
-from megatron_moe.data.index_file import FORMAT, Sidecar, sidecar_path, token_dtype
-from megatron_moe.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS, DataConfig
+from megatron_moe.data.dataset_writer import DatasetWriter
+from megatron_moe.data.documents import DocumentLocation, InputUnit, as_texts, find_inputs, read_unit, work_units
+from megatron_moe.data.index_file import Sidecar, token_dtype
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.io.files import publish_files
-from megatron_moe.io.hashing import sha256_of_file
-
-if TYPE_CHECKING:
-    from megatron_moe.data.datasets import IndexedDatasetBuilder
 
 
 @dataclass(frozen=True)
@@ -61,88 +56,25 @@ class PreprocessOptions:
     train_tokenizer: bool = False
     tokenizer_vocab_size: int = 4096
     tokenizer_model_type: str = "bpe"
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_hf_include_special_tokens: bool = False
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    log_interval: int | None = None
 
 
 @dataclass(frozen=True)
 class EncodedUnit:
-    """A unit as a worker returns it: token bytes and document lengths (int32) of each key, and its size."""
+    """A unit as a worker returns it, with its size in bytes.
+
+    For each key: the token bytes, the tokens of each sequence (int32) and the sequences of each document (int32).
+    """
 
     tokens: list[bytes]
     lengths: list[numpy.ndarray]
+    sequences: list[numpy.ndarray]
     num_bytes: int
-
-
-@dataclass
-class DatasetWriter:
-    """A dataset that is being written to temporary files: the engine's builder, and what the sidecar will say."""
-
-    prefix: str
-    aside: str
-    dtype: numpy.dtype
-    tokens: int = 0
-    documents: int = 0
-    min_id: int = 1 << 62
-    max_id: int = -1
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    @cached_property
-    def builder(self) -> IndexedDatasetBuilder:
-        """The engine's builder, made for the first unit: importing the engine takes seconds while the workers run."""
-        from megatron_moe.data.datasets import dataset_builder
-
-        return dataset_builder(f"{self.aside}.bin", self.dtype)
-
-    def add(self, content: bytes, lengths: numpy.ndarray) -> None:
-        """Append documents: their token bytes, and their lengths in tokens."""
-        ids = numpy.frombuffer(content, dtype=self.dtype)
-        if len(ids) == 0:
-            return
-        self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
-        self.tokens += len(ids)
-        self.documents += len(lengths)
-        self.digest.update(content)
-        start = 0
-        for length in lengths.tolist():
-            self.builder.add_document(ids[start : start + length], [length])
-            start += length
-
-    def finish(self, tokenizer: Tokenizer, append_eod: bool) -> Sidecar:
-        """Write the index and the sidecar aside."""
-        self.builder.finalize(f"{self.aside}.idx")
-        sidecar = Sidecar(
-            format=FORMAT,
-            tokens=self.tokens,
-            documents=self.documents,
-            min_id=self.min_id,
-            max_id=self.max_id,
-            dtype=str(self.dtype),
-            tokenizer_type=tokenizer.name,
-            tokenizer_sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            append_eod=append_eod,
-            bin_bytes=os.path.getsize(f"{self.aside}.bin"),
-            bin_sha256=self.digest.hexdigest(),
-            idx_bytes=os.path.getsize(f"{self.aside}.idx"),
-            idx_sha256=sha256_of_file(f"{self.aside}.idx"),
-        )
-        if sidecar.bin_bytes != self.tokens * self.dtype.itemsize:
-            raise OSError(
-                f"{self.aside}.bin has {sidecar.bin_bytes} bytes after {self.tokens} {self.dtype} tokens: is "
-                "the disk full?"
-            )
-        Path(sidecar_path(self.aside)).write_text(sidecar.to_json(), encoding="utf-8")
-        return sidecar
-
-    def close(self) -> None:
-        """Close the file of tokens, which `finish` has done unless an error came first: it is thrown away then."""
-        if "builder" in vars(self):
-            with suppress(OSError):  # of a full disk, which the error before it has named
-                self.builder.data_file.close()
-
-    def renames(self) -> list[tuple[Path, Path]]:
-        """Return each file with its place; the index is last, for a dataset without one does not open."""
-        return [(Path(self.aside + suffix), Path(self.prefix + suffix)) for suffix in (".bin", ".json", ".idx")]
 
 
 def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dict[str, Sidecar]:
@@ -166,10 +98,13 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     os.makedirs(folder, exist_ok=True)
     aside = tempfile.mkdtemp(prefix=f".{os.path.basename(options.output_prefix)}-", dir=folder)
     started = time.monotonic()
-    writers = [DatasetWriter(prefix, os.path.join(aside, str(i)), dtype) for i, prefix in enumerate(prefixes)]
+    partitions = 1 if options.keep_sequential_samples else options.partitions
+    writers = [
+        DatasetWriter(prefix, os.path.join(aside, str(i)), dtype, partitions) for i, prefix in enumerate(prefixes)
+    ]
     try:
         with closing(encode_units(options, units)) as encoded:
-            _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress)
+            _write(encoded, writers, sum(unit.num_bytes for unit in units), show_progress, options.log_interval)
         sidecars = {writer.prefix: writer.finish(tokenizer, options.append_eod) for writer in writers}
         # An older dataset loses its index first, so that no mixture of the two ever opens.
         older = [Path(writer.prefix + suffix) for writer in writers for suffix in (".idx", ".json")]
@@ -189,8 +124,10 @@ def _check_options(options: PreprocessOptions, prefixes: list[str]) -> None:
     for key in options.json_keys:
         if not key or os.sep in key:
             raise ConfigError(f"--json-keys {key!r} cannot be part of a file name; rename the key")
-    if options.workers is not None and options.workers < 1:
-        raise ConfigError(f"--workers {options.workers} must be at least 1")
+    for name in ("workers", "partitions", "log_interval"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {number} must be at least 1")
     if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer"):
         raise ConfigError(
             f"--train-tokenizer trains a SentencePieceTokenizer, not --tokenizer-type {options.tokenizer_type}"
@@ -208,14 +145,24 @@ def _check_options(options: PreprocessOptions, prefixes: list[str]) -> None:
 
 
 def _tokenizer(options: PreprocessOptions) -> Tokenizer:
-    kind = "SentencePieceTokenizer" if options.train_tokenizer else options.tokenizer_type
-    return build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model), options.vocab_size)
+    named = {name: getattr(options, name) for name in TOKENIZER_FIELDS}
+    if options.train_tokenizer:
+        named["tokenizer_type"] = "SentencePieceTokenizer"
+    tokenizer = build_tokenizer(DataConfig(**named), options.vocab_size)
+    if options.tokenizer_hf_include_special_tokens:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                f"--tokenizer-hf-include-special-tokens, --tokenizer-type {tokenizer.name}: only the tokenizer.json of "
+                "HuggingFaceTokenizer says which tokens to add to a text; drop the first"
+            )
+        tokenizer.include_special_tokens = True
+    return tokenizer
 
 
 def _train_tokenizer(options: PreprocessOptions, files: list[str]) -> None:
-    texts = (text for unit in work_units(files) for _, values in read_unit(unit, options.json_keys) for text in values)
+    values = (value for unit in work_units(files) for _, found in read_unit(unit, options.json_keys) for value in found)
     train_sentencepiece(
-        texts,
+        (text for value in values for text in as_texts(value)),
         str(options.tokenizer_model),
         options.tokenizer_vocab_size,
         model_type=options.tokenizer_model_type,
@@ -233,28 +180,35 @@ class Encoder:
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def encode(self, unit: InputUnit) -> EncodedUnit:
-        """Return the token bytes and document lengths of a unit."""
+        """Return the token bytes of a unit, and how they are divided into sequences and documents."""
         ids: list[list[int]] = [[] for _ in self.keys]
         lengths: list[list[int]] = [[] for _ in self.keys]
-        for location, texts in read_unit(unit, self.keys):
-            for number, text in enumerate(texts):
-                new = self._ids(text, location)
-                ids[number].extend(new)
-                lengths[number].append(len(new))
+        sequences: list[list[int]] = [[] for _ in self.keys]
+        for location, values in read_unit(unit, self.keys):
+            for number, value in enumerate(values):
+                document = self._document(value, location)
+                sequences[number].append(len(document))
+                for sequence in document:
+                    ids[number].extend(sequence)
+                    lengths[number].append(len(sequence))
         return EncodedUnit(
             [numpy.array(part, dtype=self.dtype).tobytes() for part in ids],
             [numpy.array(part, dtype=numpy.int32) for part in lengths],
+            [numpy.array(part, dtype=numpy.int32) for part in sequences],
             unit.num_bytes,
         )
 
-    def _ids(self, text: str, location: DocumentLocation) -> list[int]:
+    def _document(self, value: str | list[str], location: DocumentLocation) -> list[list[int]]:
+        """Return the sequences of a document; a text without tokens gives none, and the last one ends with `eod`."""
         try:
-            ids = self.tokenizer.tokenize(text)
+            document = [ids for text in as_texts(value) if (ids := self.tokenizer.tokenize(text))]
         except ConfigError as error:
             raise location.error(str(error)) from error
-        if not ids:
+        if not document:
             raise location.error("the text gives no tokens")
-        return [*ids, self.tokenizer.eod] if self.append_eod else ids
+        if self.append_eod:
+            document[-1] = [*document[-1], self.tokenizer.eod]
+        return document
 
 
 _encoder: Encoder | None = None
@@ -315,7 +269,14 @@ def _in_order(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _write(encoded: Iterator[EncodedUnit], writers: list[DatasetWriter], total_bytes: int, show_progress: bool) -> None:
+def _write(
+    encoded: Iterator[EncodedUnit],
+    writers: list[DatasetWriter],
+    total_bytes: int,
+    show_progress: bool,
+    log_interval: int | None,
+) -> None:
+    """Write the units; with `log_interval`, print a line each time that many documents more are done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -323,16 +284,20 @@ def _write(encoded: Iterator[EncodedUnit], writers: list[DatasetWriter], total_b
         TimeRemainingColumn(),
     )
     started = time.monotonic()
-    done = 0
-    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+    done = logged = 0
+    quiet = not show_progress or log_interval is not None
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         task = progress.add_task("tokenize", total=total_bytes, rates="")
         for unit in encoded:
-            for writer, content, lengths in zip(writers, unit.tokens, unit.lengths):
-                writer.add(content, lengths)
+            for writer, content, lengths, sequences in zip(writers, unit.tokens, unit.lengths, unit.sequences):
+                writer.add(content, lengths, sequences)
             done += unit.num_bytes
             seconds = max(time.monotonic() - started, 1e-9)
             rates = f"{writers[0].documents / seconds:,.0f} docs/s  {done / 1e6 / seconds:.2f} MB/s"
             progress.update(task, advance=unit.num_bytes, rates=rates)
+            if log_interval is not None and writers[0].documents // log_interval > logged:
+                logged = writers[0].documents // log_interval
+                print(f"{writers[0].documents} documents, {rates}", file=sys.stderr, flush=True)
     assert done == total_bytes, f"{done} of {total_bytes} bytes of input were encoded"
 
 

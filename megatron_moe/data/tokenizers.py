@@ -1,24 +1,34 @@
 """Tokenizers: text to token ids and back, with one interface for SentencePiece, Hugging Face, bytes and plain ids.
 
-A tokenizer is named by `--tokenizer-type` and read from `--tokenizer-model`. `tokenize` adds no special tokens: the
-end-of-document id `eod` is added by preprocessing where `--append-eod` asks for it. `sha256` identifies the content of
-the model, not the path, and is stored in the sidecar of every dataset written with it.
+A tokenizer is named by `--tokenizer-type` and read from `--tokenizer-model`, GPT-2's from `--vocab-file` and
+`--merge-file`. `tokenize` adds no special tokens: the end-of-document id `eod` is added by preprocessing where
+`--append-eod` asks for it. `sha256` identifies the content of the model, not the path, and is stored in the sidecar of
+every dataset written with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import DataConfig
+from megatron_moe.config.model_flags import ModelConfig
+from megatron_moe.config.rules.sources import tokenizer_files_go_with_their_type
+from megatron_moe.config.run_flags import TOKENIZER_FILES, DataConfig
+from megatron_moe.config.schema import Run
 
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
+if TYPE_CHECKING:
+    import tokenizers
+
 REPLACEMENT = "\ufffd"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class Tokenizer(ABC):
@@ -106,7 +116,21 @@ class SentencePieceTokenizer(Tokenizer):
         return _decode_runs(ids, self.vocab_size, self._model.decode)
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class _LibraryTokenizer(Tokenizer):
+    """A tokenizer that the tokenizers library runs."""
+
+    _model: tokenizers.Tokenizer
+    include_special_tokens = False
+    """Whether `tokenize` adds the tokens that the post-processor of a `tokenizer.json` adds to a text."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=self.include_special_tokens).ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return _decode_runs(ids, self.vocab_size, self._model.decode)
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer of a `tokenizer.json` file of the tokenizers library, or of a folder that contains one.
 
     `eod` is the end-of-sequence token that `tokenizer_config.json` or `special_tokens_map.json` in the same folder
@@ -147,11 +171,41 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = eod
         self.bos = _special_token(file.parent, "bos_token", self._USUAL_BOS, vocabulary)
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
 
-    def detokenize(self, ids: Iterable[int]) -> str:
-        return _decode_runs(ids, self.vocab_size, self._model.decode)
+class GPT2BPETokenizer(_LibraryTokenizer):
+    """GPT-2's byte-level BPE of a `vocab.json` and a `merges.txt`.
+
+    `<|endoftext|>` is both `eod` and `bos`. A text that contains it gets that id, as from transformers'
+    GPT2TokenizerFast.
+    """
+
+    name = "GPT2BPETokenizer"
+    _END = "<|endoftext|>"
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        import tokenizers
+
+        contents = Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()
+        vocabulary = _token_ids(vocab_file, contents[0])
+        lacking = sorted(({self._END} | set(tokenizers.pre_tokenizers.ByteLevel.alphabet())) - vocabulary.keys())
+        if lacking:
+            raise ConfigError(
+                f"--vocab-file {vocab_file} lacks {lacking[0]!r}: GPT-2's vocabulary has a token for each of the 256 "
+                f"bytes and {self._END}, which ends a document; another one needs its tokenizer.json and "
+                "--tokenizer-type HuggingFaceTokenizer"
+            )
+        try:
+            _, merges = tokenizers.models.BPE.read_file(str(vocab_file), str(merge_file))
+            bpe = tokenizers.models.BPE(vocabulary, merges)
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise ConfigError(f"--merge-file {merge_file} is not the merges of {vocab_file}: {error}") from error
+        self._model = tokenizers.Tokenizer(bpe)
+        self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._model.decoder = tokenizers.decoders.ByteLevel()
+        self._model.add_special_tokens([self._END])
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = self.bos = vocabulary[self._END]
+        self.sha256 = hashlib.sha256(b"\0".join(contents)).hexdigest()
 
 
 class ByteTokenizer(Tokenizer):
@@ -209,7 +263,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     """Build the tokenizer of a run.
 
     Args:
-        data: the run's data section: `tokenizer_type`, `tokenizer_model`, `mock_data`.
+        data: the run's data section: the fields of TOKENIZER_FIELDS, and `mock_data`.
         vocab_size: `--vocab-size`. NullTokenizer, which mock data uses where no type is given, requires it; the others
             ignore it (`checks.check_data` compares it with theirs).
 
@@ -221,30 +275,59 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         kind = "NullTokenizer"
     if kind is None:
         raise ConfigError(
-            f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_TYPES)} (ByteTokenizer needs no file)"
+            f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_FILES)} (ByteTokenizer needs no file)"
         )
-    if kind not in TOKENIZER_TYPES:
-        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
+    if kind not in TOKENIZER_FILES:
+        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_FILES)}")
+    data = replace(data, tokenizer_type=kind)
+    tokenizer_files_go_with_their_type(Run(data=data, model=ModelConfig(vocab_size=vocab_size)), 1)
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
-        if vocab_size is None:
-            raise ConfigError(
-                "--vocab-size is missing: NullTokenizer (also of --mock-data) needs it, e.g. --vocab-size 1024"
-            )
+        assert vocab_size is not None
         return NullTokenizer(vocab_size)
-    if data.tokenizer_model is None:
-        raise ConfigError(f"--tokenizer-model is missing: --tokenizer-type {kind} needs its file, or use ByteTokenizer")
-    path = Path(data.tokenizer_model)
-    if not path.exists():
-        raise ConfigError(
-            f"--tokenizer-model {path} does not exist; train one with tools/preprocess_data.py --train-tokenizer"
+    if kind == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(
+            _existing("--vocab-file", data.vocab_file, kind), _existing("--merge-file", data.merge_file, kind)
         )
     if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(path)
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer-model {path} is a folder; SentencePieceTokenizer needs the model file itself")
-    return SentencePieceTokenizer(path)
+        return HuggingFaceTokenizer(_existing("--tokenizer-model", data.tokenizer_model))
+    return SentencePieceTokenizer(_existing("--tokenizer-model", data.tokenizer_model, kind))
+
+
+def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
+    """Return the path that a flag names; where a type of tokenizer `needs_file`, it has to be a file.
+
+    Raises:
+        ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
+    """
+    path = Path(str(given))
+    if not path.exists():
+        advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
+        if flag != "--tokenizer-model":
+            advice = f"give the path of {needs_file}'s file"
+        elif _HUB_NAME.fullmatch(str(given)):
+            advice = (
+                "nothing is downloaded; for the tokenizer of that model of the hub, `hf download "
+                f'{given} --include "*token*" --local-dir {path.name}`, and give {flag} {path.name}'
+            )
+        raise ConfigError(f"{flag} {given} does not exist; {advice}")
+    if needs_file and not path.is_file():
+        raise ConfigError(f"{flag} {path} is a folder; {needs_file} needs the file itself")
+    return path
+
+
+def _token_ids(file: str | Path, content: bytes) -> dict[str, int]:
+    """Return token -> id of a `vocab.json`."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"--vocab-file {file} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not all(type(i) is int and i >= 0 for i in found.values()):
+        raise ConfigError(f"--vocab-file {file} is not a vocab.json, an object of tokens and their ids")
+    if len(set(found.values())) < len(found):
+        raise ConfigError(f"--vocab-file {file} gives two tokens the same id")
+    return found
 
 
 def _decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

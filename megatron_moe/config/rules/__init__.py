@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     sources.blend_is_weighted,
     sources.split_is_three_shares,
     sources.tokenizer_is_given,
-    sources.tokenizer_model_goes_with_its_type,
+    sources.tokenizer_files_go_with_their_type,
     sources.sample_needs_tokenizer,
     sources.sample_length_needs_prompt,
     sources.save_flags_need_save,

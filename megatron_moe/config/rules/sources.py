@@ -6,12 +6,13 @@ import math
 import os
 from pathlib import Path
 
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
+from megatron_moe.config.run_flags import TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-_TOKENIZERS_WITH_A_MODEL = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 # Data
 
@@ -88,20 +89,21 @@ def tokenizer_is_given(run: Run, world_size: int) -> None:
         )
 
 
-def tokenizer_model_goes_with_its_type(run: Run, world_size: int) -> None:
-    """Require a file for a tokenizer that is read from one; refuse it for others.
+def tokenizer_files_go_with_their_type(run: Run, world_size: int) -> None:
+    """Require the files of a tokenizer that is read from files; refuse files that it does not read.
 
     A null tokenizer has a size and no file.
     """
-    kind, model = run.data.tokenizer_type, run.data.tokenizer_model
-    if kind in _TOKENIZERS_WITH_A_MODEL and model is None:
-        raise refuse(run, ("tokenizer_type", "tokenizer_model"), "is read from a file; add --tokenizer-model PATH")
-    if kind not in _TOKENIZERS_WITH_A_MODEL and model is not None:
-        raise refuse(
-            run,
-            ("tokenizer_model", "tokenizer_type"),
-            f"only {' and '.join(_TOKENIZERS_WITH_A_MODEL)} are read from a file; name one of them or drop the file",
-        )
+    kind = run.data.tokenizer_type
+    needed = TOKENIZER_FILES.get(kind or "", ())
+    missing = [name for name in needed if value(run, name) is None]
+    if missing:
+        flags = " ".join(f"{all_fields()[name].flag} PATH" for name in missing)
+        raise refuse(run, ("tokenizer_type", *needed), f"is read from files; add {flags}")
+    for name in set_among(run, ("tokenizer_model", "vocab_file", "merge_file")):
+        if name not in needed:
+            readers = " or ".join(of for of, names in TOKENIZER_FILES.items() if name in names)
+            raise refuse(run, (name, "tokenizer_type"), f"is read by {readers}; name that type or drop the file")
     if kind == "NullTokenizer" and run.model.vocab_size is None:
         raise refuse(run, ("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
 

@@ -15,6 +15,7 @@ from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.corpus import source_files
 from megatron_moe.data.tokenizers import (
     ByteTokenizer,
+    GPT2BPETokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     SentencePieceTokenizer,
@@ -75,6 +76,17 @@ def huggingface_file(tmp_path_factory: pytest.TempPathFactory, sources: list[str
     return file
 
 
+@pytest.fixture(scope="module")
+def gpt2_files(huggingface_file: Path) -> tuple[Path, Path]:
+    """A vocab.json and a merges.txt as GPT-2's look: a version in the first line, `<|endoftext|>` as the last id."""
+    model = json.loads(huggingface_file.read_text())["model"]
+    tokens = [token for token in model["vocab"] if token != "<|endoftext|>"] + ["<|endoftext|>"]
+    vocab, merges = huggingface_file.with_name("vocab.json"), huggingface_file.with_name("merges.txt")
+    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""]))
+    return vocab, merges
+
+
 def test_source_text_comes_back_exactly_from_sentencepiece(trained: Path, sources: list[str]) -> None:
     tokenizer = SentencePieceTokenizer(trained)
     for text in sources + AWKWARD:
@@ -90,11 +102,14 @@ def test_indentation_and_words_are_pieces(trained: Path) -> None:
     assert len(tokenizer.tokenize("\n")) == 1
 
 
-def test_every_tokenizer_turns_any_ids_into_text(trained: Path, huggingface_file: Path) -> None:
+def test_every_tokenizer_turns_any_ids_into_text(
+    trained: Path, huggingface_file: Path, gpt2_files: tuple[Path, Path]
+) -> None:
     rng = random.Random(0)
     for tokenizer in (
         SentencePieceTokenizer(trained),
         HuggingFaceTokenizer(huggingface_file),
+        GPT2BPETokenizer(*gpt2_files),
         ByteTokenizer(),
         NullTokenizer(50),
     ):
@@ -110,6 +125,47 @@ def test_awkward_text_comes_back_from_bytes_and_from_byte_level_bpe(huggingface_
     for tokenizer in (ByteTokenizer(), HuggingFaceTokenizer(huggingface_file)):
         for text in AWKWARD + sources[:20]:
             assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_gpt2_gives_the_ids_of_transformers(gpt2_files: tuple[Path, Path], sources: list[str]) -> None:
+    from transformers import GPT2TokenizerFast
+
+    vocab, merges = gpt2_files
+    expected = GPT2TokenizerFast(str(vocab), str(merges))
+    tokenizer = build_tokenizer(
+        DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    )
+    for text in [*AWKWARD, *sources[:20], "a<|endoftext|>b", "it's we'll  1234 <|endoftext|>\n\n x"]:
+        ids = tokenizer.tokenize(text)
+        assert ids == expected(text)["input_ids"]
+        assert tokenizer.detokenize(ids) == text.replace("<|endoftext|>", "")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (len(expected), expected.eos_token_id)
+    assert tokenizer.eod == tokenizer.bos == tokenizer.vocab_size - 1
+
+
+def test_gpt2_files_that_do_not_fit_are_refused_by_flag(gpt2_files: tuple[Path, Path], tmp_path: Path) -> None:
+    vocab, merges = gpt2_files
+    tokens = json.loads(vocab.read_text())
+    bad = tmp_path / "bad"
+    for content in (
+        "[]",
+        "{",
+        json.dumps({**tokens, "a": "7"}),
+        json.dumps({**tokens, "a": tokens["b"]}),
+        json.dumps({token: i for token, i in tokens.items() if token != "<|endoftext|>"}),
+        json.dumps({token: i for token, i in tokens.items() if token != "a"}),
+    ):
+        bad.write_text(content)
+        with pytest.raises(ConfigError, match=f"--vocab-file {bad}"):
+            GPT2BPETokenizer(bad, merges)
+    for content in ("#version: 0.2\nnobody knows\n", "#version: 0.2\nabc\n", vocab.read_text()):
+        bad.write_text(content)
+        with pytest.raises(ConfigError, match=f"--merge-file {bad}"):
+            GPT2BPETokenizer(vocab, bad)
+    assert (
+        len({GPT2BPETokenizer(vocab, merges).sha256, HuggingFaceTokenizer(vocab.with_name("tokenizer.json")).sha256})
+        == 2
+    )
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_off(huggingface_file: Path) -> None:
@@ -199,6 +255,12 @@ def test_training_does_not_replace_a_model_unasked(sources: list[str], tmp_path:
         (DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/nowhere/m"), None, "/nowhere/m"),
         (DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/"), None, "tokenizer.json"),
         (DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/"), None, "folder"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="/v"), None, "no --merge-file"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", merge_file="/m"), None, "no --vocab-file"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="/v", merge_file="/m"), None, "--vocab-file /v does"),
+        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="/", merge_file="/m"), None, "--vocab-file / is a"),
+        (DataConfig(tokenizer_type="ByteTokenizer", merge_file="/m"), None, "--merge-file /m"),
+        (DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="deepseek-ai/V3"), None, "hf download"),
         (DataConfig(tokenizer_type="NullTokenizer"), None, "--vocab-size"),
         (DataConfig(tokenizer_type="NullTokenizer"), 1, "--vocab-size 1"),
         (DataConfig(mock_data=True), None, "--vocab-size"),
