@@ -4,9 +4,9 @@
 
 One layer of one rank runs forward and backward on torch's meta device, as it would on CUDA. Every operation of torch
 that is no view is a launch (a grouped product is two: it writes its pointers first), and reads or writes each of its
-tensors once, what it changes in place twice; so is and does each of our kernels. With a memory bandwidth and a rate of the products that makes an
-estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and needs no Triton. `--sums`
-counts what adding the weights' gradients to their fp32 sums takes too.
+tensors once, what it changes in place twice; so is and does each of our kernels. With a memory bandwidth and a rate of
+the products that makes an estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and
+needs no Triton. `--sums` counts what adding the weights' gradients to their fp32 sums takes too.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def flops(name: str, args: tuple) -> int:
 
 
 def summed(weight: Any) -> Any:
-    """Give a weight an fp32 sum of its gradients, to which what autograd hands on is added; return the node that does."""
+    """Give a weight an fp32 sum, to which the gradient that autograd hands on is added; return the node that does."""
     weight.main_grad = torch.empty(weight.shape)
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]
 
@@ -131,8 +131,8 @@ def of_layer(
 ) -> tuple[list[Launched], list[Launched]]:
     """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert.
 
-    sums: whether the weights' gradients are also added to fp32 sums: "none", "added" when autograd hands them on, as the
-    engine's DistributedDataParallel does, or "fused", in the product (`--gradient-accumulation-fusion`).
+    sums: whether the weights' gradients are also added to fp32 sums: "none", "added" when autograd hands them on, as
+    the engine's DistributedDataParallel does, or "fused", in the product (`--gradient-accumulation-fusion`).
     """
     from benchmarks.contestants import engine_config
     from benchmarks.problem import Shape

@@ -1,7 +1,8 @@
 """The command line and the YAML file, made from the schema: one field is one flag and one key.
 
 Precedence: flags, then `--config FILE`, then `--deepspeed-config FILE`, then `--preset NAME`, then the folder of
-`--load-hf` or `--use-checkpoint-args`, then the schema's defaults. Overriding a folder's architecture is an error.
+`--load-hf` or `--use-checkpoint-args`, then Megatron-LM's defaults with `--defaults megatron`, then the schema's.
+Overriding a folder's architecture is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_moe.config import deepspeed, megatron_flags, schema
+from megatron_moe.config import deepspeed, megatron_defaults, megatron_flags, schema
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
 from megatron_moe.config.presets import PRESETS
@@ -121,6 +122,7 @@ def parse(
         raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
     given = vars(words)
     preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
+    defaults = _defaults(given.pop("defaults", None), deepspeed_path)
     below = _preset(preset) if preset is not None else {}
     above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
@@ -128,9 +130,29 @@ def parse(
     read = deepspeed.MergedSettings({**below, **above}, (), {})
     if deepspeed_path is not None:
         read = deepspeed.merged(deepspeed_path, below, above, world_size)
-    flat, ignored = as_megatron_reads(read.flat if filled_in is None else filled_in(read.flat))
-    notes = (*translated.notes, *ignored, *read.notes)
+    flat = read.flat if filled_in is None else filled_in(read.flat)
+    closed = megatron_defaults.closed_by(below, folder=flat is not read.flat)
+    of_defaults: tuple[str, ...] = ()
+    if defaults == "megatron":
+        flat, of_defaults = megatron_defaults.taken(flat, closed)
+    elif defaults is None and translated.notes:  # flags that Megatron-LM alone has: it is one of its commands
+        of_defaults = megatron_defaults.note_of_open(flat, closed)
+    flat, ignored = as_megatron_reads(flat)
+    notes = (*translated.notes, *of_defaults, *ignored, *read.notes)
     return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins)
+
+
+def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
+    """Return whose defaults are asked for, None where the command does not say."""
+    known = megatron_defaults.NAMES
+    if name is not None and name not in known:
+        raise ConfigError(f"--defaults {name}: not one of {', '.join(known)}{suggestion(name, known)}")
+    if name == "megatron" and deepspeed_path is not None:
+        raise ConfigError(
+            f"--defaults {name}, --deepspeed-config {deepspeed_path}: what the file leaves out has DeepSpeed's meaning;"
+            " keep one"
+        )
+    return name
 
 
 def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,8 +208,8 @@ def _build_parser() -> Parser:
         usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--deepspeed-config FILE] [--config FILE]"
         " [flags]",
         description="Pre-train a mixture-of-experts transformer.",
-        epilog="Flags win over --config, --config over --deepspeed-config, and that over --preset. The word `none`"
-        " unsets a flag that has no default.",
+        epilog="Flags win over --config, --config over --deepspeed-config, that over --preset, and that over"
+        " --defaults. The word `none` unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_Formatter,
@@ -195,6 +217,11 @@ def _build_parser() -> Parser:
     start = parser.add_argument_group("start from")
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
     start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
+    start.add_argument(
+        "--defaults",
+        metavar="{" + ",".join(megatron_defaults.NAMES) + "}",
+        help="whose defaults to use for what nothing else sets (default: ours; docs/from_megatron.md lists the others)",
+    )
     start.add_argument(
         "--deepspeed-config",
         "--deepspeed_config",

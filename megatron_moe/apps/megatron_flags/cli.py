@@ -118,9 +118,12 @@ def listed(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
 
 
 def rewritten(asked: Sequence[Asked], sourced: Sequence[str]) -> str:
-    """Return the command with this project's flags, and before it a comment for each flag that has no place in it."""
+    """Return the command with this project's flags, and before it a comment for each flag that has no place in it.
+
+    What the script leaves open has Megatron-LM's defaults there, which the command takes.
+    """
     comments: list[str] = []
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {"--defaults": ["--defaults", "megatron"]}
     for one in asked:
         typed = " ".join([one.flag, *one.values])
         if one.answer in ("refused", "unknown"):

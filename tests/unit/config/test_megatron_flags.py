@@ -105,10 +105,10 @@ def test_the_scripts_flags_are_known_and_most_scripts_would_run():
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
     argv = "--use-mcore-models --wandb-project p --no-rope-fusion --wandb-entity=e --te-rng-tracker --lr 1".split()
     run = cli.parse(argv)
-    always, wandb, graphs = run.notes
+    always, wandb, graphs, defaults = run.notes
     assert always == "always so here: --use-mcore-models, --no-rope-fusion"
     assert "--wandb-project p, --wandb-entity e:" in wandb and "--tensorboard-dir" in wandb
-    assert "--te-rng-tracker:" in graphs
+    assert "--te-rng-tracker:" in graphs and "--defaults megatron" in defaults
     assert run == cli.parse(["--lr", "1"])
 
 

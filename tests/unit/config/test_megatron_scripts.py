@@ -124,7 +124,9 @@ def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered)
     for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models", "--nproc_per_node"):
         assert dropped not in command
     words = shlex.split(command.replace("\\\n", " "))
-    run = cli.parse(words[words.index("pretrain_moe.py") + 1 :][:6] + ["--seed", "3"])
+    defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
+    assert (defaults, megatron) == ("--defaults", "megatron")
+    run = cli.parse([*flags[:6], "--seed", "3"])
     assert run.model.num_layers == 4 and run.notes == ()
 
 
