@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.pipeline_layout import Stage, stages_of
 from megatron_moe.config.run_flags import RunSections
 
 
@@ -49,40 +50,44 @@ class DerivedSettings:
         return world_size // self.expert_ranks
 
     @cached_property
-    def pipeline_layer_counts(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage, with the first and last by their own flags.
+    def pipeline_stages(self) -> tuple[Stage, ...]:
+        """Every stage of the pipeline, virtual ones too, in the order in which a micro-batch goes through them.
 
         Raises:
             ConfigError: if the layers cannot be split in this way.
         """
-        layers, stages = self._run.model.num_layers, self._run.parallel.pipeline_model_parallel_size
-        first, last = (
-            self._run.parallel.decoder_first_pipeline_num_layers,
-            self._run.parallel.decoder_last_pipeline_num_layers,
-        )
-        # Stages without a count of their own share what is left; with one stage, a count of its own must be all of it.
-        even_stages = stages - (first is not None) - (last is not None)
-        rest = layers - (first or 0) - (last or 0)
-        if even_stages < 0 or rest < 0 or (rest != 0 if even_stages == 0 else rest % even_stages != 0):
-            raise ConfigError(
-                f"--num-layers {layers} cannot be spread over --pipeline-model-parallel-size {stages}"
-                f" (first stage: {first or 'even'}, last stage: {last or 'even'})"
-            )
-        counts = [rest // even_stages if even_stages else 0] * stages
-        if first is not None:
-            counts[0] = first
-        if last is not None:
-            counts[-1] = last
-        return tuple(counts)
+        return stages_of(self._run)
+
+    def chunks_of_pipeline_rank(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the stages of a pipeline rank, one per model chunk."""
+        return self.pipeline_stages[pp_rank :: self._run.parallel.pipeline_model_parallel_size]
+
+    @cached_property
+    def pipeline_layer_counts(self) -> tuple[int, ...]:
+        """Layers of the decoder of each pipeline rank.
+
+        Raises:
+            ConfigError: if the layers cannot be split in this way.
+        """
+        ranks = range(self._run.parallel.pipeline_model_parallel_size)
+        return tuple(sum(len(stage.layers) for stage in self.chunks_of_pipeline_rank(rank)) for rank in ranks)
 
     @cached_property
     def virtual_pipeline_size(self) -> int | None:
-        """VPP: model chunks per pipeline stage; None without the interleaved schedule, which one chunk is too."""
-        per_chunk = self._run.parallel.num_layers_per_virtual_pipeline_stage
-        if per_chunk is None:
-            return None
-        chunks = self._run.model.num_layers // self._run.parallel.pipeline_model_parallel_size // per_chunk
+        """VPP: model chunks per pipeline rank; None without the interleaved schedule, which one chunk is too."""
+        chunks = len(self.pipeline_stages) // self._run.parallel.pipeline_model_parallel_size
         return chunks if chunks > 1 else None
+
+    @cached_property
+    def predictions_pipeline_rank(self) -> int | None:
+        """The pipeline rank of multi-token prediction where the loss is not in its stage; None elsewhere.
+
+        That stage has its own embedding, and sends on the hidden states of every depth.
+        """
+        for index, stage in enumerate(self.pipeline_stages):
+            if stage.predictions and not stage.loss:
+                return index % self._run.parallel.pipeline_model_parallel_size
+        return None
 
     # Batches and schedule
 

@@ -183,6 +183,11 @@ class ParallelConfig:
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage, where they differ")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage, where they differ")
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "what each stage has, in letters: E embedding, t layer, m multi-token prediction, L loss, | next stage; e.g. "
+        "'Et*3|(tt|)*4,m|L'; more stages than PP are virtual ones",
+    )
     context_parallel_size: int = flag(1, "CP: ranks a sequence is split over")
     expert_model_parallel_size: int = flag(1, "EP: ranks the experts are spread over")
     expert_tensor_parallel_size: int | None = flag(None, "ETP: ranks one expert is split over; default TP")

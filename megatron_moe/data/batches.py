@@ -292,7 +292,6 @@ def batch_iterator(
     consumed_samples: int = 0,
     pg_collection: ProcessGroupCollection | None = None,
     chunk: int = 0,
-    num_chunks: int = 1,
 ) -> BatchIterator:
     """Return the micro-batches of one model chunk of this rank, beginning after the first `consumed_samples` samples.
 
@@ -301,16 +300,16 @@ def batch_iterator(
     Args:
         dataset: one of `build_datasets`; None where this rank reads none.
         pg_collection: the process groups; with None, one process does everything.
-        chunk: number of the virtual pipeline stage on this rank. The first chunk of the first stage and the last chunk
-            of the last stage need tokens, the others do not.
+        chunk: number of the virtual pipeline stage on this rank. The stages with the embedding, with multi-token
+            prediction and with the loss need tokens, the others do not.
     """
     dp_rank, dp_size, wanted, reads, counts = 0, 1, True, True, chunk == 0
     if pg_collection is not None:
         dp_rank, dp_size = pg_collection.dp.rank(), pg_collection.dp.size()
-        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
-        wanted = (stage == 0 and chunk == 0) or (stage == stages - 1 and chunk == num_chunks - 1)
+        stage = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())[chunk]
+        wanted = stage.reads_tokens
         reads = pg_collection.tp.rank() == 0
-        counts = stage == 0 and chunk == 0 and reads and pg_collection.cp.rank() == 0
+        counts = stage.embedding and reads and pg_collection.cp.rank() == 0
     size = run.training.micro_batch_size
     reader = None
     if wanted and reads:
@@ -330,9 +329,9 @@ def batch_iterators(
     *,
     consumed_samples: int = 0,
     pg_collection: ProcessGroupCollection | None = None,
-    num_chunks: int = 1,
 ) -> list[BatchIterator]:
     """Return one `batch_iterator` per model chunk of this rank, all at the same position."""
+    chunks = 1 if pg_collection is None else run.derived.virtual_pipeline_size or 1
     return [
         batch_iterator(
             dataset,
@@ -340,9 +339,8 @@ def batch_iterators(
             consumed_samples=consumed_samples,
             pg_collection=pg_collection,
             chunk=chunk,
-            num_chunks=num_chunks,
         )
-        for chunk in range(num_chunks)
+        for chunk in range(chunks)
     ]
 
 

@@ -222,12 +222,12 @@ def open_dataset(prefix: str, *, mmap: bool = True) -> IndexedDataset:
     return IndexedDataset(prefix, mmap=mmap)
 
 
-def reads_data(pg_collection: ProcessGroupCollection | None) -> bool:
-    """Return whether this rank reads samples from disk: TP rank 0 of the first and of the last pipeline stage."""
+def reads_data(run: Run, pg_collection: ProcessGroupCollection | None) -> bool:
+    """Return whether this rank reads samples from disk: TP rank 0 of pipeline stages with tokens or labels."""
     if pg_collection is None:
         return True
-    stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
-    return pg_collection.tp.rank() == 0 and stage in (0, stages - 1)
+    stages = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())
+    return pg_collection.tp.rank() == 0 and any(stage.reads_tokens for stage in stages)
 
 
 def build_datasets(
@@ -263,7 +263,7 @@ def build_datasets(
         builder = BlendedMegatronDatasetBuilder(
             EpochsOfMadeUpSamples if sources.mock else EpochsOfSamples,
             list(samples),
-            lambda: reads_data(pg_collection),
+            lambda: reads_data(run, pg_collection),
             config,
         )
         train, valid, test = builder.build()

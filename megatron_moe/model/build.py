@@ -241,24 +241,22 @@ def _chunk(
     draw: bool,
 ) -> LanguageModel:
     """Build one virtual stage, move it to the device and initialise it."""
-    pp_rank, pp_size = pg_collection.pp.rank(), pg_collection.pp.size()
-    last_chunk = (run.derived.virtual_pipeline_size or 1) - 1
-    is_last = pp_rank == pp_size - 1 and vp_stage in (None, last_chunk)
+    stage = run.derived.chunks_of_pipeline_rank(pg_collection.pp.rank())[vp_stage or 0]
     model_class = FusedLossLanguageModel if run.model.cross_entropy_loss_fusion else LanguageModel
     with _quiet("megatron.core.models.gpt.gpt_model"):  # 0.19.2 announces the end of GPTModel on every construction
         chunk = model_class(
             config=config,
-            transformer_layer_spec=block_spec(config, settings, pg_collection, vp_stage),
+            transformer_layer_spec=block_spec(config, settings, pg_collection, stage.layers),
             vocab_size=vocabulary.padded,
             max_sequence_length=run.derived.max_position_embeddings,
-            pre_process=pp_rank == 0 and vp_stage in (None, 0),
-            post_process=is_last,
+            pre_process=stage.embedding,
+            post_process=stage.loss,
             parallel_output=True,
             share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
             position_embedding_type=run.model.position_embedding_type,
             rotary_percent=run.model.rotary_percent,
             rotary_base=run.model.rotary_base,
-            mtp_block_spec=prediction_spec(config, settings, pg_collection) if is_last else None,
+            mtp_block_spec=prediction_spec(config, settings, pg_collection) if stage.predictions else None,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )

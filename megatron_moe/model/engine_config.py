@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
+from megatron_moe.config.pipeline_layout import LETTERS
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
 
@@ -126,14 +127,14 @@ def _two_micro_batches(run: Run) -> dict[str, Any]:
 
 def _layout(run: Run) -> dict[str, Any]:
     layout = run.parallel
-    virtual = run.derived.virtual_pipeline_size
+    virtual, several = run.derived.virtual_pipeline_size, layout.pipeline_model_parallel_size > 1
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "sequence_parallel": layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual,
-        "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers,
+        # The engine does not divide the layers once more by itself.
+        "pipeline_model_parallel_layout": _stages(run) if several else None,
         "context_parallel_size": layout.context_parallel_size,
         "cp_comm_type": layout.cp_comm_type,  # ours gathers anyway; Transformer Engine's attention needs it
         "expert_model_parallel_size": layout.expert_model_parallel_size,
@@ -148,9 +149,13 @@ def _layout(run: Run) -> dict[str, Any]:
         "variable_seq_lengths": False,
         # Frees an activation once it is passed to the send. gloo may still read it then, if no one waits for the send,
         # and the next stage silently gets other numbers. On CUDA the memory is not reused before the send has run.
-        "deallocate_pipeline_outputs": layout.pipeline_model_parallel_size > 1
-        and (virtual is None or platform.has_cuda()),
+        "deallocate_pipeline_outputs": several and (virtual is None or platform.has_cuda()),
     }
+
+
+def _stages(run: Run) -> list[list[str]]:
+    """Return the contents of each stage of the pipeline, in the engine's words."""
+    return [[LETTERS[letter] for letter in stage.letters] for stage in run.derived.pipeline_stages]
 
 
 def _recomputation(run: Run) -> dict[str, Any]:

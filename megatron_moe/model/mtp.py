@@ -13,7 +13,7 @@ DeepSeek-V3 also divides by all T tokens, though depth k has k targets fewer in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -156,9 +156,23 @@ class FurtherPredictions:
         return self.compute_language_model_loss(labels, logits)
 
     def _postprocess(self: Any, hidden_states: Tensor, *, labels: Tensor | None, **rest: Any) -> Tensor:
-        """Return logits [B, S, V / TP] without labels, losses [B, S] with them: the engine's last step of a forward."""
-        if not (self.post_process and self.config.mtp_num_layers):
+        """Return logits [B, S, V / TP] without labels, losses [B, S] with them: the engine's last step of a forward.
+
+        A stage of the pipeline without the output layer returns what it sends on: its hidden states, and in training,
+        if the layers are here, those of every depth after them, [(1 + D) S, B, H].
+        """
+        if not self.config.mtp_num_layers:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
+        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"))
+        if not self.post_process:
+            if not (self.mtp_process and self.training):
+                return hidden_states
+            return torch.cat([hidden_states, *self._depths(hidden_states, *ahead)])
+        depths: Iterable[Tensor] = ()
+        if self.training and self.mtp_process:
+            depths = self._depths(hidden_states, *ahead)
+        elif self.training:
+            hidden_states, *depths = hidden_states.chunk(1 + self.config.mtp_num_layers)
         if labels is None:
             logits, _ = self.output_layer(
                 hidden_states, weight=self._tied_weight(), runtime_gather_output=rest.get("runtime_gather_output")
@@ -167,25 +181,19 @@ class FurtherPredictions:
         losses = self.token_losses(hidden_states, labels)
         if not self.training:
             return losses
-        inputs = (rest["input_ids"], rest["position_ids"], labels, rest["rotary_pos_emb"], rest.get("loss_mask"))
-        further = self._further(hidden_states, *inputs)
+        further = self._further(depths, labels, rest.get("loss_mask"))
         weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
         # Adds zero, and a gradient; a non-finite loss makes the output non-finite, and the step is skipped.
         return losses + (weighted - weighted.detach())
 
-    def _further(
-        self: Any,
-        hidden: Tensor,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        labels: Tensor,
-        rotary_pos_emb: Tensor | None,
-        loss_mask: Tensor | None,
-    ) -> Tensor:
-        """Return [D, B, S] fp32, the loss of each depth's prediction of the label at position s; 0 for the first k."""
+    def _further(self: Any, depths: Iterable[Tensor], labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+        """Return [D, B, S] fp32, the loss of each depth's prediction of the label at position s; 0 for the first k.
+
+        Args:
+            depths: the hidden states [S, B, H] of each depth.
+        """
         group = self.pg_collection.cp
         found, targets = [], []
-        depths = self._depths(hidden, input_ids, position_ids, rotary_pos_emb)
         for depth, hidden_at_depth in enumerate(depths, start=1):
             losses = self.token_losses(hidden_at_depth, shifted(labels, depth, group))
             found.append(shifted(losses, -depth, group))

@@ -6,6 +6,7 @@ engine's classes and for Transformer Engine's. Fused modules, which would be nam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,12 +19,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
@@ -120,23 +117,20 @@ class MLPSpec:
 
 
 def block_spec(
-    config: Any, settings: LayerSettings, pg_collection: Any, vp_stage: int | None = None
+    config: Any, settings: LayerSettings, pg_collection: Any, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's pipeline stage, or of one of its virtual stages.
+    """Return the layers of one stage of the pipeline.
 
     Args:
         config: from `engine_config.transformer_config`; its moe_layer_freq has one entry per layer of the model.
         settings: the settings of the same run.
-        pg_collection: process groups; `pp` gives the stage.
-        vp_stage: the chunk of the stage, with the interleaved schedule.
+        pg_collection: process groups.
+        layers: the stage's, numbered from 0 in the whole model.
     """
     chosen = parts(config.transformer_impl)
-    pp_rank = pg_collection.pp.rank()
-    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [
         layer_spec(config, settings.of_layer(layer), chosen, pg_collection, bool(config.moe_layer_freq[layer]))
-        for layer in range(first, first + count)
+        for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=chosen.norm)
 

@@ -151,10 +151,23 @@ def _build(run: Run) -> ProcessGroupCollection:
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=run.derived.expert_tensor_parallel_size,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
+        get_embedding_ranks=functools.partial(_ranks_with_tables, run),
         # Twice the groups otherwise, for a checkpoint format that is not used.
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _ranks_with_tables(run: Run, ranks: Sequence[int], *_: Any) -> list[int]:
+    """Return, of the ranks of a pipeline, those whose embedding or tied output layer are one table; or both its ends.
+
+    The engine adds up the table's gradients over them.
+    """
+    predictions = run.derived.predictions_pipeline_rank
+    if predictions is None:
+        return [ranks[0], ranks[-1]] if len(ranks) > 1 else [ranks[0]]
+    places = [0, predictions] if run.model.untie_embeddings_and_output_weights else [0, predictions, len(ranks) - 1]
+    return [ranks[place] for place in places]
 
 
 def partition(group: dist.ProcessGroup, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

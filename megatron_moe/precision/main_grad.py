@@ -23,7 +23,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the fp32 sum of a weight's gradients, of its shape, or None.
 
     The weight is the parameter itself, kept beside what a function of the graph saves: where activations are
-    recomputed, what comes back as saved is another tensor. A parameter with hooks has no sum here: they are given its gradient.
+    recomputed, what comes back as saved is another tensor. A parameter with hooks has no sum here: they are given its
+    gradient.
 
     There is none without the engine's DistributedDataParallel, from ZeRO stage 2 on, for a view of a parameter, with
     `--grad-reduce-in-bf16`, and for weights in fp64, which would be rounded.

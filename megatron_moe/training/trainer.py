@@ -120,7 +120,6 @@ class Trainer:
             self.run,
             consumed_samples=consumed_samples,
             pg_collection=self.trained.pg_collection,
-            num_chunks=len(self.trained.model),
         )
 
     def evaluate(self, split: str) -> EvalRecord:

@@ -41,7 +41,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         batch = run.training.global_batch_size
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         dataset, *_ = build_datasets(run, tokenizer, 4 * batch, 0, 0, pg_collection=pg_collection)
-        batches = batch_iterators(dataset, run, pg_collection=pg_collection, num_chunks=len(model))
+        batches = batch_iterators(dataset, run, pg_collection=pg_collection)
         peaks = []
         prepare = optimizer.prepare_grads
 

@@ -107,6 +107,11 @@ ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size":
 PP2, PP4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
 VPP = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 FIRST1, LAST1 = {"decoder_first_pipeline_num_layers": 1}, {"decoder_last_pipeline_num_layers": 1}
+LOSS_ALONE = {**PP2, "pipeline_model_parallel_layout": "E|ttt|t|L"}
+UNEVEN = {**PP4, "pipeline_model_parallel_layout": "Ett|t|t|L"}
+FURTHER_ALONE = {**PP4, "pipeline_model_parallel_layout": "Ett|tt|m|L"}
+FURTHER_AT_END = {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|mL"}
+TIED_ALONE = {**PP2, "pipeline_model_parallel_layout": "Etttt|L"}
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
 SHARDED = {"use_distributed_optimizer": True}
@@ -131,6 +136,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("deepseek", 2, {"tp2": TP2, "ep2": EP2, "etp1": ETP1, "fused": FUSED}),
     ("deepseek", 2, {"pp2": PP2}),
     ("deepseek", 2, {"vpp": VPP, "recomputed": PARTS_AGAIN}),
+    ("deepseek", 2, {"loss alone": LOSS_ALONE, "sharded": SHARDED}),
     ("deepseek", 2, {"cp2": CP2}),
     ("deepseek", 2, {"cp2": CP2, "ep2": EP2}),
     ("deepseek", 2, {"dp2": {}}),
@@ -153,6 +159,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("per token", 2, {"ep2": EP2, "singles": SINGLES, "zero2": ZERO2}),
     ("further tokens", 2, {"tp2": TP2}),
     ("further tokens", 2, {"pp2": PP2, "first1": FIRST1}),
+    ("further tokens", 2, {"further at end": FURTHER_AT_END}),
     ("further tokens", 2, {"cp2": CP2}),
     ("further tokens", 2, {"ep2": EP2}),
     ("further tokens", 2, {"dp2": {}, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
@@ -160,6 +167,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("capacity", 2, {"cp2": CP2, "ep2": EP2}),
     ("capacity", 2, {"ep2": EP2, "allgather": ALLGATHER}),
     ("tied", 2, {"pp2": PP2, "last1": LAST1}),
+    ("tied", 2, {"tied alone": TIED_ALONE}),
     ("tied", 2, {"tp2": TP2}),
     ("tied", 2, {"vpp": VPP, "sharded": SHARDED}),
     ("tied", 2, {"cp2": CP2, "zero3": ZERO3}),
@@ -171,6 +179,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("deepseek", 4, {"tp2": TP2, "ep4": EP4, "etp1": ETP1}),
     ("deepseek", 4, {"pp2": PP2, "ep2": EP2, "gather": GATHER}),
     ("deepseek", 4, {"pp4": PP4}),
+    ("deepseek", 4, {"uneven": UNEVEN}),
     ("deepseek", 4, {"cp2": CP2, "pp2": PP2}),
     ("deepseek", 4, {"cp4": CP4, "ep2": EP2}),
     ("every loss", 4, {"tp2": TP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3}),
@@ -180,6 +189,7 @@ MATRIX: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("every loss", 4, {"pp2": PP2, "dp2": {}, "overlap": OVERLAP}),
     ("per token", 4, {"tp2": TP2, "ep2": EP2, "etp1": ETP1}),
     ("further tokens", 4, {"tp2": TP2, "pp2": PP2}),
+    ("further tokens", 4, {"further alone": FURTHER_ALONE}),
     ("capacity", 4, {"tp2": TP2, "pp2": PP2, "etp1": ETP1}),
     ("dense", 4, {"tp2": TP2, "dp2": {}, "gather": GATHER}),
     # eight ranks

@@ -106,7 +106,7 @@ def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
         dataset, _, _ = build_datasets(run, tokenizer, 2 * schedule.final, 0, 0, pg_collection=pg_collection)
-        batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=pg_collection, num_chunks=len(model))
+        batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=pg_collection)
         connect(model, optimizer)
         micro_batches = schedule.num_micro_batches(0)
         report(

@@ -314,7 +314,7 @@ def measure(request: Request) -> dict[str, Any]:
         world_size = dist.get_world_size()
         batch = run.derived.global_batch_size(world_size)
         samples = MadeUpSamples(request.data_seed, request.steps * batch, run, request.masked, request.picked)
-        batches = batch_iterators(samples, run, pg_collection=pg_collection, num_chunks=len(chunks))
+        batches = batch_iterators(samples, run, pg_collection=pg_collection)
         tensors = {"initial weight": _weights(chunks)}
         steps = []
         for step in range(1, request.steps + 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import model, moe, overlap, parallel, ranges, sources, training
+from megatron_moe.config.rules import model, moe, overlap, parallel, pipeline, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -70,10 +70,14 @@ RULES: tuple[Rule, ...] = (
     parallel.sequence_divides_by_tensor_parallel,
     parallel.context_parallel_latents_need_our_attention,
     moe.experts_divide_by_expert_parallel,
-    parallel.end_stage_layers_need_pipeline,
-    parallel.layers_divide_over_stages,
-    parallel.virtual_stages_need_pipeline,
-    parallel.virtual_stages_divide_layers,
+    pipeline.layout_is_the_only_split,
+    pipeline.layout_has_stages_for_all_ranks,
+    pipeline.layout_is_the_model,
+    pipeline.predictions_are_in_one_stage,
+    pipeline.end_stage_layers_need_pipeline,
+    pipeline.layers_divide_over_stages,
+    pipeline.virtual_stages_need_pipeline,
+    pipeline.virtual_stages_divide_layers,
     parallel.world_divides_by_model,
     parallel.world_divides_by_experts,
     parallel.sharding_flags_agree,
@@ -84,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     parallel.parameter_gather_overlap_needs_its_base,
     parallel.bucket_size_needs_overlap,
     parallel.global_batch_divides,
-    parallel.interleaving_needs_full_rounds,
+    pipeline.interleaving_needs_full_rounds,
     # precision, optimizer, length, recomputation
     training.one_half_precision,
     training.loss_scale_flags_need_fp16,
@@ -98,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     training.fp32_exceptions_need_half_precision,
     model.fp32_patterns_name_modules,
     model.tied_weights_stay_together,
+    pipeline.normed_states_travel_in_the_models_dtype,
     model.fp32_compute_is_our_own,
     training.fp8_scales_are_per_block,
     training.fp8_narrowing_needs_fp8,
@@ -160,7 +165,10 @@ def check_model(run: Run, world_size: int) -> None:
         ConfigError: from the first rule about model, experts, precision or optimizer that the run breaks.
     """
     for rule in RULES:
-        if rule.__module__ not in (parallel.__name__, sources.__name__) and rule is not training.training_has_a_length:
+        if (
+            rule.__module__ not in (parallel.__name__, pipeline.__name__, sources.__name__)
+            and rule is not training.training_has_a_length
+        ):
             rule(run, world_size)
 
 

@@ -31,7 +31,14 @@ def expert_overlap_can_work(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             (_OVERLAP, "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
-            "over several stages it is the interleaved schedule; add --num-layers-per-virtual-pipeline-stage 1",
+            "over several stages it is the interleaved schedule; add --num-layers-per-virtual-pipeline-stage 1, or"
+            " bars to --pipeline-model-parallel-layout",
+        )
+    if run.derived.predictions_pipeline_rank is not None:
+        raise refuse(
+            run,
+            (_OVERLAP, "pipeline_model_parallel_layout"),
+            "multi-token prediction is computed with the loss; use mL for the last stage",
         )
     if (run.model.mtp_num_layers or 0) > 1 or (run.model.mtp_num_layers and stages == 1):
         raise refuse(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
-from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among
 from megatron_moe.config.schema import Run
 
 
@@ -127,68 +126,6 @@ def sequence_divides_by_tensor_parallel(run: Run, world_size: int) -> None:
             ("seq_length", "tensor_model_parallel_size", "context_parallel_size"),
             f"a CP rank's {length // cp} tokens must divide by TP; use"
             f" --seq-length {nearest_multiples(length, math.lcm(2 * cp, tp * cp))}",
-        )
-
-
-def end_stage_layers_need_pipeline(run: Run, world_size: int) -> None:
-    """Refuse a first or last stage that differs without pipeline parallelism."""
-    stray = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-    if stray and run.parallel.pipeline_model_parallel_size == 1:
-        raise refuse(
-            run,
-            (*stray, "pipeline_model_parallel_size"),
-            "there is one stage only; drop the flag or use --pipeline-model-parallel-size 2",
-        )
-
-
-def layers_divide_over_stages(run: Run, world_size: int) -> None:
-    """Require that every pipeline stage has a layer, and that the stages in the middle have equally many."""
-    layers = run.model.num_layers
-    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-    try:
-        if min(run.derived.pipeline_layer_counts) >= 1:
-            return
-    except ConfigError:
-        pass  # worded below, with the remedy
-    raise refuse(
-        run,
-        ("num_layers", "pipeline_model_parallel_size", *ends),
-        "every stage needs a layer, and stages without a count of their own equally many; use"
-        f" --pipeline-model-parallel-size out of {divisors(layers)}"
-        + (", without those counts" if ends else ", or --decoder-first-pipeline-num-layers for an uneven rest"),
-    )
-
-
-def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
-    """Refuse the interleaved schedule without pipeline parallelism."""
-    p = run.parallel
-    if p.num_layers_per_virtual_pipeline_stage is not None and p.pipeline_model_parallel_size == 1:
-        raise refuse(
-            run,
-            ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
-            "needs more than one stage; drop it or use --pipeline-model-parallel-size 2",
-        )
-
-
-def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
-    """Require that each stage's layers divide into equal virtual stages."""
-    p = run.parallel
-    per_chunk = p.num_layers_per_virtual_pipeline_stage
-    if per_chunk is None:
-        return
-    ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
-    if ends:
-        raise refuse(
-            run,
-            ("num_layers_per_virtual_pipeline_stage", *ends),
-            "virtual stages need equal stages; drop one or the other",
-        )
-    layers = run.model.num_layers // p.pipeline_model_parallel_size
-    if layers % per_chunk:
-        raise refuse(
-            run,
-            ("num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_size"),
-            f"a stage's {layers} layers must divide by the layers of a virtual stage; use one of {divisors(layers)}",
         )
 
 
@@ -392,20 +329,4 @@ def global_batch_divides(run: Run, world_size: int) -> None:
             ("global_batch_size", "micro_batch_size"),
             f"must be a multiple of micro-batch size {micro} x DP {dp} = {micro * dp};"
             f" use --global-batch-size {nearest_multiples(batch, micro * dp)}",
-        )
-
-
-def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
-    """Require whole rounds of PP micro-batches for the interleaved schedule."""
-    if run.derived.virtual_pipeline_size is None:
-        return
-    pp, micro = run.parallel.pipeline_model_parallel_size, run.training.micro_batch_size
-    count = run.derived.num_microbatches(world_size)
-    if count % pp:
-        samples = micro * run.derived.data_parallel_size(world_size)
-        named = f"{spelled(run, 'global_batch_size')}, {spelled(run, 'num_layers_per_virtual_pipeline_stage')}"
-        sizes = nearest_multiples(count * samples, pp * samples)
-        raise ConfigError(
-            f"{named}, {spelled(run, 'pipeline_model_parallel_size')}: {count} micro-batches are no multiple of"
-            f" {pp} stages; use --global-batch-size {sizes}"
         )

@@ -401,7 +401,7 @@ def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
 
 def recompute_layers_within_stage(run: Run, world_size: int) -> None:
     """Require that no stage recomputes more layers than it has."""
-    chunk = max(run.derived.pipeline_layer_counts) // (run.derived.virtual_pipeline_size or 1)
+    chunk = max(len(stage.layers) for stage in run.derived.pipeline_stages)
     count = run.training.recompute_num_layers
     if count is not None and count > chunk:
         raise refuse(

@@ -144,13 +144,13 @@ def test_context_parallel_slices_pair_an_early_chunk_with_a_late_one(size: int) 
         assert part[0, -1] == 15 - rank * 16 // (2 * size)
 
 
-def read_on_a_rank(changes: dict[str, Any], num_chunks: int, steps: int) -> dict[str, Any]:
+def read_on_a_rank(changes: dict[str, Any], steps: int) -> dict[str, Any]:
     """What one rank of a layout gets from mock data, beginning after 4 samples."""
     run = make_run(mock_data=True, **{"seq_length": MOCK_S, **changes})
     collection = groups.initialize(run)
     train, valid, test = build_datasets(run, NullTokenizer(1000), 64, 16, 0, pg_collection=collection)
-    assert test is None and (train is not None) == (valid is not None) == reads_data(collection)
-    iterators = batch_iterators(train, run, consumed_samples=4, pg_collection=collection, num_chunks=num_chunks)
+    assert test is None and (train is not None) == (valid is not None) == reads_data(run, collection)
+    iterators = batch_iterators(train, run, consumed_samples=4, pg_collection=collection)
     batches = [[next(iterator) for iterator in iterators] for _ in range(steps)]
     facts = groups.rank_facts()
     return {
@@ -172,44 +172,50 @@ def oracle(first: int, count: int) -> dict[str, list]:
     return {key: [sample[key].tolist() for sample in samples] for key in KEYS}
 
 
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+# name -> (ranks, flags, (pipeline rank, chunk) that need tokens)
 LAYOUTS = {
-    "DP2": (2, {}, 1),
-    "DP4": (4, {}, 1),
-    "TP2": (2, {"tensor_model_parallel_size": 2}, 1),
-    "TP2 DP2": (4, {"tensor_model_parallel_size": 2}, 1),
-    "PP2 DP2": (4, {"pipeline_model_parallel_size": 2}, 1),
-    "PP4": (4, {"pipeline_model_parallel_size": 4}, 1),
-    "PP2 with 2 virtual stages": (2, {"pipeline_model_parallel_size": 2}, 2),
-    "TP2 PP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 1),
-    "EP2": (2, {"expert_model_parallel_size": 2, "num_experts": 4}, 1),
+    "DP2": (2, {}, {(0, 0)}),
+    "DP4": (4, {}, {(0, 0)}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}, {(0, 0)}),
+    "TP2 DP2": (4, {"tensor_model_parallel_size": 2}, {(0, 0)}),
+    "PP2 DP2": (4, PP2, {(0, 0), (1, 0)}),
+    "PP4": (4, PP4, {(0, 0), (3, 0)}),
+    "PP2 with 2 virtual stages": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, {(0, 0), (1, 1)}),
+    "TP2 PP2": (4, {"tensor_model_parallel_size": 2, **PP2}, {(0, 0), (1, 0)}),
+    "predictions before the loss": (
+        4,
+        {**PP4, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "E|t|t|t|t|t|m|L"},
+        {(0, 0), (2, 1), (3, 1)},
+    ),
+    "EP2": (2, {"expert_model_parallel_size": 2, "num_experts": 4}, {(0, 0)}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_gets_its_rows_of_the_same_global_batches(gloo: Any, name: str) -> None:
-    world, changes, num_chunks = LAYOUTS[name]
+    world, changes, wanted_by = LAYOUTS[name]
     steps = 3
-    results = gloo.run(world, read_on_a_rank, changes=changes, num_chunks=num_chunks, steps=steps)
+    results = gloo.run(world, read_on_a_rank, changes=changes, steps=steps)
     dp_size = 1 + max(result["facts"]["dp"] for result in results)
-    last_stage = max(result["facts"]["pp"] for result in results)
     expected = oracle(4, 2 * dp_size * steps)
     for result in results:
         facts = result["facts"]
-        assert result["reads"] == (facts["tp"] == 0 and facts["pp"] in (0, last_stage))
+        assert result["reads"] == (facts["tp"] == 0 and facts["pp"] in {rank for rank, _ in wanted_by})
         assert result["consumed"] == 4 + 2 * dp_size * steps
         for step, chunks in enumerate(result["batches"]):
             begin = step * 2 * dp_size + 2 * facts["dp"]
             for chunk, batch in enumerate(chunks):
-                first = facts["pp"] == 0 and chunk == 0
-                last = facts["pp"] == last_stage and chunk == num_chunks - 1
-                wanted = {key: expected[key][begin : begin + 2] if first or last else None for key in KEYS}
+                reads = (facts["pp"], chunk) in wanted_by
+                wanted = {key: expected[key][begin : begin + 2] if reads else None for key in KEYS}
                 assert batch == wanted
         if result["dtypes"]:
             assert result["dtypes"] == ["torch.int64", "torch.int64", "torch.float32", "torch.int64"]
 
 
 def test_context_parallel_ranks_share_the_samples_and_split_the_sequence(gloo: Any) -> None:
-    results = gloo.run(2, read_on_a_rank, changes={"context_parallel_size": 2}, num_chunks=1, steps=1)
+    results = gloo.run(2, read_on_a_rank, changes={"context_parallel_size": 2}, steps=1)
     expected = oracle(4, 2)
     for result in results:
         rank = result["facts"]["cp"]

@@ -75,12 +75,21 @@ CONFIG = {
     "decoder_first_pipeline_num_layers": (
         1,
         {"pipeline_model_parallel_size": 2},
-        {"num_layers_in_first_pipeline_stage": 1},
+        {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "decoder", "decoder", "loss"]]},
     ),
     "decoder_last_pipeline_num_layers": (
         1,
         {"pipeline_model_parallel_size": 2},
-        {"num_layers_in_last_pipeline_stage": 1},
+        {"pipeline_model_parallel_layout": [["embedding", "decoder", "decoder", "decoder"], ["decoder", "loss"]]},
+    ),
+    "pipeline_model_parallel_layout": (
+        "Et|t|tt|L",
+        {"pipeline_model_parallel_size": 2},
+        {
+            "pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder"], ["decoder", "decoder"], ["loss"]],
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True,
+        },
     ),
     "context_parallel_size": (2, {}, {"context_parallel_size": 2}),
     "cp_comm_type": ("all_gather", {}, {"cp_comm_type": "all_gather"}),
@@ -310,7 +319,9 @@ def test_an_optimizer_flag_reaches_the_engine(name):
 def assert_translated(name, table, translate):
     value, others, wanted = table[name]
     engine = translate(replace(Run(), **{**others, name: value}))
-    assert {key: getattr(engine, key) for key in wanted} == wanted
+    got = {key: getattr(engine, key) for key in wanted}
+    # The engine has made an object of the stages' list.
+    assert {key: getattr(one, "input_data", one) for key, one in got.items()} == wanted
 
 
 @pytest.mark.parametrize("virtual", [None, 1])
