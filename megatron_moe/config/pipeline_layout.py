@@ -1,4 +1,4 @@
-"""What each stage of the pipeline has: embedding, layers, multi-token prediction, loss. This file does not import torch.
+"""What each stage of the pipeline has: embedding, layers, multi-token prediction, loss; without importing torch.
 
 `stages_of` is where the package reads it, however it was asked for: evenly, by the layers of the first or last stage,
 by the layers of a virtual stage, or by letters with `--pipeline-model-parallel-layout`.
@@ -62,8 +62,8 @@ def spelled_out(layout: str) -> list[str]:
     stray = re.search(r"[^EtmL|]", text)
     if stray is not None:
         raise ConfigError(
-            f"{FLAG} {layout}: {stray[0]!r} is none of E (embedding), t (layer), m (multi-token prediction), L (loss), |"
-            " (next stage), or * and a number after one of them or after parentheses, which do not nest; e.g."
+            f"{FLAG} {layout}: {stray[0]!r} is none of E (embedding), t (layer), m (multi-token prediction), L (loss),"
+            " | (next stage), or * and a number after one of them or after parentheses, which do not nest; e.g."
             " 'Et*3|(tt|)*4,m|L'"
         )
     return text.split("|")

@@ -216,7 +216,7 @@ def test_the_help_says_what_wins(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.parse(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Flags win over --config, --config over --deepspeed-config, and that over --preset." in text
+    assert "Flags win over --config, --config over --deepspeed-config, that over --preset," in text
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ COMMAND_LINE: dict[str, Any] = {
     "num_attention_heads": None,
     "kv_lora_rank": 32,
     "cp_comm_type": "p2p",
+    "attention_backend": "auto",
     "attention_softmax_in_fp32": False,
     "accumulate_allreduce_grads_in_fp32": False,
 }
