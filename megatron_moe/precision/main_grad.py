@@ -22,7 +22,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the fp32 sum of a weight's gradients, of its shape, or None.
 
-    The weight is the parameter itself, kept beside what a function of the graph saves: where activations are
+    The weight is the parameter itself, kept next to what a function of the graph saves: where activations are
     recomputed, what comes back as saved is another tensor. A parameter with hooks has no sum here: they are given its
     gradient.
 

@@ -78,6 +78,9 @@ def what_a_step_should_see(
         loss = loss if per_token else loss / batch["loss_mask"].sum() / len(batches)
         # The gradients of `backward` would go into the engine's buffers.
         for name, gradient in zip(named, torch.autograd.grad(loss, list(named.values()))):
+            if gradient.is_sparse:  # zeros: the product that makes it has added it to the buffer
+                gradient = named[name].main_grad.clone()
+                named[name].main_grad.zero_()
             total[name] += gradient.double() / scale
     for tensor in (sums, *total.values()):
         dist.all_reduce(tensor)
