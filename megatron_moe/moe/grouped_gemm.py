@@ -155,7 +155,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
         Whether it was added.
     """
     if fused is None:
-        fused = weights.dtype == torch.float32 and platform.on_cpu(weights)
+        fused = weights.dtype == torch.float32 and platform.on_cpu(weights) and not platform.has_cuda()
     total = main_grad_of(weights) if fused else None
     if total is not None:
         add_grouped_product(total.view(total.shape[0], -1, total.shape[-1]), left, right, offsets)

@@ -66,6 +66,8 @@ def what_a_step_should_see(
     named = dict(model.named_parameters())
     total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
     sums = torch.zeros(2 + 2 * (run.model.mtp_num_layers or 0), dtype=torch.float64)
+    for parameter in named.values():
+        parameter.main_grad.zero_()  # of the step before
     for batch in batches:
         mask = {"loss_mask": batch["loss_mask"]} if run.model.mtp_num_layers else {}
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
