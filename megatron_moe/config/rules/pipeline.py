@@ -98,7 +98,7 @@ def predictions_are_in_one_stage(run: Run, world_size: int) -> None:
 def normed_states_travel_in_the_models_dtype(run: Run, world_size: int) -> None:
     """Refuse fp32 for what a stage sends behind the final norm, which is computed where the last layer is."""
     stages = run.derived.pipeline_stages
-    if not run.model.mtp_num_layers or stages[-1].layers and stages[-1].predictions:
+    if not run.model.mtp_num_layers or (stages[-1].layers and stages[-1].predictions):
         return
     asks = set_among(run, ("fp32_residual_connection",))
     kept = kept_in_fp32(run)
