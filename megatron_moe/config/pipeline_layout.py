@@ -30,12 +30,15 @@ class Stage:
         layers: numbers, from 0 in the whole model, of its layers of the decoder.
         predictions: layers of multi-token prediction, all of them or none.
         loss: whether it has the output layer and the loss, which end the model.
+        receives: hidden states [S, B, H] of a micro-batch that come from the stage before; those of every depth of
+            multi-token prediction are among them behind its stage.
     """
 
     embedding: bool
     layers: range
     predictions: int
     loss: bool
+    receives: int
 
     @property
     def reads_tokens(self) -> bool:
@@ -94,11 +97,12 @@ def stages_of(run: RunSections) -> tuple[Stage, ...]:
 
 
 def _numbered(stages: Sequence[str]) -> Iterator[Stage]:
-    first = 0
+    first = arriving = 0
     for letters in stages:
-        count = letters.count("t")
-        yield Stage("E" in letters, range(first, first + count), letters.count("m"), "L" in letters)
+        count, depths = letters.count("t"), letters.count("m")
+        yield Stage("E" in letters, range(first, first + count), depths, "L" in letters, arriving)
         first += count
+        arriving = max(arriving, 1) + depths
 
 
 def _counts_of_stages(run: RunSections) -> list[int]:

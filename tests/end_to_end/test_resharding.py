@@ -48,6 +48,7 @@ THIRDS = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
+FURTHER = {"num_layers": 4, "moe_layer_freq": 1, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 # Mode -> of each stop ZeRO's stage, the ranks and the layout; two stops beside each other are a pair.
 STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "bf16": [
@@ -67,6 +68,13 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (2, 3, THIRDS),
     ],
     "fp32": [(3, 2, cases.layout()), (1, 2, cases.layout(ep=2)), (2, 4, cases.layout(ep=4)), (3, 2, cases.layout())],
+    "fp32, letters": [
+        (1, 4, cases.layout(pp=4, pipeline_model_parallel_layout="Ett|tt|m|L", **FURTHER)),
+        (0, 1, cases.layout(**FURTHER)),
+        (1, 2, cases.layout(pp=2, pipeline_model_parallel_layout="E|ttt|t|mL", **FURTHER)),
+        (0, 2, cases.layout(pp=2, **FURTHER)),
+        (1, 4, cases.layout(pp=4, pipeline_model_parallel_layout="Ett|tt|m|L", **FURTHER)),
+    ],
 }
 
 
@@ -74,10 +82,9 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
 @pytest.mark.parametrize("mode", STAGES)
 def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if mode == "fp16" else {}
-    flags = {mode: True} if mode != "fp32" else {}
-    flags |= {**SHORT, **scale, "keep_fp32": ("router",), "data_path": (cases.corpus(tmp_path),)}
-    if mode == "fp32":
-        del flags["keep_fp32"]
+    fp32 = mode.startswith("fp32")
+    flags = {} if fp32 else {mode: True, "keep_fp32": ("router",)}
+    flags |= {**SHORT, **scale, "data_path": (cases.corpus(tmp_path),)}
     (stage, ranks, sizes), *others = STAGES[mode]
     first = {**flags, **sizes, "data_parallel_sharding_strategy": STRATEGIES[stage]}
     gloo.run(ranks, cases.trained, flags={**first, "save_interval": 2, "save": str(tmp_path / "0")})
@@ -93,7 +100,7 @@ def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have
         here |= {"load": str(tmp_path / str(number - 1)), "save": str(target)}
         record = gloo.run(ranks, cases.moved, flags=here)[0][-1]
         wrong += [f"{number}: {what}" for what in cases.compared(saved, target / "iter_0000002", known)]
-        told = cases.next_step_differs(recorded, record, to_the_bit=number == len(others), fp32=mode == "fp32")
+        told = cases.next_step_differs(recorded, record, to_the_bit=number == len(others), fp32=fp32)
         wrong += [f"{number}: next step: {what}" for what in told]
     assert wrong == []
 

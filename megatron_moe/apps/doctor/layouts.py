@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
+from megatron_moe.apps.doctor.small_copy import DEPTHS, LAYERS
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig
@@ -50,8 +51,8 @@ _MODEL_FEATURES: dict[str, Callable[[Run], object]] = {
     "sharded gradients": lambda run: run.derived.zero_stage == 2,
     "sharded weights": lambda run: run.derived.zero_stage == 3,
     "overlapped reduction": lambda run: run.parallel.overlap_grad_reduce,
-    "uneven stages": lambda run: run.parallel.decoder_first_pipeline_num_layers is not None,
-    "virtual stages": lambda run: run.parallel.num_layers_per_virtual_pipeline_stage is not None,
+    "uneven stages": lambda run: len(set(run.derived.pipeline_layer_counts)) > 1,
+    "virtual stages": lambda run: run.derived.virtual_pipeline_size is not None,
     "fp32": lambda run: run.derived.params_dtype_name == "float32",
     "bf16": lambda run: run.precision.bf16,
     "fp16": lambda run: run.precision.fp16,
@@ -271,7 +272,9 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
         flags["sequence_parallel"] = p.sequence_parallel or own.moe.num_experts is not None
         flags["expert_tensor_parallel_size"] = etp
     if "PP" in chosen:
-        if p.num_layers_per_virtual_pipeline_stage is not None:
+        if p.pipeline_model_parallel_layout is not None:
+            flags["pipeline_model_parallel_layout"] = _small_stages(own)
+        elif p.num_layers_per_virtual_pipeline_stage is not None:
             flags["num_layers_per_virtual_pipeline_stage"] = 1
         elif p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None:
             first = p.decoder_first_pipeline_num_layers is not None
@@ -291,6 +294,22 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
     return Layout("-".join(words), 2 ** len(chosen), flags, frozenset({*chosen, *(["EP"] if experts else [])}))
 
 
+def _small_stages(own: Run) -> str:
+    """Return letters for a small copy on two ranks, with virtual stages and ends without layers where the run has them.
+
+    Multi-token prediction is with the loss: a stage of its own takes three ranks.
+    """
+    stages = own.derived.pipeline_stages
+    count = 2 if own.derived.virtual_pipeline_size is None else 4
+    first, last = (0 if stages[0].layers else 1), (count - 1 if stages[-1].layers else count - 2)
+    parts = [""] * count
+    for layer in range(LAYERS):
+        parts[min(first + layer, max(last, 0))] += "t"
+    parts[0] = f"E{parts[0]}"
+    parts[-1] += "m" * min(own.model.mtp_num_layers or 0, DEPTHS) + "L"
+    return "|".join(parts)
+
+
 def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
     """Yield the fullest layout without one of the run's extras, for each, to see whether that one is at fault."""
     extras = {
@@ -299,6 +318,7 @@ def _without_extras(own: Run, fullest: Layout) -> Iterator[Layout]:
         "overlap": ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size"),
         "virtual-stages": ("num_layers_per_virtual_pipeline_stage",),
         "uneven-stages": ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "letters": ("pipeline_model_parallel_layout",),
     }
     for word, names in extras.items():
         if any(name in fullest.flags for name in names):

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_moe.config.schema import Run, flatten, replace
 
 LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
+DEPTHS = 2  # at most, of multi-token prediction
 AUX_LOSS_COEFF, Z_LOSS_COEFF = 0.05, 0.01
 VOCABULARY, PADDED_VOCABULARY = 250, 256
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
@@ -115,7 +116,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "padded_vocab_size": None,
         # At the usual 0.02 such a small model is almost linear, and its logits are all alike.
         "init_method_std": 0.1,
-        "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, 2),
+        "mtp_num_layers": None if m.mtp_num_layers is None else min(m.mtp_num_layers, DEPTHS),
     }
     if run.training.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = 1

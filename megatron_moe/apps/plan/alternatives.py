@@ -42,8 +42,9 @@ def neighbours(run: Run) -> Iterator[tuple[str, Run]]:
                 yield f"{_flag(name)} {other}", _with_sizes(run, **{name: other})
     virtual = run.parallel.num_layers_per_virtual_pipeline_stage
     stages = run.parallel.pipeline_model_parallel_size
+    by_letters = run.parallel.pipeline_model_parallel_layout is not None
     for layers in (None, 1, 2, 4):
-        if stages > 1 and layers != virtual:
+        if stages > 1 and layers != virtual and not by_letters:
             words = f"--num-layers-per-virtual-pipeline-stage {'none' if layers is None else layers}"
             yield words, replace(run, num_layers_per_virtual_pipeline_stage=layers)
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
@@ -177,7 +178,7 @@ def relative_time(run: Run, world_size: int) -> float:
 def _with_sizes(run: Run, **sizes: int) -> Run:
     """Return `run` with other sizes and with the flags that the rules require along with them.
 
-    Sequence parallelism is on with TP; uneven ends and virtual stages belong to the old number of stages.
+    Sequence parallelism is on with TP; uneven ends and layouts by letters belong to the old number of stages.
     """
     changes: dict[str, Any] = dict(sizes)
     if "tensor_model_parallel_size" in sizes:
@@ -185,6 +186,7 @@ def _with_sizes(run: Run, **sizes: int) -> Run:
     stages = sizes.get("pipeline_model_parallel_size")
     if stages is not None:
         changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
+        changes["pipeline_model_parallel_layout"] = None
         if stages == 1:
             changes["num_layers_per_virtual_pipeline_stage"] = None
         # Uneven ends where the layers do not divide: full stages, and what is left on the last.

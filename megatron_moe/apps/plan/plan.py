@@ -279,11 +279,15 @@ def peak_gib(
 ) -> float:
     """Return the largest peak memory of a rank, in GiB.
 
-    The stages that can be the largest are traced: the first two and the last. `known`: see `trace_ranks`.
+    The stages that can be the largest are traced: the first two and the last, all of a layout by letters.
+    `known`: see `trace_ranks`.
     """
     stages = run.parallel.pipeline_model_parallel_size
+    some = sorted({0, min(1, stages - 1), stages - 1})
+    if run.parallel.pipeline_model_parallel_layout is not None:
+        some = list(range(stages))
     on = machine if imbalance is None else dataclasses.replace(machine, imbalance=imbalance)
-    traces = traced(run, world_size, on, known, sorted({0, min(1, stages - 1), stages - 1}))
+    traces = traced(run, world_size, on, known, some)
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
 
 

@@ -147,25 +147,21 @@ def trace_ranks(
 
 def _layers(run: Run, stage: int) -> list[list[int]]:
     """Return the global numbers, from 0, of the layers of each of a stage's chunks."""
-    counts, chunks = run.derived.pipeline_layer_counts, run.derived.virtual_pipeline_size or 1
-    if chunks == 1:
-        return [list(range(sum(counts[:stage]), sum(counts[: stage + 1])))]
-    size = counts[stage] // chunks
-    firsts = [(chunk * len(counts) + stage) * size for chunk in range(chunks)]
-    return [list(range(first, first + size)) for first in firsts]
+    return [list(chunk.layers) for chunk in run.derived.chunks_of_pipeline_rank(stage)]
 
 
 def _kind(run: Run, stage: int) -> Any:
     """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
 
-    It says which layers have experts, and which ends of the model the stage has. Modules that are kept in fp32 may be
+    It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32 may be
     named by their layer, so with them no stage is like another.
     """
     if run.precision.keep_fp32 is not None:
         return stage
     pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
     kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
-    return stage == 0, stage == run.parallel.pipeline_model_parallel_size - 1, kinds
+    chunks = run.derived.chunks_of_pipeline_rank(stage)
+    return kinds, tuple((chunk.embedding, chunk.predictions, chunk.loss, chunk.receives) for chunk in chunks)
 
 
 def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrace:
@@ -228,16 +224,21 @@ def _trace_stage(
             sharded = planned_units(units(bare[0], pg_collection), sharding.machine or gpus_per_node)
         traces: dict[Any, ChunkTrace] = {}
         keys = []
-        for chunk, inner in zip(chunks, bare):
-            key = (inner.pre_process, inner.post_process, *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()))
+        for chunk, inner, part in zip(chunks, bare, run.derived.chunks_of_pipeline_rank(stage)):
+            key = (
+                part.embedding,
+                part.loss,
+                part.receives,
+                *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()),
+            )
             keys.append(key)
             if key not in traces:
                 # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
                 with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
-                    _trace_chunk(run, tracer, chunk, inner, gathering)
+                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering)
                     if run.derived.num_microbatches(world_size) == 1:
                         gathering.forget_gradients()
-                    traces[key] = _trace_chunk(run, tracer, chunk, inner, gathering)
+                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering)
         parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
         expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         return RankTrace(
@@ -284,7 +285,9 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
         sys.excepthook = hook
 
 
-def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any, gathering: Gathering) -> ChunkTrace:
+def _trace_chunk(
+    run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any, receives: int, gathering: Gathering
+) -> ChunkTrace:
     start, calls, flops = tracer.live, len(tracer.collectives), tracer.flops
     tracer.restart_peak()
     shape = (run.training.micro_batch_size, run.model.seq_length // run.parallel.context_parallel_size)
@@ -292,7 +295,7 @@ def _trace_chunk(run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: An
     mask = torch.empty(shape, dtype=torch.float32)
     given = None
     if not inner.pre_process:
-        given = _hidden_states(run).requires_grad_()
+        given = torch.cat([_hidden_states(run)] * receives).requires_grad_()
         inner.set_input_tensor(given)
     output = chunk(batch[0], batch[2], None, labels=batch[1])
     if inner.post_process:

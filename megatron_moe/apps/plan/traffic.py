@@ -56,8 +56,10 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
             add(name, "all-reduce", buffer.ranks, size * buffer.gradient_bytes)
     stages = run.parallel.pipeline_model_parallel_size
     if stages > 1:
-        ends = (trace.stage == stages - 1) + (trace.stage == 0)
-        sent = trace.boundary * micro_batches * (2 * len(trace.chunks) - ends)
+        # A stage sends gradients of what it receives, and what the next stage receives.
+        arriving = [stage.receives for stage in run.derived.pipeline_stages]
+        messages = sum(arriving[trace.stage :: stages]) + sum((arriving[1:] + [0])[trace.stage :: stages])
+        sent = trace.boundary * micro_batches * messages
         leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
         totals["PP"] = [sent, sent * leaves]
     return {name: Traffic(*totals[name]) for name in sorted(totals)}

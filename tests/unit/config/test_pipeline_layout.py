@@ -79,9 +79,10 @@ def test_a_rank_has_every_pp_th_stage():
     run = replace(Run(), num_layers=5, **PP4, pipeline_model_parallel_layout="Et|tt|t||t||m|L", mtp_num_layers=1)
     assert run.derived.virtual_pipeline_size == 2
     assert run.derived.pipeline_layer_counts == (2, 2, 1, 0)
-    first, last = Stage(True, range(0, 1), 0, False), Stage(False, range(4, 5), 0, False)
+    first, last = Stage(True, range(0, 1), 0, False, 0), Stage(False, range(4, 5), 0, False, 1)
     assert run.derived.chunks_of_pipeline_rank(0) == (first, last)
     assert [stage.letters for stage in run.derived.chunks_of_pipeline_rank(2)] == ["t", "m"]
     assert run.derived.predictions_pipeline_rank == 2
+    assert [stage.receives for stage in run.derived.pipeline_stages] == [0, 1, 1, 1, 1, 1, 1, 2]
     together = replace(run, pipeline_model_parallel_layout="Et|tt|t||t|||mL")
     assert together.derived.predictions_pipeline_rank is None

@@ -168,6 +168,30 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
 
 
 @pytest.mark.parametrize(
+    ("letters", "stages", "small"),
+    [
+        ("Et|(tt|)*30mL", 8, "Et|t|tt|mL"),
+        ("Et*10|(t*9|)*5t*6m|L", 8, "Etttt|mL"),
+        ("E|t*60|t|mL", 4, "Etttt|mL"),
+        ("Et*16|(t*15|)*2t*15mL", 4, "Et|tttmL"),
+    ],
+)
+def test_stages_by_letters_are_reduced_to_what_is_uneven_about_them(letters, stages, small):
+    own = replace(
+        TINY,
+        num_layers=61,
+        moe_layer_freq=1,
+        mtp_num_layers=1,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=letters,
+    )
+    found = choose(own, small_copy(own), 4, ["pp2*"])
+    assert found.refused == []
+    found_letters = [layout.flags.get("pipeline_model_parallel_layout") for layout in found.layouts]
+    assert found_letters == [small, small, None]  # with the data parallel too, and without letters
+
+
+@pytest.mark.parametrize(
     ("changes", "wanted"),
     [
         ({}, ["micro-batches-of-1", "loss-per-token"]),

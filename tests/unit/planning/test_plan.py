@@ -11,11 +11,19 @@ from megatron_moe.apps.plan.alternatives import legal, nearest_legal, neighbours
 from megatron_moe.apps.plan.plan import Machine, bubble_share, make_plan, schedule
 from megatron_moe.apps.plan.report import text_report
 from megatron_moe.apps.plan.tracing import trace_ranks
+from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FURTHER_ALONE = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 4,
+    "pipeline_model_parallel_layout": "Ett|tt|mm|L",
+    "mtp_num_layers": 2,
+}
+LOSS_ALONE = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"}
 TIED = {"untie_embeddings_and_output_weights": False}
 
 
@@ -34,6 +42,7 @@ def traced(world_size, **changes):
         (8, {**TP2, **TIED, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
         (4, {**TIED, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
         (4, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "expert_model_parallel_size": 2}),
+        (4, {**FURTHER_ALONE, **TIED}),
     ],
 )
 def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, changes):
@@ -76,6 +85,16 @@ def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, chang
                 "keep_fp32": ("decoder.layers.2",),
             },
         ),
+        (
+            8,
+            {
+                "num_layers": 5,
+                "moe_layer_freq": 1,
+                "pipeline_model_parallel_size": 4,
+                "pipeline_model_parallel_layout": "Et|t|t|t||t||L",
+            },
+        ),
+        (4, {"moe_layer_freq": 1, **FURTHER_ALONE}),
     ],
 )
 def test_a_stage_taken_from_one_like_it_is_the_stage_that_would_be_built(world_size, changes):
@@ -93,6 +112,22 @@ def test_a_traced_stage_is_not_traced_again(monkeypatch):
     assert len(known) == 3  # first, last, and the two between
     monkeypatch.setattr(tracing, "build_model", None)
     assert trace_ranks(run, 8, vocabulary, **options) == traces
+
+
+def test_behind_multi_token_prediction_the_hidden_states_of_every_depth_travel():
+    run, _, traces = traced(4, **FURTHER_ALONE)
+    sent = [rank_traffic(run, trace, 4, 8)["PP"].sent for trace in traces]
+    one = traces[0].boundary * run.derived.num_microbatches(4)
+    # forward, and gradients back; m sends the states of the model and of two depths
+    assert sent == [one, 2 * one, (3 + 1) * one, 3 * one]
+
+
+def test_stages_by_letters_have_the_work_that_they_say():
+    _, _, traces = traced(2, num_layers=4, moe_layer_freq=1, **LOSS_ALONE)
+    assert [trace.layers for trace in traces] == [(3,), (0, 1, 2)]
+    assert [[chunk.flops > 0 for chunk in trace.chunks] for trace in traces] == [[False, True], [True, True]]
+    whole = traced(1, num_layers=4, moe_layer_freq=1)[2][0]
+    assert sum(chunk.flops for trace in traces for chunk in trace.chunks) == whole.chunks[0].flops
 
 
 def test_experts_are_counted_apart_and_shared_by_expert_ranks():
