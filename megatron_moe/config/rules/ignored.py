@@ -7,6 +7,7 @@ builds by hand is not changed: there, the rules refuse these settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.fields import all_fields
@@ -24,6 +25,9 @@ YARN_FIELDS = (
     "mscale_all_dim",
 )
 
+
+LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
+"""How a checkpoint is loaded."""
 
 READ_WITH = {
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
@@ -146,9 +150,30 @@ def losses_without_weight(given: Given) -> Change | None:
     )
 
 
+def coefficients_without_losses(given: Given) -> Change | None:
+    """Leave out coefficients where the command says that there is no auxiliary loss.
+
+    Where it does not say so, Megatron-LM has one.
+    """
+    if given.get("moe_router_load_balancing_type") != ("none",) or not any(_value(given, "moe_aux_loss_coeff")):
+        return None
+    names = ["moe_aux_loss_coeff"]
+    return _left_out(names), f"{_typed(given, names)}: LEFT OUT, --moe-router-load-balancing-type none has no loss"
+
+
+def capacity_below_zero(given: Given) -> Change | None:
+    """Take a capacity below zero for none."""
+    factor = _value(given, "moe_expert_capacity_factor")
+    if factor is None or factor >= 0:
+        return None
+    return {"moe_expert_capacity_factor": None}, (
+        f"--moe-expert-capacity-factor {factor}: is none, as in Megatron-LM: no token is dropped"
+    )
+
+
 def loading_without_a_folder(given: Given) -> Change | None:
-    """Leave out what a checkpoint would be loaded without, where none is loaded."""
-    names = _set_among(given, ("finetune", "no_load_optim", "no_load_rng"))
+    """Leave out how a checkpoint would be loaded, where none is loaded."""
+    names = _set_among(given, LOADING)
     if not names or _value(given, "load") is not None or _value(given, "load_hf") is not None:
         return None
     return _left_out(names), f"{_typed(given, names)}: left out, nothing is loaded without --load"
@@ -164,6 +189,92 @@ def settings_of_a_flag_that_is_off(given: Given) -> Change | None:
     return _left_out(names), f"{_typed(given, names)}: left out, without {missing}; Megatron-LM does not read it either"
 
 
+@dataclass(frozen=True)
+class Unread:
+    """Settings that are read in some runs only.
+
+    Args:
+        fields: the settings. is_read: whether a run with these settings reads them. reason: why it does not otherwise.
+    """
+
+    fields: tuple[str, ...]
+    is_read: Callable[[Given], Any]
+    reason: str
+
+    def __call__(self, given: Given) -> Change | None:
+        """Leave the settings out where they are not read."""
+        names = _set_among(given, self.fields)
+        if not names or self.is_read(given):
+            return None
+        return _left_out(names), f"{_typed(given, names)}: left out, {self.reason}"
+
+
+def _is_set(name: str) -> Callable[[Given], bool]:
+    return lambda given: _value(given, name) not in (None, False, 0)
+
+
+def _with_experts(name: str) -> Callable[[Given], bool]:
+    """Return whether a setting of experts is set; a dense model has rules of its own."""
+    return lambda given: _value(given, "num_experts") is None or _value(given, name) not in (None, False)
+
+
+_UNREAD: tuple[Unread, ...] = (
+    Unread(
+        ("num_query_groups",),
+        _is_set("group_query_attention"),
+        "each head has a key and a value of its own without --group-query-attention",
+    ),
+    Unread(
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        _is_set("multi_latent_attention"),
+        "the attention is not latent without --multi-latent-attention",
+    ),
+    Unread(("mtp_loss_scaling_factor",), _is_set("mtp_num_layers"), "nothing is predicted without --mtp-num-layers"),
+    Unread(
+        ("moe_router_bias_update_rate",),
+        _with_experts("moe_router_enable_expert_bias"),
+        "there is no bias without --moe-router-enable-expert-bias",
+    ),
+    Unread(
+        ("moe_token_drop_policy",),
+        _with_experts("moe_expert_capacity_factor"),
+        "no token is dropped without --moe-expert-capacity-factor",
+    ),
+    Unread(
+        ("moe_shared_expert_overlap", "moe_shared_expert_gate"),
+        _with_experts("moe_shared_expert_intermediate_size"),
+        "there is no shared expert without --moe-shared-expert-intermediate-size",
+    ),
+    # Not --loss-scale: Megatron-LM multiplies by a constant scale in bf16, too.
+    Unread(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        lambda given: _value(given, "fp16") and _value(given, "loss_scale") is None,
+        "a loss scale changes with --fp16 alone, and without --loss-scale",
+    ),
+    Unread(("first_last_layers_bf16",), _is_set("fp8_format"), "nothing is in FP8 without --fp8-format"),
+    Unread(
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        _is_set("first_last_layers_bf16"),
+        "they count the layers of --first-last-layers-bf16",
+    ),
+    Unread(
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        lambda given: _value(given, "lr_decay_style") == "WSD",
+        "--lr-decay-style WSD alone has such a phase",
+    ),
+    Unread(("eval_interval",), _is_set("eval_iters"), "nothing is evaluated with --eval-iters 0"),
+    Unread(
+        ("recompute_method", "recompute_num_layers"),
+        _is_set("recompute_granularity"),
+        "nothing is recomputed without --recompute-granularity",
+    ),
+    Unread(
+        ("recompute_modules",),
+        lambda given: _value(given, "recompute_granularity") == "selective",
+        "--recompute-granularity selective alone recomputes modules",
+    ),
+)
+
 _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     sequence_parallelism_of_one_rank,
     heads_of_latent_attention,
@@ -171,6 +282,9 @@ _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     softmax_before_other_scores,
     kernel_of_the_local_attention,
     losses_without_weight,
+    coefficients_without_losses,
+    capacity_below_zero,
     loading_without_a_folder,
     settings_of_a_flag_that_is_off,
+    *_UNREAD,
 )

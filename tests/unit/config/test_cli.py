@@ -28,7 +28,20 @@ def typed(field) -> list[str]:
 # Flags that are left out where they are not read (test_ignored_values.py), with what reads them.
 READ_WITH = {
     **dict.fromkeys(ignored.YARN_FIELDS, "--multi-latent-attention --rope-type yarn"),
-    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), "--load somewhere"),
+    **dict.fromkeys(ignored.LOADING, "--load somewhere"),
+    "num_query_groups": "--group-query-attention",
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"
+    ),
+    "mtp_loss_scaling_factor": "--mtp-num-layers 1",
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16"),
+    "first_last_layers_bf16": "--fp8-format e4m3",
+    **dict.fromkeys(
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), "--first-last-layers-bf16 --fp8-format e4m3"
+    ),
+    **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "--lr-decay-style WSD"),
+    **dict.fromkeys(("recompute_method", "recompute_num_layers"), "--recompute-granularity full"),
+    "recompute_modules": "--recompute-granularity selective",
     "sequence_parallel": "--tensor-model-parallel-size 2",
     "attention_backend": "--transformer-impl transformer_engine",
     **dict.fromkeys(ignored.READ_WITH["manual_gc"], "--manual-gc"),
