@@ -23,8 +23,8 @@ from tests.helpers.compiled_kernels import ROOT
 SHAPE = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
 
 
-def totals(kernels: str) -> SimpleNamespace:
-    every = [one for found in launches.of_layer(**SHAPE, kernels=kernels) for one in found]
+def totals(kernels: str, sums: str = "none") -> SimpleNamespace:
+    every = [one for found in launches.of_layer(**SHAPE, kernels=kernels, sums=sums) for one in found]
     return SimpleNamespace(
         launches=sum(one.launches for one in every),
         gigabytes=sum(one.size for one in every if not one.flops) / 1e9,
@@ -37,6 +37,13 @@ def totals(kernels: str) -> SimpleNamespace:
 def test_a_layer_launches_45_operations_at_most() -> None:
     found = totals("triton")
     assert found.launches <= 45 and found.gigabytes <= 3.8 and found.tflops >= 555
+
+
+@pytest.mark.triton
+def test_sums_that_products_add_to_move_no_more_bytes_next_to_them() -> None:
+    alone, added, fused = (totals("triton", sums) for sums in ("none", "added", "fused"))
+    assert fused.gigabytes < alone.gigabytes + 0.01 and added.gigabytes > alone.gigabytes + 14
+    assert fused.launches < added.launches and fused.tflops >= 555 and added.tflops < 480
 
 
 def test_without_kernels_it_launches_twice_as_many() -> None:
