@@ -40,10 +40,26 @@ class RunPlan:
         """All notes of the plan, in the order to show."""
         return [
             *self.run.notes,
+            *_stage_notes(self.run),
             *self.start_from.notes,
             *(self.imported.notes if self.imported else ()),
             *self.data_notes,
         ]
+
+
+def _stage_notes(run: Run) -> list[str]:
+    """Return what each pipeline rank has where the stages are given by letters; like neighbours are shown once."""
+    if run.parallel.pipeline_model_parallel_layout is None:
+        return []
+    shown: list[tuple[int, str]] = []
+    for rank in range(run.parallel.pipeline_model_parallel_size):
+        text = " | ".join(stage.letters or "-" for stage in run.derived.chunks_of_pipeline_rank(rank))
+        if not shown or shown[-1][1] != text:
+            shown.append((rank, text))
+    firsts = [rank for rank, _ in shown] + [run.parallel.pipeline_model_parallel_size]
+    spans = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(firsts, firsts[1:])]
+    ranks = ", ".join(f"{span}: {text}" for span, (_, text) in zip(spans, shown))
+    return [f"stages of the pipeline's ranks: {ranks}"]
 
 
 def plan_run(run: Run) -> RunPlan:

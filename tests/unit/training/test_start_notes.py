@@ -43,6 +43,15 @@ def test_a_dry_run_shows_the_notes_too(tmp_path, capsys):
     assert "ds.json sets --seed 7" in capsys.readouterr().out
 
 
+def test_a_dry_run_shows_what_the_letters_give_each_rank(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    letters = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t||t|||L"
+    batch = "--micro-batch-size 1 --global-batch-size 4"
+    pretrain(cli.parse([*TINY, *letters.split(), *batch.split(), "--dry-run"], world_size=4))
+    assert "0: Et | t, 1-2: t | -, 3: - | L" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
