@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
@@ -57,7 +58,7 @@ def _stage_notes(run: Run) -> list[str]:
         if not shown or shown[-1][1] != text:
             shown.append((rank, text))
     firsts = [rank for rank, _ in shown] + [run.parallel.pipeline_model_parallel_size]
-    spans = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(firsts, firsts[1:])]
+    spans = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(firsts)]
     ranks = ", ".join(f"{span}: {text}" for span, (_, text) in zip(spans, shown))
     return [f"stages of the pipeline's ranks: {ranks}"]
 
