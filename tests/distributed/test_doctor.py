@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def doctor(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "doctor.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def steps(gloo, references) -> dict[str, dict[tuple[str, int], list[dict[str, An
     for name, layout in LAYOUTS.items():
         wanted = [(case, seed) for case in layout.cases for seed in layout.seeds]
         folders = [references[key].folder for key in wanted]
-        by_rank = gloo.run_within(300, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
+        by_rank = gloo.run_within(600, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
         found[name] = {key: [rank[number] for rank in by_rank] for number, key in enumerate(wanted)}
     return found
 

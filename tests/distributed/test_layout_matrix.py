@@ -253,7 +253,7 @@ class Measured:
             (self._folder / name).mkdir()
             self._ranks[name] = ranks
             jobs.append(Job(asked, ranks, str(self._folder / name)))
-        self._gloo.run_within(900, processes, measure_all, jobs=jobs, limit=120)
+        self._gloo.run_within(900, processes, measure_all, jobs=jobs, limit=300)
 
     def whole(self, name: str) -> AssembledModel:
         files = [self._folder / name / f"{rank}.pt" for rank in range(self._ranks[name])]

@@ -31,7 +31,7 @@ def launched(folder: Path, program: list[str], *flags: str) -> tuple[subprocess.
         env=rank_environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     return done, json.loads((folder / "report.json").read_text())
 
@@ -93,7 +93,7 @@ def test_the_checks_of_kernels_run_on_the_pretended_cuda_machine(preset: str, tm
     only = ["--only", "driver", "torch", "attention", "grouped_product", "reductions", "cpu_cores", "memlock"]
     command = [sys.executable, "-m", "tests.helpers.cuda_on_cpu", str(ROOT / "tools" / "preflight.py")]
     done = subprocess.run(
-        [*command, *words, *only], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=120
+        [*command, *words, *only], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=600
     )
     found = {finding["check"]: finding for finding in json.loads(report.read_text())["findings"]}
     assert done.returncode in (0, 1), done.stderr

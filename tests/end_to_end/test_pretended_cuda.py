@@ -29,7 +29,7 @@ def printed(program: list[str], folder: Path, **environment: str) -> str:
         env={**rank_environment(), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

@@ -55,7 +55,7 @@ class Launch:
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
 
-    def wait(self, seconds: float = 300.0) -> int:
+    def wait(self, seconds: float = 600.0) -> int:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-def until(condition: Callable[[], Any], launch: Launch, seconds: float = 240.0) -> None:
+def until(condition: Callable[[], Any], launch: Launch, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline or launch.process.poll() is not None:

@@ -183,7 +183,7 @@ def _evaluations(folder: Path) -> int:
 
 def _until_longer(launcher: Any, metrics: Path, lines: int) -> int | None:
     """Wait for a step of this incarnation: the handler is there then. The job's status if it ends before."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while len(kills.raw_lines(metrics)) <= lines:
         if (status := launcher.wait(0.02)) is not None:
             return status

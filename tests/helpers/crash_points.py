@@ -162,7 +162,7 @@ def _cannot_be_installed() -> str | None:
         return "strace is not installed; `apt-get install strace`, as root, installs it"
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", "strace"]):
-        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=600, check=False)
     return None if done.returncode == 0 else f"strace cannot be installed: {done.stderr.strip()[-300:]}"
 
 

@@ -18,7 +18,7 @@ one result per rank:
 - The function's file is loaded by path in the ranks: it may be the test file itself or a file beside it. Arguments and
   results are pickled: configurations, tensors, plain data; no modules, no process groups.
 - An exception on any rank fails the call with `CaseFailed`, which shows every rank's traceback. A case that takes
-  longer than `gloo.timeout` seconds (default 120; `gloo.run_within(seconds, n, ...)`) is ended, and the stacks shown.
+  longer than `gloo.timeout` seconds (default 300; `gloo.run_within(seconds, n, ...)`) is ended, and the stacks shown.
 - Ranks see no CUDA device. RANK, LOCAL_RANK and WORLD_SIZE are set, MASTER_ADDR is not.
 """
 
@@ -111,7 +111,7 @@ class GlooPool:
         package: a folder with a copy of the package, which the ranks run (`forked_doctor.py`); None: the package.
     """
 
-    def __init__(self, parent: RankParent, timeout: float = 120.0, package: Path | None = None) -> None:
+    def __init__(self, parent: RankParent, timeout: float = 300.0, package: Path | None = None) -> None:
         self.timeout = timeout
         self._package = package
         self._parent = parent

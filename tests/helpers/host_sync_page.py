@@ -105,7 +105,7 @@ def _launched(cases: Sequence[Case]) -> dict[str, Counts]:
             env={**os.environ, **quiet},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         if not out.exists():
             raise RuntimeError(ran.stdout[-2000:] + ran.stderr[-4000:])

@@ -236,7 +236,7 @@ def incarnations(gloo: Any, folder: Path, ranks: int, flags: dict[str, Any], len
     flags = {**flags, "train_iters": total, "lr_decay_iters": total}
     whole, pieces = folder / "whole", folder / "pieces"
     files = {"save": str(whole), "metrics_file": str(folder / "whole.jsonl")}
-    gloo.run_within(120 + 10.0 * total, ranks, trained, flags={**flags, **files})
+    gloo.run_within(300 + 10.0 * total, ranks, trained, flags={**flags, **files})
     part = {**flags, "save": str(pieces), "metrics_file": str(folder / "pieces.jsonl"), "keep_last_k": 2}
     done = 0
     for number, length in enumerate(lengths):

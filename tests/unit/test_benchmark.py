@@ -29,7 +29,7 @@ def bench(tmp_path, *flags):
         env={**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MOE_CPU_HALF_PRODUCTS": "native"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tmp_path / "out.json").read_text()), done.stdout

@@ -97,7 +97,7 @@ def recorded(script, folder, status=0, **settings):
         environment["SLURM_CPUS_PER_TASK"] = cores  # as sbatch does
     environment |= settings
     copy = checkout / script.relative_to(REPO) if script.is_relative_to(REPO) else script
-    done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stderr
     return [json.loads(line) for line in record.read_text().splitlines()]
 

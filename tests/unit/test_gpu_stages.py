@@ -33,7 +33,7 @@ def dry_run(out: Path, *flags: str, module: str = "stages", code: str = "") -> t
         env={**rank_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     path = out / "report.json"
     return ran.returncode, ran.stdout + ran.stderr, json.loads(path.read_text()) if path.exists() else {}

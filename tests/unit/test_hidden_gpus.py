@@ -19,7 +19,7 @@ def pytest_run(*flags: str) -> str:
     """Run this file's inner tests by a pytest of their own that was given device 0, and return what they printed."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", __file__, *flags]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", INSIDE: "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -178,4 +178,4 @@ def test_a_save_path_that_is_a_file_is_refused(tmp_path):
 
 def test_looking_for_a_checkpoint_loads_no_torch():
     code = "import sys; import megatron_moe.checkpoint.plan; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

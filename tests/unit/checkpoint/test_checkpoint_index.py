@@ -204,4 +204,4 @@ def test_a_file_of_plain_values_runs_nothing(tmp_path, monkeypatch, name):
 
 def test_reading_an_index_needs_no_torch():
     code = "import sys; import megatron_moe.checkpoint.index; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

@@ -173,4 +173,4 @@ def test_a_file_that_cannot_be_read_is_named(step):
 
 def test_a_manifest_needs_no_torch():
     code = "import sys; import megatron_moe.checkpoint.manifest; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

@@ -316,7 +316,7 @@ def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_
     journal = hidden_folder(save) / "journal.jsonl"
     tool = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "convert_checkpoint.py"), *words(hf, save)]
     process = subprocess.Popen(tool, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") >= 3:  # two files are complete
             break

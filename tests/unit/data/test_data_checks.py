@@ -184,7 +184,7 @@ check_data(build({{"data_path": [{prefix!r}], "split": "80,20,0", "seq_length": 
 print([name for name in ("torch", "megatron.core") if name in sys.modules])
 """
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -255,7 +255,7 @@ def test_the_tool_exits_2_with_one_line_and_leaves_no_file(tmp_path: Path) -> No
     command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(errors) == 1 and "in.jsonl, line 2" in errors[0] and "Traceback" not in done.stderr

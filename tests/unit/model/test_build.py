@@ -135,7 +135,7 @@ def test_building_is_silent():
         "build_model(run, groups.initialize(run), 256)\n"
         "groups.destroy()\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
 

@@ -19,7 +19,7 @@ def _run(code: str) -> tuple[str, float]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     return ran.stdout.strip(), time.monotonic() - started
 

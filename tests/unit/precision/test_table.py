@@ -163,7 +163,7 @@ def test_docs_hold_the_table_of_the_demo() -> None:
 
 def printed(*flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "pretrain_moe.py", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_print_precision_needs_no_data_and_no_ranks() -> None:

@@ -153,7 +153,7 @@ def test_the_conclusion_goes_by_the_recorder_and_survives_the_store():
 
 @pytest.mark.parametrize("record", [{}, {"pg_config": {}, "pg_status": {}, "entries": [{"pg_id": 1}]}, [], None])
 def test_a_record_of_another_format_is_said_and_no_error(record):
-    groups, why = within(5.0, lambda: record)
+    groups, why = within(60.0, lambda: record)
     assert groups == () and why.startswith("NCCL's flight recorder cannot be read: ")
 
 
@@ -161,7 +161,7 @@ def test_a_recorder_that_does_not_answer_is_not_waited_for():
     begin = time.monotonic()
     assert within(0.1, lambda: time.sleep(3) or {}) == ((), "NCCL's flight recorder did not answer within 0.1 s")
     assert time.monotonic() - begin < 2
-    assert within(5.0, lambda: {"pg_config": {}, "pg_status": {}}) == ((), "NCCL's flight recorder is empty")
+    assert within(60.0, lambda: {"pg_config": {}, "pg_status": {}}) == ((), "NCCL's flight recorder is empty")
 
 
 def test_a_recorder_that_holds_the_interpreter_ends_the_process():
@@ -175,5 +175,5 @@ def test_a_recorder_that_holds_the_interpreter_ends_the_process():
         "    libc.pthread_mutex_lock(mutex)\n"
         "within(0.1, hold_the_interpreter)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "hold_the_interpreter" in done.stderr
