@@ -111,7 +111,7 @@ class Trainer:
         }
 
 
-def trained(run: Run, steps: int = 3) -> dict[str, Any]:
+def trained(run: Run, steps: int = 2) -> dict[str, Any]:
     """Losses and gradient norms of some steps; dtypes of weights and gradients; initial weights."""
     trainer = Trainer(run)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters().items()}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 STAGES = ("optim", "optim_grads", "optim_grads_params")
-STEPS = 8
+STEPS = 5
 ONE_RANKS_EXPERTS = {
     "expert_model_parallel_size": 2,
     "micro_batch_size": 1,

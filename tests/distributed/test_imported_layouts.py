@@ -31,15 +31,15 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "one": Layout(1, {}, (1, 2)),
-    "TP2": Layout(2, TP2, (3,)),
+    "TP2": Layout(2, TP2, (1,)),
     "PP2": Layout(2, PP2, (1,)),
     "EP2": Layout(2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, (2,)),
-    "TP2xEP2": Layout(4, {**TP2, "expert_model_parallel_size": 2}, (3,)),
+    "TP2xEP2": Layout(4, {**TP2, "expert_model_parallel_size": 2}, (2,)),
     "TP2xEP2, experts whole": Layout(
         2, {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, (2,), ("glm4-moe",)
     ),
     "VPP": Layout(
-        2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, (3,), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")
+        2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}, (2,), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")
     ),
     "CP2": Layout(
         2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}, (1,), ("deepseek-v2-grouped", "qwen2-moe")

@@ -98,8 +98,14 @@ SITES: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+VALUES = (float("inf"), float("nan"))
+
+
 def injected(flags: dict[str, Any]) -> dict[str, Any]:
-    """At each site and with each value: was the step applied, and what has changed; one rank spoils."""
+    """At each site: was the step applied, and what has changed; one rank spoils.
+
+    A single rank does with both values, several with one of them.
+    """
     from tests.helpers.stepped_trainer import Trainer
 
     trainer = Trainer(flags)
@@ -107,7 +113,7 @@ def injected(flags: dict[str, Any]) -> dict[str, Any]:
     good = [trainer.step().committed]
     seen: dict[str, Any] = {}
     for number, (name, site) in enumerate(SITES.items()):
-        for value in (float("inf"), float("nan")):
+        for value in VALUES if world == 1 else VALUES[number % 2 :][:1]:
             before = trainer.state()
             if rank == number % world:
                 with site(trainer, value):
@@ -129,4 +135,5 @@ def test_an_overflow_or_nan_on_one_rank_leaves_every_bit_of_every_rank(gloo, ran
     flags |= {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0} if precision == "fp16" else {}
     for result in gloo.run(ranks, injected, flags=flags):
         assert result["good"] == [True] * (len(SITES) + 1)
-        assert result["seen"] == {f"{site} {value}": [False, []] for site in SITES for value in ("inf", "nan")}
+        assert {site: seen for site, seen in result["seen"].items() if seen != [False, []]} == {}
+        assert len(result["seen"]) == (2 * len(SITES) if ranks == 1 else len(SITES))

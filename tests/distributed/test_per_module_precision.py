@@ -14,7 +14,7 @@ FP32, BF16 = ("torch.float32", "torch.float32"), ("torch.bfloat16", "torch.float
 
 @pytest.fixture(scope="module")
 def trained(gloo):
-    """Three steps under flags and a layout, run once each: results of all ranks."""
+    """Two steps under flags and a layout, run once each: results of all ranks."""
     known = {}
 
     def of(layout="one rank", **flags):
@@ -31,7 +31,7 @@ def trained(gloo):
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained, layout):
     for got, wanted in zip(trained(layout, bf16=True, **ALL), trained(layout)):
-        # the very same numbers: nothing anywhere passes through bf16, from the drawn weights to the third step
+        # the very same numbers: nothing anywhere passes through bf16, from the drawn weights to the second step
         assert got["losses"] == wanted["losses"]
         assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
         assert {dtype for pair in got["dtypes"].values() for dtype in pair} == {"torch.float32"}
@@ -64,8 +64,8 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
     ranks, base, flags = OTHERS[case]
-    fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags), steps=2)[0]
-    kept = gloo.run(ranks, cases.trained, run=cases.run_of(base, bf16=True, **ALL, **flags), steps=2)[0]
+    fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags))[0]
+    kept = gloo.run(ranks, cases.trained, run=cases.run_of(base, bf16=True, **ALL, **flags))[0]
     assert kept["losses"] == fp32["losses"]
     assert kept["norms"] == pytest.approx(fp32["norms"], rel=1e-6)
 

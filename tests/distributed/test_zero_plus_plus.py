@@ -30,7 +30,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 # Each switch alone in one dtype, where its bytes are measured too; all of them in every dtype.
 CASES = [("fp32", "weights"), ("bf16", "weights"), ("fp32", "gradients"), ("fp32", "gradients, int4")]
 CASES += [("fp16", "machines"), *((dtype, "all") for dtype in DTYPES)]
-STEPS = 4
+STEPS = 3
 
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
 
 
 @pytest.mark.claim("A plan's traffic between data-parallel ranks is what a real step sends, to 1 %.")
-@pytest.mark.parametrize(("dtype", "switches"), [("fp32", "none"), *CASES])
+@pytest.mark.parametrize(("dtype", "switches"), [("fp32", "none"), *CASES[1:5], ("bf16", "all")])
 def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str) -> None:
     from megatron_moe.apps.plan.tracing import trace_ranks
     from megatron_moe.apps.plan.traffic import rank_traffic

@@ -1,6 +1,6 @@
-"""Twenty kills at random times (R1 of docs/reliability.md): nothing of the run may depend on them.
+"""Twelve kills at random times (R1 of docs/reliability.md): nothing of the run may depend on them.
 
-Ranks are forked from one warm process, so that twenty starts cost a minute of CPU; `make soak` runs two hundred,
+Ranks are forked from one warm process, so that a start costs seconds; `make soak` runs two hundred,
 in five layouts, and some under torchrun.
 """
 
@@ -30,8 +30,8 @@ def forked(rank_parent: RankParent) -> Forked:
 @pytest.mark.parametrize(
     ("layout", "wanted", "saving", "most_lost"),
     [
-        ("EP2", 13, [], INTERVAL),
-        ("TP2", 7, ["--async-save", "--keep-last-k", "2", "--save-retain-interval", "9"], 2 * INTERVAL),
+        ("EP2", 8, [], INTERVAL),
+        ("TP2", 4, ["--async-save", "--keep-last-k", "2", "--save-retain-interval", "9"], 2 * INTERVAL),
     ],
     ids=["EP2 sync", "TP2 async"],
 )
