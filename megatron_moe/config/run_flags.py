@@ -125,6 +125,9 @@ class CheckpointConfig:
     load_hf: str | None = mute(
         None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
     )
+    pretrained_checkpoint: str | None = mute(
+        None, "folder whose weights the run starts from where --load has no step yet: as --load FOLDER --finetune"
+    )
     use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
     ckpt_step: int | None = mute(None, "load this step instead of the latest")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load has no checkpoint, instead of starting fresh")

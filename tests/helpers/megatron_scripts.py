@@ -82,14 +82,17 @@ def _flags(name: str) -> Iterator[tuple[str, list[str]]]:
     block = _blocks()[name]
     if block.extra is not None:
         yield from _flags(block.extra)
-    for flag in [*names()[1][int(name)], *block.added]:
+    listed = names()[1][int(name)] if name.isdigit() else []
+    for flag in [*listed, *block.added]:
         if flag not in block.dropped:
             yield flag, _value(name, flag)
 
 
-def command(number: int) -> tuple[list[str], int]:
-    """Return the words of a script's command, and its number of ranks."""
-    name = str(number)
+def command(name: str) -> tuple[list[str], int]:
+    """Return the words of the command of a script, by its number or name, and its number of ranks."""
     block = _blocks()[name]
-    flags = dict(_flags(name)) | {flag: values for flag, values in block.values.items() if block.extra is not None}
+    own = block.values if block.extra is not None else {}
+    flags = dict(_flags(name)) | {flag: values for flag, values in own.items() if flag not in block.dropped}
+    if block.extra is not None:
+        flags = {flag: values or _value(name, flag) for flag, values in flags.items() if flag not in block.dropped}
     return [word for flag, values in flags.items() for word in (flag, *values)], block.ranks
