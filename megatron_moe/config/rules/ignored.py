@@ -26,7 +26,6 @@ YARN_FIELDS = (
     "mscale_all_dim",
 )
 
-
 LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
 """How a checkpoint is loaded."""
 
@@ -183,7 +182,7 @@ def buckets_of_sharded_gradients(given: Given) -> Change | None:
 
 
 def overlap_of_sharded_layers(given: Given) -> Change | None:
-    """Leave out from ZeRO stage 2 on the overlap of two micro-batches, which takes apart the layers that are sharded."""
+    """Leave out from ZeRO stage 2 on the overlap of two micro-batches, which takes sharded layers apart."""
     names = _set_among(given, ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"))
     if "overlap_moe_expert_parallel_comm" not in names or not _shards_gradients(given):
         return None
@@ -215,9 +214,8 @@ def later_gradients_of_fp8_products(given: Given) -> Change | None:
 
 def tokenizer_of_the_gpt_files(given: Given) -> Change | None:
     """Take the tokenizer that Megatron-LM's pretrain_gpt.py has by default, where its two files are given."""
-    if _value(given, "tokenizer_type") is not None:
-        return None
-    if _value(given, "vocab_file") is None or _value(given, "merge_file") is None:
+    files = (_value(given, "vocab_file"), _value(given, "merge_file"))
+    if _value(given, "tokenizer_type") is not None or None in files:
         return None
     return {"tokenizer_type": "GPT2BPETokenizer"}, (
         f"{_typed(given, ('vocab_file', 'merge_file'))}: --tokenizer-type GPT2BPETokenizer is TAKEN, the default of"
@@ -243,16 +241,13 @@ def split_that_counts_embedding_and_loss(given: Given) -> Change | None:
     if _set_among(given, others) or per_chunk < 1 or counted % (ranks * per_chunk):
         return None
     chunks = ["t" * per_chunk] * (counted // per_chunk)
-    if "account_for_embedding_in_pipeline_split" in names:
-        chunks[0] = chunks[0][1:]
-    if "account_for_loss_in_pipeline_split" in names:
-        chunks[-1] = chunks[-1][1:]
+    for name, chunk in (("account_for_embedding_in_pipeline_split", 0), ("account_for_loss_in_pipeline_split", -1)):
+        chunks[chunk] = chunks[chunk][name in names :]
     chunks[-1] += "m" * (_value(given, "mtp_num_layers") or 0)
     layout = f"E{'|'.join(chunks)}L"
-    change: Given = {**_left_out(names), "num_layers_per_virtual_pipeline_stage": None}
-    return {**change, "pipeline_model_parallel_layout": layout}, (
-        f"{_typed(given, names)}: --pipeline-model-parallel-layout '{layout}' here"
-    )
+    note = f"{_typed(given, names)}: --pipeline-model-parallel-layout '{layout}' here"
+    replaced: Given = {"num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": layout}
+    return {**_left_out(names), **replaced}, note
 
 
 def capacity_below_zero(given: Given) -> Change | None:

@@ -25,8 +25,8 @@ def counted_embedding_and_loss_split_evenly(run: Run, world_size: int) -> None:
     raise refuse(
         run,
         (*names, "num_layers", _RANKS, *others),
-        f"{layers} layers, counted so, must divide by PP and by the layers of a virtual stage, without other splits; use"
-        f" --pipeline-model-parallel-size out of {divisors(layers)}, or --pipeline-model-parallel-layout",
+        f"{layers} layers, counted so, must divide by PP and by the layers of a virtual stage, without other splits;"
+        f" use --pipeline-model-parallel-size out of {divisors(layers)}, or --pipeline-model-parallel-layout",
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.parallel import groups
+from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.training.optimizer import parts
 from tests.helpers.stepped_trainer import Trainer, digest
 
