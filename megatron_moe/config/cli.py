@@ -131,7 +131,9 @@ def parse(
     if deepspeed_path is not None:
         read = deepspeed.merged(deepspeed_path, below, above, world_size)
     flat = read.flat if filled_in is None else filled_in(read.flat)
-    closed = megatron_defaults.closed_by(below, folder=flat is not read.flat)
+    # A folder of --pretrained-checkpoint alone gives weights, and no architecture.
+    has_folder = flat is not read.flat and not flat.keys() - read.flat.keys() <= {"load", "finetune"}
+    closed = megatron_defaults.closed_by(below, folder=has_folder)
     of_defaults: tuple[str, ...] = ()
     if defaults == "megatron":
         flat, of_defaults = megatron_defaults.taken(flat, closed)

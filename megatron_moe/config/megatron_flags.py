@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -74,8 +74,15 @@ def table() -> dict[str, tuple[Answer, ...]]:
 
 
 def row_for(flag: str, given: Sequence[str]) -> Answer | None:
-    """Return the row that answers for a flag with these values; None where the table has none."""
-    return next((row for row in table().get(flag, ()) if row.fits(given)), None)
+    """Return the row that answers for a flag with these values; None where the table has none.
+
+    A switch that is ignored is so when it is off, `--no-rl-skip-bos-token`, too: Megatron-LM has that of many switches.
+    """
+    rows = table().get(flag, ())
+    if not rows and flag.startswith("--no-"):
+        switched_on = table().get("--" + flag.removeprefix("--no-"), ())
+        rows = tuple(replace(row, flag=flag) for row in switched_on if (row.answer, row.takes) == ("ignored", "0"))
+    return next((row for row in rows if row.fits(given)), None)
 
 
 def is_flag(word: str) -> bool:

@@ -35,6 +35,7 @@ class ModelConfig:
     beta_slow: float = flag(1.0, "yarn: rotations below which a frequency is interpolated")
     mscale: float = flag(1.0, "yarn: scale of the rotary amplitude")
     mscale_all_dim: float = flag(0.0, "yarn: scale of the attention logits; 0 switches it off")
+    use_rope_scaling: bool = flag(False, "Llama 3's scaling of the rotary frequencies; not here")
     normalization: str = flag("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = flag(1e-6, "epsilon of the normalisation")
     swiglu: bool = flag(True, "gated SiLU in every MLP and expert")
@@ -183,6 +184,12 @@ class ParallelConfig:
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage, where they differ")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage, where they differ")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embedding as a layer of the first stage; replaced by the layout by letters that this is"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count the loss as a layer of the last stage; replaced likewise"
+    )
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "what each stage has, in letters: E embedding, t layer, m multi-token prediction, L loss, | next stage; e.g. "
@@ -270,7 +277,7 @@ class PrecisionConfig:
         "(Megatron-LM's default is delayed)",
         choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     )
-    fp8_param_gather: bool = free(False, "FP8: store and gather weights in FP8; refused")
+    fp8_param_gather: bool = free(False, "FP8: store and gather weights in FP8; not done")
     fp32_residual_connection: bool = flag(False, "bf16, fp16: carry and add the residual stream in fp32")
     eval_in_fp32: bool = flag(False, "bf16, fp16: evaluate the model's weights, as they are, with fp32 compute")
     check_precision_interval: int = flag(

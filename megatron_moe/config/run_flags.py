@@ -32,7 +32,7 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
     optimizer_cpu_offload: bool = flag(
-        False, "keep master weights and moments in host memory; needs a strategy that shards gradients"
+        False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 
@@ -124,6 +124,9 @@ class CheckpointConfig:
     load: str | None = mute(None, "folder to continue from: its latest step")
     load_hf: str | None = mute(
         None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
+    )
+    pretrained_checkpoint: str | None = mute(
+        None, "folder whose weights the run starts from where --load has no step yet: as --load FOLDER --finetune"
     )
     use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
     ckpt_step: int | None = mute(None, "load this step instead of the latest")

@@ -46,6 +46,7 @@ def filled_in(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the folder cannot be read or used, or a setting contradicts it.
     """
+    given = _started_from_pretrained(given)
     imported = given.get("load_hf")
     if given.get("load") is not None and (imported is not None or given.get("use_checkpoint_args")):
         root = Path(given["load"])
@@ -62,6 +63,25 @@ def filled_in(given: dict[str, Any]) -> dict[str, Any]:
         where = f"--load-hf {imported}"
         return _merged(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
     return given
+
+
+def _started_from_pretrained(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with `--pretrained-checkpoint` as `--load FOLDER --finetune` where `--load` has no step yet.
+
+    A step that the run has saved since goes before it, as in Megatron-LM.
+    """
+    pretrained = given.get("pretrained_checkpoint")
+    if pretrained is None:
+        return given
+    if given.get("load_hf") is not None:
+        raise ConfigError(
+            f"--pretrained-checkpoint {pretrained}, --load-hf {given['load_hf']}: both say where the weights come from;"
+            " keep one"
+        )
+    load, verify = given.get("load"), given.get("verify_checkpoint", True)
+    if load is not None and checkpoints.find_step(Path(load), None, verify=verify)[0] is not None:
+        return given
+    return {**given, "load": pretrained, "finetune": True}
 
 
 def settings_of(folder: HFFolder, where: str) -> Settings:

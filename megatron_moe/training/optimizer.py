@@ -27,7 +27,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
-from megatron_moe.platform.adam import Adam
+from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 
 
 def build_optimizer(
@@ -37,9 +37,9 @@ def build_optimizer(
 
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
     """
-    sharded = run.derived.zero_stage >= 2
+    sharded, offloaded = run.derived.zero_stage >= 2, run.optimizer.optimizer_cpu_offload
     chunks: Any = [_Shards(chunk) for chunk in model] if sharded else list(model)
-    with _adam_on_host() if run.optimizer.optimizer_cpu_offload else nullcontext():
+    with _adam_on_host(Adam if sharded else AdamWithMomentsOnHost) if offloaded else nullcontext():
         optimizer = get_megatron_optimizer(
             optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )
@@ -54,6 +54,8 @@ def build_optimizer(
         if part.is_stub_optimizer:
             continue
         _settle_positions(part)
+        if isinstance(part.optimizer, AdamWithMomentsOnHost):
+            part.optimizer.allocate()  # the engine would allocate them next to the weights
         part.init_state_fn(part.optimizer, part.config)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
@@ -63,9 +65,12 @@ def build_optimizer(
 
 
 @contextmanager
-def _adam_on_host() -> Iterator[None]:
-    """Let the engine build our Adam in the block: those of Transformer Engine and apex update memory of a GPU alone."""
-    with mock.patch.object(engine_optimizer, "Adam", Adam):
+def _adam_on_host(kind: type[Adam]) -> Iterator[None]:
+    """Let the engine build our Adam in the block: those of Transformer Engine and apex update memory of a GPU alone.
+
+    Shards of a fully sharded model are in host memory as a whole; below that, the moments are.
+    """
+    with mock.patch.object(engine_optimizer, "Adam", kind):
         yield
 
 

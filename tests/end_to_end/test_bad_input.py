@@ -51,7 +51,7 @@ MOCK = ["--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer"]
     [
         (["--preset", "tiny", "--moe-router-top"], ["--moe-router-top"]),
         ([*MOCK, "--num-experts", "8", "--moe-router-topk", "9"], ["--moe-router-topk 9", "8"]),
-        ([*MOCK, "--save-interval", "5"], ["--save-interval 5", "--save"]),
+        ([*MOCK, "--keep-last-k", "2"], ["--keep-last-k 2", "--save"]),
         ([*MOCK, "--bf16", "--fp16"], ["--bf16", "--fp16"]),
         (["--preset", "tiny", "--mock-data"], ["--vocab-size"]),
         ([*MOCK, "--rampup-batch-size", "2", "3", "100"], ["--rampup-batch-size 2 3 100"]),

@@ -22,6 +22,7 @@ PRECISIONS = {
     "fp32": [],
     "bf16": ["--bf16"],
     "fp16": ["--fp16", "--initial-loss-scale", "1024"],
+    "bf16, moments on the host": ["--bf16", "--use-distributed-optimizer", "--optimizer-cpu-offload"],
     "bf16 at ZeRO stage 3": ["--bf16", "--use-torch-fsdp2", "--optimizer-cpu-offload"],
 }
 SPREAD = 1e-3

@@ -67,7 +67,8 @@ class PlannedMemory:
         dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
         update: peak above weights, gradients and optimizer during the update, when the activations are freed.
         saving: what `--save` takes on the device, between steps.
-        host: main weights, gradients and moments in a device's host memory, with `--optimizer-cpu-offload`.
+        host: moments in a device's host memory, with `--optimizer-cpu-offload`; from ZeRO's stage 2 on main weights
+            and gradients, too.
     """
 
     weights: int
@@ -91,10 +92,12 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank, for the data-parallel rank that holds most of the optimizer."""
     if trace.units:
         return _sharded_memory(run, trace, world_size)
-    optimizer = update = 0
+    optimizer = update = host = 0
     for buffer in trace.buffers:
         share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
-        optimizer += share * (_MOMENTS + (_MASTER if buffer.parameter_bytes < 4 else 0))
+        optimizer += share * (_MASTER if buffer.parameter_bytes < 4 else 0)
+        host += share * _MOMENTS if trace.offloaded else 0
+        optimizer += 0 if trace.offloaded else share * _MOMENTS
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
     activations, in_flight = _activation_peak(run, trace, run.derived.num_microbatches(world_size))
     return PlannedMemory(
@@ -107,6 +110,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update,
         saving=gathering_bytes(run, trace),
+        host=host,
     )
 
 

@@ -89,7 +89,7 @@ class RankTrace:
         weights: bytes of the parameters.
         buffers: the engine's gradient buffers.
         units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
-        offloaded: whether the units' shards, gradients and moments are in a device's host memory.
+        offloaded: whether moments are in a device's host memory, and the shards and gradients of units.
         chunks: the model chunks.
         boundary: bytes of a micro-batch's hidden states between two stages.
     """

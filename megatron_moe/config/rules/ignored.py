@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 
 Given = dict[str, Any]
 Change = tuple[Given, str]
@@ -25,9 +26,11 @@ YARN_FIELDS = (
     "mscale_all_dim",
 )
 
-
 LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
 """How a checkpoint is loaded."""
+
+SAVING = ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng", "async_save")
+"""How a checkpoint is saved, in Megatron-LM too."""
 
 READ_WITH = {
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
@@ -161,6 +164,92 @@ def coefficients_without_losses(given: Given) -> Change | None:
     return _left_out(names), f"{_typed(given, names)}: LEFT OUT, --moe-router-load-balancing-type none has no loss"
 
 
+def _shards_gradients(given: Given) -> bool:
+    """Return whether gradients are sharded: ZeRO stage 2 or 3."""
+    strategy = _value(given, "data_parallel_sharding_strategy")
+    return strategy in SHARDING_STRATEGIES[2:] or bool(_value(given, "use_torch_fsdp2"))
+
+
+def buckets_of_sharded_gradients(given: Given) -> Change | None:
+    """Leave out the overlap of the engine's buckets from ZeRO stage 2 on, which has none and overlaps by itself."""
+    names = _set_among(given, ("overlap_grad_reduce", "overlap_param_gather"))
+    if not names or not _shards_gradients(given):
+        return None
+    return _left_out(names), (
+        f"{_typed(given, names)}: always so from ZeRO stage 2 on: each layer is gathered and reduced behind the"
+        " computation of the next"
+    )
+
+
+def overlap_of_sharded_layers(given: Given) -> Change | None:
+    """Leave out from ZeRO stage 2 on the overlap of two micro-batches, which takes sharded layers apart."""
+    names = _set_among(given, ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"))
+    if "overlap_moe_expert_parallel_comm" not in names or not _shards_gradients(given):
+        return None
+    return _left_out(names), (
+        f"{_typed(given, names)}: NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is"
+        " called as a whole; the numbers are the same"
+    )
+
+
+def weights_in_fp8(given: Given) -> Change | None:
+    """Store and gather in the model's dtype what Megatron-LM stores in FP8: a product rounds the weight itself."""
+    if not _value(given, "fp8_param_gather"):
+        return None
+    return {"fp8_param_gather": False}, (
+        "--fp8-param-gather: NOT STORED IN FP8, weights are stored and gathered in the model's dtype and rounded to FP8"
+        " for a product, which is more exact and takes more memory and traffic"
+    )
+
+
+def later_gradients_of_fp8_products(given: Given) -> Change | None:
+    """Compute the gradients of FP8 products' weights in their place: they are found together with those of rows."""
+    if not _value(given, "delay_wgrad_compute") or _value(given, "fp8_format") is None:
+        return None
+    return {"delay_wgrad_compute": False}, (
+        "--delay-wgrad-compute: left out, FP8 products find the gradients of rows and weights together; the numbers are"
+        " the same"
+    )
+
+
+def tokenizer_of_the_gpt_files(given: Given) -> Change | None:
+    """Take the tokenizer that Megatron-LM's pretrain_gpt.py has by default, where its two files are given."""
+    files = (_value(given, "vocab_file"), _value(given, "merge_file"))
+    if _value(given, "tokenizer_type") is not None or None in files:
+        return None
+    return {"tokenizer_type": "GPT2BPETokenizer"}, (
+        f"{_typed(given, ('vocab_file', 'merge_file'))}: --tokenizer-type GPT2BPETokenizer is TAKEN, the default of"
+        " Megatron-LM's pretrain_gpt.py"
+    )
+
+
+def split_that_counts_embedding_and_loss(given: Given) -> Change | None:
+    """Write as letters a split of the pipeline in which the embedding or the loss counts as a layer.
+
+    Megatron-LM adds them to the layers, splits evenly, and takes one layer from the first or the last chunk. A split
+    that is not even is left to the rules.
+    """
+    names = _set_among(given, ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"))
+    if not names:
+        return None
+    ranks = _value(given, "pipeline_model_parallel_size")
+    if ranks == 1:
+        return _left_out(names), f"{_typed(given, names)}: left out, there is one stage"
+    counted = _value(given, "num_layers") + len(names)
+    per_chunk = _value(given, "num_layers_per_virtual_pipeline_stage") or counted // ranks
+    others = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    if _set_among(given, others) or per_chunk < 1 or counted % (ranks * per_chunk):
+        return None
+    chunks = ["t" * per_chunk] * (counted // per_chunk)
+    for name, chunk in (("account_for_embedding_in_pipeline_split", 0), ("account_for_loss_in_pipeline_split", -1)):
+        chunks[chunk] = chunks[chunk][name in names :]
+    chunks[-1] += "m" * (_value(given, "mtp_num_layers") or 0)
+    layout = f"E{'|'.join(chunks)}L"
+    note = f"{_typed(given, names)}: --pipeline-model-parallel-layout '{layout}' here"
+    replaced: Given = {"num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": layout}
+    return {**_left_out(names), **replaced}, note
+
+
 def capacity_below_zero(given: Given) -> Change | None:
     """Take a capacity below zero for none."""
     factor = _value(given, "moe_expert_capacity_factor")
@@ -177,6 +266,14 @@ def loading_without_a_folder(given: Given) -> Change | None:
     if not names or _value(given, "load") is not None or _value(given, "load_hf") is not None:
         return None
     return _left_out(names), f"{_typed(given, names)}: left out, nothing is loaded without --load"
+
+
+def saving_without_a_folder(given: Given) -> Change | None:
+    """Leave out how checkpoints would be saved, where none is."""
+    names = _set_among(given, SAVING)
+    if not names or _value(given, "save") is not None:
+        return None
+    return _left_out(names), f"{_typed(given, names)}: left out, NOTHING IS SAVED without --save"
 
 
 def settings_of_a_flag_that_is_off(given: Given) -> Change | None:
@@ -228,6 +325,11 @@ _UNREAD: tuple[Unread, ...] = (
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
         _is_set("multi_latent_attention"),
         "the attention is not latent without --multi-latent-attention",
+    ),
+    Unread(
+        ("use_rope_scaling",),
+        lambda given: not _value(given, "multi_latent_attention"),
+        "latent attention does not read it; its positions are scaled by --rope-type yarn",
     ),
     Unread(("mtp_loss_scaling_factor",), _is_set("mtp_num_layers"), "nothing is predicted without --mtp-num-layers"),
     Unread(
@@ -284,7 +386,14 @@ _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     losses_without_weight,
     coefficients_without_losses,
     capacity_below_zero,
+    buckets_of_sharded_gradients,
+    overlap_of_sharded_layers,
+    weights_in_fp8,
+    later_gradients_of_fp8_products,
+    split_that_counts_embedding_and_loss,
+    tokenizer_of_the_gpt_files,
     loading_without_a_folder,
+    saving_without_a_folder,
     settings_of_a_flag_that_is_off,
     *_UNREAD,
 )

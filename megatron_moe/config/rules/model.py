@@ -101,6 +101,16 @@ def yarn_flags_need_yarn(run: Run, world_size: int) -> None:
         raise refuse(run, (*stray, "rope_type"), "only yarn reads these; use --rope-type yarn or drop them")
 
 
+def rotary_frequencies_are_not_scaled(run: Run, world_size: int) -> None:
+    """Refuse Llama 3's scaling of the rotary frequencies, which latent attention does not read in Megatron-LM."""
+    if run.model.use_rope_scaling:
+        raise refuse(
+            run,
+            ("use_rope_scaling",),
+            "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
+        )
+
+
 def yarn_betas_are_ordered(run: Run, world_size: int) -> None:
     """Require that beta-fast is not below beta-slow.
 

@@ -174,12 +174,11 @@ def sharding_flags_agree(run: Run, world_size: int) -> None:
 
 
 def zero_flags_fit_the_stage(run: Run, world_size: int) -> None:
-    """Require of each ZeRO++ switch, and of the offload, a stage that sends or keeps what it changes."""
+    """Require of each ZeRO++ switch a stage that sends or keeps what it changes."""
     needed = {
         "zero_quantized_weights": (2, "weights are gathered"),
         "zero_quantized_gradients": (2, "gradients are reduced to shards"),
         "zero_hpz_partition_size": (3, "weights are gathered again in the backward pass"),
-        "optimizer_cpu_offload": (2, "each rank has its own shard of weights and moments"),
     }
     stage = run.derived.zero_stage
     for name in set_among(run, needed):
@@ -242,13 +241,14 @@ def sharded_gradients_are_reduced_in_fp32(run: Run, world_size: int) -> None:
 
 
 def offloaded_gradients_are_whole(run: Run, world_size: int) -> None:
-    """Refuse to offload with tensor parallelism, whose ranks add up the gradients of what they all hold."""
-    if run.optimizer.optimizer_cpu_offload and run.parallel.tensor_model_parallel_size > 1:
+    """Refuse to offload gradients with tensor parallelism, whose ranks add up those of what they all hold."""
+    offloads = run.optimizer.optimizer_cpu_offload and run.derived.zero_stage >= 2
+    if offloads and run.parallel.tensor_model_parallel_size > 1:
         raise refuse(
             run,
-            ("optimizer_cpu_offload", "tensor_model_parallel_size"),
+            ("optimizer_cpu_offload", "tensor_model_parallel_size", *_stage_flags(run)),
             "gradients in host memory cannot be added up over a GPU's tensor-parallel ranks; use"
-            " --tensor-model-parallel-size 1, or drop the offload",
+            " --data-parallel-sharding-strategy optim, which offloads the moments alone, or drop the offload",
         )
 
 

@@ -11,6 +11,25 @@ from megatron_moe.config.schema import Run
 _LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_size"
 
 
+def counted_embedding_and_loss_split_evenly(run: Run, world_size: int) -> None:
+    """Require of a split that counts embedding or loss as a layer that it is even, and the only one.
+
+    Then the command line has written it as letters (`ignored.split_that_counts_embedding_and_loss`).
+    """
+    names = set_among(run, ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"))
+    if not names:
+        return
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    others = set_among(run, (_LAYOUT, *ends, "num_layers_per_virtual_pipeline_stage"))
+    layers = run.model.num_layers + len(names)
+    raise refuse(
+        run,
+        (*names, "num_layers", _RANKS, *others),
+        f"{layers} layers, counted so, must divide by PP and by the layers of a virtual stage, without other splits;"
+        f" use --pipeline-model-parallel-size out of {divisors(layers)}, or --pipeline-model-parallel-layout",
+    )
+
+
 def layout_is_the_only_split(run: Run, world_size: int) -> None:
     """Refuse next to a layout by letters the other flags that say which layers a stage has."""
     others = set_among(

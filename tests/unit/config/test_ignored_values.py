@@ -45,6 +45,29 @@ ROWS = [
     (f"{TINY} --eval-iters 0", "--eval-interval 5", "", ["--eval-interval 5", "--eval-iters 0"]),
     (TINY, "--recompute-method uniform --recompute-num-layers 1", "", ["--recompute-granularity"]),
     (TINY, "--recompute-modules moe", "", ["--recompute-modules moe", "selective"]),
+    (TINY, "--save-interval 5 --no-save-optim --async-save", "", ["--save-interval 5", "NOTHING IS SAVED"]),
+    (
+        f"{TINY} --use-torch-fsdp2",
+        "--overlap-grad-reduce --overlap-param-gather",
+        "",
+        ["--overlap-grad-reduce, --overlap-param-gather", "ZeRO stage 2"],
+    ),
+    (
+        f"{TINY} --bf16 --data-parallel-sharding-strategy optim_grads",
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+        "",
+        ["--overlap-moe-expert-parallel-comm, --delay-wgrad-compute", "NOT OVERLAPPED"],
+    ),
+    (f"{TINY} --bf16 --fp8-format e4m3", "--fp8-param-gather", "", ["--fp8-param-gather", "NOT STORED IN FP8"]),
+    (f"{TINY} --bf16 --fp8-format e4m3", "--delay-wgrad-compute", "", ["--delay-wgrad-compute", "FP8"]),
+    (TINY, "--use-rope-scaling", "", ["--use-rope-scaling", "latent attention"]),
+    (
+        "--preset tiny --mock-data",
+        "--vocab-file vocab.json --merge-file merges.txt",
+        "--vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer",
+        ["--vocab-file vocab.json", "--tokenizer-type GPT2BPETokenizer is TAKEN"],
+    ),
+    (TINY, "--account-for-loss-in-pipeline-split", "", ["--account-for-loss-in-pipeline-split", "one stage"]),
     (TINY, "--ckpt-step 3 --exit-on-missing-checkpoint", "", ["--ckpt-step 3", "--load"]),
     (TINY, "--finetune --no-load-optim --no-load-rng", "", ["--finetune, --no-load-optim, --no-load-rng", "--load"]),
     (
@@ -99,9 +122,38 @@ def test_an_ignored_value_is_left_out_with_a_note(base, flags, instead, says):
         f"{TINY} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         f"{TINY} --recompute-granularity selective --recompute-modules moe",
         f"{TINY} --load-hf somewhere --no-load-rng",
+        f"{TINY} --save somewhere --save-interval 5",
+        f"{TINY} --data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
         f"{TINY} --rope-type yarn --rotary-scaling-factor 40 --mscale 0.7",
         TINY,
     ],
 )
 def test_a_value_that_is_read_stays_without_a_note(flags):
     assert cli.parse(shlex.split(flags)).notes == ()
+
+
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        (f"--num-layers 6 --pipeline-model-parallel-size 4 {EMBEDDING} {LOSS}", "Et|tt|tt|tL"),
+        (f"--num-layers 7 --pipeline-model-parallel-size 2 {LOSS} --mtp-num-layers 1", "Etttt|tttmL"),
+        (
+            f"--num-layers 7 --pipeline-model-parallel-size 2 {EMBEDDING} --num-layers-per-virtual-pipeline-stage 2",
+            "Et|tt|tt|ttL",
+        ),
+    ],
+)
+def test_a_split_that_counts_embedding_or_loss_is_a_layout_by_letters(flags, layout):
+    base = "--mock-data --vocab-size 256 --train-iters 5 --global-batch-size 8"
+    run = cli.parse(shlex.split(f"{base} {flags}"))
+    assert run.parallel.pipeline_model_parallel_layout == layout
+    rules.check(run, run.parallel.pipeline_model_parallel_size)
+    assert any(layout in note for note in run.notes)
+
+
+def test_a_split_that_is_not_even_is_left_to_the_rules():
+    run = cli.parse(shlex.split(f"--num-layers 6 --pipeline-model-parallel-size 4 {EMBEDDING}"))
+    assert run.parallel.pipeline_model_parallel_layout is None and run.notes == ()

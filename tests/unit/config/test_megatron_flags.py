@@ -15,6 +15,7 @@ from megatron_moe.config import cli, megatron_flags
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_flags import ANSWERS, Answer, row_for, table, translate
+from tests.helpers.megatron_scripts import names
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -26,13 +27,6 @@ OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load"}
 def own() -> dict[str, str]:
     """Return our flags with their fields."""
     return {option: action.dest for action in cli._build_parser()._actions for option in action.option_strings}
-
-
-def data() -> tuple[list[str], list[list[str]]]:
-    """Return Megatron-LM's flags, and those of each of 100 scripts."""
-    lines = Path(__file__).with_name("megatron_scripts.txt").read_text().splitlines()
-    names = [line for line in lines if line.startswith("--")]
-    return names, [[names[int(i)] for i in line.split()] for line in lines if line[:1].isdigit()]
 
 
 def rows() -> list[Answer]:
@@ -50,11 +44,11 @@ def message_of(*argv: str) -> str:
 
 @pytest.mark.claim("Each of Megatron-LM's 915 flags has one answer.")
 def test_the_table_and_our_flags_cover_megatrons_and_do_not_overlap():
-    names = set(data()[0])
+    known = set(names()[0])
     answered = {flag for flag, rows in table().items() if rows[0].answer != "unknown"}
-    assert len(names) == 915
-    assert names - answered - set(own()) == set()
-    assert answered - names == set()
+    assert len(known) == 915
+    assert known - answered - set(own()) == set()
+    assert answered - known == set()
     # A flag of ours has rows for Megatron-LM's other values alone; any other has a row for all that is left.
     for flag, found in table().items():
         assert all(row.values for row in found[:-1]), flag
@@ -91,11 +85,11 @@ def test_flags_that_a_reason_names_exist():
 
 
 def test_the_scripts_flags_are_known_and_most_scripts_would_run():
-    _, scripts = data()
+    _, scripts = names()
     assert len(scripts) == 100
     assert sum(not set(script) - set(own()) - set(table()) for script in scripts) == 100
     refused = {flag for flag, found in table().items() if {row.answer for row in found} == {"refused"}} - set(own())
-    assert sum(not set(script) & refused for script in scripts) >= 84
+    assert sum(not set(script) & refused for script in scripts) >= 95
 
 
 # ---- a command line
@@ -132,7 +126,7 @@ def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
     ],
 )
 def test_an_alias_is_what_it_stands_for(typed, ours):
-    others = "--preset tiny --rope-type yarn".split()
+    others = "--preset tiny --rope-type yarn --save steps".split()
     run = cli.parse([*typed.split(), *others])
     assert run == cli.parse([*ours.split(), *others])
     (note,) = run.notes
@@ -144,7 +138,9 @@ def test_the_value_decides_where_megatron_has_several():
         "--ckpt-format": {"torch_dist": "always", "torch": "ignored"},
         "--attention-backend": {"local": "alias"},
         "--spec": {"local": "alias", "mine.specs": "refused"},
-        "--exp-avg-dtype": {"fp32": "always", "bf16": "refused"},
+        "--exp-avg-dtype": {"fp32": "always", "bf16": "ignored"},
+        "--glu-linear-offset": {"0.0": "always", "1": "refused"},
+        "--exit-signal": {"SIGTERM": "always", "15": "always", "2": "refused"},
         "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
         "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "refused"},
         "--normalization": {"LayerNorm": "refused"},
@@ -153,6 +149,12 @@ def test_the_value_decides_where_megatron_has_several():
     found = {flag: {value: row_for(flag, [value]).answer for value in by} for flag, by in answers.items()}
     assert found == answers
     assert row_for("--optimizer", ["adam"]) is None and row_for("--normalization", ["RMSNorm"]) is None
+
+
+def test_a_switch_that_is_ignored_is_so_when_it_is_off():
+    (note, _) = cli.parse("--rl-partial-rollouts --no-rl-skip-bos-token --lr 1".split()).notes
+    assert "--rl-partial-rollouts, --no-rl-skip-bos-token" in note
+    assert row_for("--no-sft", []) is None and row_for("--no-langrl-env-config", ["a"]) is None
 
 
 @pytest.mark.claim("All unknown and refused flags of a command come in one message.")
@@ -218,8 +220,8 @@ def test_the_table_is_sorted_and_is_shipped():
     lines = megatron_flags.TABLE.read_text().splitlines()[1:]
     unknown = [line.split("\t")[3] == "unknown" for line in lines]
     assert unknown == sorted(unknown)
-    names = [line.split("\t")[0] for line, late in zip(lines, unknown) if not late]
-    assert names == sorted(names)
+    flags = [line.split("\t")[0] for line, late in zip(lines, unknown) if not late]
+    assert flags == sorted(flags)
     assert megatron_flags.TABLE.name in (ROOT / "setup.py").read_text()
 
 
@@ -229,7 +231,7 @@ def test_the_table_is_sorted_and_is_shipped():
 def counts() -> Counter[str]:
     """Return how many of Megatron-LM's flags have each answer."""
     found: Counter[str] = Counter()
-    for flag in data()[0]:
+    for flag in names()[0]:
         answers = {row.answer for row in table().get(flag, ())}
         found["taken" if flag in own() else answers.pop() if len(answers) == 1 else "by value"] += 1
     return found

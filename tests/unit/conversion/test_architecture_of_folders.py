@@ -132,3 +132,29 @@ def test_a_folder_that_gives_the_architecture_is_read_without_torch(tmp_path):
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.split(maxsplit=1) == ["24", "[]\n"]
+
+
+def test_a_pretrained_checkpoint_is_loaded_until_the_run_has_a_step_of_its_own(tmp_path):
+    pretrained, root = tmp_path / "pretrained", tmp_path / "run"
+    write_step(pretrained, 7, config=flatten(build({"num_layers": 3, "vocab_size": 77})))
+    argv = ["--pretrained-checkpoint", str(pretrained), "--load", str(root), "--save", str(root)]
+    first = cli.parse(argv, filled_in).checkpoint
+    assert (first.load, first.finetune, first.save) == (str(pretrained), True, str(root))
+    assert cli.parse([*argv, "--use-checkpoint-args"], filled_in).model.num_layers == 3
+    write_step(root, 5, config=flatten(Run()))
+    resumed = cli.parse(argv, filled_in).checkpoint
+    assert (resumed.load, resumed.finetune) == (str(root), False)
+    alone = cli.parse(argv[:2], filled_in).checkpoint
+    assert (alone.load, alone.finetune) == (str(pretrained), True)
+
+
+def test_weights_come_from_one_folder(tmp_path):
+    argv = ["--pretrained-checkpoint", "weights", "--load-hf", str(folder(tmp_path, "mixtral"))]
+    refused = message_of(*argv)
+    assert "--pretrained-checkpoint weights" in refused and "--load-hf" in refused
+
+
+def test_a_pretrained_checkpoint_leaves_the_defaults_of_the_architecture_open(tmp_path):
+    write_step(tmp_path, 7, config=flatten(Run()))
+    argv = ["--pretrained-checkpoint", str(tmp_path), "--use-mcore-models"]
+    assert any("--norm-epsilon" in note for note in cli.parse(argv, filled_in).notes)

@@ -94,6 +94,18 @@ def test_offloaded_state_is_in_the_host_of_a_gpu() -> None:
     assert cpu["ranks"][0]["memory"]["host"] == 0
 
 
+@pytest.mark.parametrize("stage", ["no_shard", "optim"])
+def test_below_stage_2_the_moments_alone_are_in_the_host_of_a_gpu(stage: str) -> None:
+    flags = {"data_parallel_sharding_strategy": stage, "bf16": True}
+    here, away = (
+        make_plan(run_of(**flags, optimizer_cpu_offload=offload), 4, Machine())["ranks"][0]["memory"]
+        for offload in (False, True)
+    )
+    assert here["host"] == 0 and away["host"] == 2 * away["optimizer"]  # two moments, one master weight
+    assert here["optimizer"] == away["optimizer"] + away["host"]
+    assert {**here, "optimizer": 0, "host": 0, "peak": 0} == {**away, "optimizer": 0, "host": 0, "peak": 0}
+
+
 @pytest.mark.claim("plan plans 4,096 ranks at every ZeRO stage.")
 @pytest.mark.parametrize("stage", ["no_shard", *STAGES])
 def test_thousands_of_ranks(stage: str) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_moe.platform.adam import Adam
+from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 
 SHAPES = [(3, 5), (17,), (0,), (64, 33)]
 
@@ -105,3 +106,38 @@ def test_a_step_calls_as_many_operations_for_many_tensors_as_for_a_few() -> None
             optimizer.step()
         found.append(called.names)
     assert found[0] == found[1] and found[0].count("_fused_adamw_") == 1
+
+
+@pytest.mark.parametrize("piece", [64, 10**6])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_moments_on_the_host_change_no_bit_also_after_a_load(monkeypatch, piece, decoupled):
+    monkeypatch.setattr(AdamWithMomentsOnHost, "piece_numel", piece)
+    near, away = parameters(0), parameters(0)
+    train(Adam(groups_of(near), lr=1e-2, adam_w_mode=decoupled), near, range(8))
+    first = AdamWithMomentsOnHost(groups_of(away), lr=1e-2, adam_w_mode=decoupled)
+    first.allocate()
+    train(first, away, range(4))
+    second = AdamWithMomentsOnHost(groups_of(away), lr=0.5, adam_w_mode=decoupled)
+    second.load_state_dict(first.state_dict())
+    train(second, away, range(4, 8))
+    assert all(torch.equal(mine, reference) for mine, reference in zip(away, near, strict=True))
+    assert [group["step"] for group in second.param_groups] == [8, 8]
+
+
+def test_moments_on_the_host_are_there_before_and_after_a_step_and_a_load(monkeypatch):
+    monkeypatch.setattr("megatron_moe.platform.adam.synchronize", lambda: None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = [torch.nn.Parameter(torch.ones(shape, device="cuda")) for shape in SHAPES]
+        optimizer = AdamWithMomentsOnHost(params)
+
+        def devices() -> set[str]:
+            return {value.device.type for state in optimizer.state.values() for value in state.values()}
+
+        optimizer.allocate()
+        assert devices() == {"cpu"}
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert devices() == {"cpu"} and {param.device.type for param in params} == {"cuda"}
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert devices() == {"cpu"} and len(optimizer.state) == len(SHAPES)

@@ -10,7 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
-from tests.helpers.stepped_trainer import Trainer
+from megatron_moe.parallel import groups
+from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
+from megatron_moe.training.optimizer import parts
+from tests.helpers.stepped_trainer import Trainer, digest
 
 STAGE_3: dict[str, Any] = {
     "data_parallel_sharding_strategy": "optim_grads_params",
@@ -41,6 +44,26 @@ def test_a_step_in_fp16_and_its_health_call_no_kernel_of_apex(monkeypatch: pytes
     dense, experts = part_grad_norms(trainer.optimizer)
     assert dense > 0 and experts > 0
     trainer.optimizer.reload_model_params()  # as a load of weights without moments does
+
+
+@pytest.mark.claim("--optimizer-cpu-offload changes no bit at ZeRO stages 0 and 1.")
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+@pytest.mark.parametrize("stage", ["no_shard", "optim"])
+def test_moments_on_the_host_train_the_same_model(stage: str, precision: str | None) -> None:
+    flags: dict[str, Any] = {"data_parallel_sharding_strategy": stage, "num_layers": 2, "moe_layer_freq": 1}
+    if precision is not None:
+        flags[precision] = True
+    digests = []
+    for offload in (False, True):
+        trainer = Trainer({**flags, "initial_loss_scale": 256.0, "optimizer_cpu_offload": offload})
+        kinds = {type(part.optimizer) for part in parts(trainer.optimizer)}
+        assert kinds == {AdamWithMomentsOnHost if offload else Adam}
+        for _ in range(3):
+            assert trainer.step().committed
+        digests.append(digest([list(chunk.parameters()) for chunk in trainer.model]))
+        groups.destroy()
+    assert digests[0] == digests[1]
 
 
 def test_a_factor_on_the_device_scales_gradients_on_the_host() -> None:
