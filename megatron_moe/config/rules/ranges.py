@@ -85,6 +85,7 @@ RANGES: dict[str, Range] = {
     "vocab_size": _POSITIVE_COUNT,
     "make_vocab_size_divisible_by": _POSITIVE_COUNT,
     "padded_vocab_size": _POSITIVE_COUNT,
+    "tiktoken_num_special_tokens": _POSITIVE_COUNT,
     "cross_entropy_chunk_tokens": _POSITIVE_COUNT,
     "num_experts": Range(low=2),
     "moe_ffn_hidden_size": _POSITIVE_COUNT,
