@@ -34,6 +34,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = flag(
         False, "keep master weights and moments in host memory; needs a strategy that shards gradients"
     )
+    freeze_parameters: tuple[str, ...] | None = flag(
+        None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
+    )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
 from megatron_moe.config.pipeline_layout import spelled_out
 from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
@@ -175,6 +175,32 @@ def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
             ("num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_size"),
             f"a stage's {layers} layers must divide by the layers of a virtual stage; use one of {divisors(layers)}",
         )
+
+
+def each_stage_trains_something(run: Run, world_size: int) -> None:
+    """Require of frozen parameters that each virtual stage keeps one to train besides its experts.
+
+    The engine makes an optimizer for each kind of parameters on each stage, whose ranks then step together.
+    """
+    left_alone = frozen(run)
+    if not left_alone:
+        return
+    trained = [
+        name
+        for name, parameters in modules(run).items()
+        if not name.endswith(".experts") and any(f"{name}.{own}" not in left_alone for own in parameters)
+    ]
+    for number, stage in enumerate(run.derived.pipeline_stages):
+        starts = [f"decoder.layers.{layer}." for layer in stage.layers]
+        starts += ["embedding."] * stage.embedding + ["mtp."] * bool(stage.predictions)
+        starts += ["decoder.final_layernorm", "output_layer"] * stage.loss
+        if not any(name.startswith(tuple(starts)) for name in trained):
+            raise refuse(
+                run,
+                ("freeze_parameters", _RANKS),
+                f"stage {number} of the pipeline, counted from 0, has nothing to train but experts; leave a parameter "
+                f"of it out of the patterns, e.g. its norms, or use fewer stages",
+            )
 
 
 def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
