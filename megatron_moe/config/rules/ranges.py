@@ -102,6 +102,7 @@ RANGES: dict[str, Range] = {
     "tensor_model_parallel_size": _POSITIVE_COUNT,
     "pipeline_model_parallel_size": _POSITIVE_COUNT,
     "num_layers_per_virtual_pipeline_stage": _POSITIVE_COUNT,
+    "num_virtual_stages_per_pipeline_rank": _POSITIVE_COUNT,
     "decoder_first_pipeline_num_layers": _POSITIVE_COUNT,
     "decoder_last_pipeline_num_layers": _POSITIVE_COUNT,
     "context_parallel_size": _POSITIVE_COUNT,
