@@ -17,12 +17,10 @@ from megatron_moe.config.cli import add_flags
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
+from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder
 from megatron_moe.data.tokenizers import (
     REPLACEMENT,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
-    build_tokenizer,
 )
 from megatron_moe.hf.opened import Opened, opened
 from megatron_moe.hf.source import ModelSource, locate
@@ -166,14 +164,13 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
     if chosen:
         return build_tokenizer(schema.build(chosen).data, vocab_size)
-    if "tokenizer.json" in source.companions:
-        return HuggingFaceTokenizer(_companions(source))
-    if "tokenizer.model" in source.companions:
-        return SentencePieceTokenizer(source.companions["tokenizer.model"])
+    came_along = tokenizer_of_folder(_companions(source), source.companions)
+    if came_along is not None:
+        return came_along
     if not _is_native(source):
         raise ConfigError(
-            f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model; name one with --tokenizer-type "
-            "and --tokenizer-model"
+            f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model nor tiktoken.model; name one with "
+            "--tokenizer-type and --tokenizer-model"
         )
     config = folder.read_json(source.path / folder.CONFIG)
     named = {name: config[name] for name in TOKENIZER_FIELDS if name in config}
@@ -201,7 +198,7 @@ def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> li
     """Return the tokens that come before a prompt's own: the begin-of-sequence token or none."""
     file = _companions(source) / "tokenizer_config.json"
     if wanted is None:
-        came_along = isinstance(tokenizer, (HuggingFaceTokenizer, SentencePieceTokenizer)) and file.is_file()
+        came_along = tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file()
         wanted = came_along and _says_bos(file)
     elif wanted and tokenizer.bos is None:
         raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
-from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.module_names import frozen, kept_in_fp32
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 
 _DTYPES = ("bf16", "fp16")
@@ -62,6 +62,25 @@ def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
     patterns = saved["keep_fp32"]
     before = replace(run, keep_fp32=None if patterns is None else tuple(patterns))
     return kept_in_fp32(run) != kept_in_fp32(before)
+
+
+def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint whose optimizer is one of other parameters, by `--freeze-parameters`.
+
+    Raises:
+        ConfigError: with the parameters that only one of the two trains.
+    """
+    patterns = saved.get("freeze_parameters")
+    before = frozen(replace(run, freeze_parameters=None if patterns is None else tuple(patterns)))
+    differing = sorted(before ^ frozen(run))
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        flag = f"--freeze-parameters {' '.join(patterns)}" if patterns else "no --freeze-parameters"
+        raise ConfigError(
+            f"--load {where}: the checkpoint has {flag}, and its optimizer is not that of this run, for which "
+            f"{', '.join(differing[:3])}{more} differ; use the same patterns, or add --no-load-optim, which starts the "
+            "moments anew, or --finetune"
+        )
 
 
 def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:

@@ -96,6 +96,8 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         notes.append(f"{step} was converted: weights alone; optimizer, schedule and random states start fresh")
     elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
+    elif state["has_optimizer"] and not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+        compare.check_frozen(run, config, str(step))
     if not verify:
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"

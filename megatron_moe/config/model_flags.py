@@ -182,6 +182,7 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "VPP: layers per virtual stage (interleaved schedule)"
     )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same by their number on a pipeline rank")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage, where they differ")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage, where they differ")
     account_for_embedding_in_pipeline_split: bool = flag(

@@ -1,4 +1,4 @@
-"""Names of the model's modules and parameters, from a run alone, and which of them `--keep-fp32` keeps.
+"""Names of the model's modules and parameters, from a run alone; those of `--keep-fp32` and `--freeze-parameters`.
 
 Names are those of the whole model, as in a checkpoint: layers are numbered from 0 over all pipeline stages. They follow
 from the records of `model_parts.py`. No torch.
@@ -71,6 +71,24 @@ def matches(run: Run, pattern: str) -> tuple[str, ...]:
         for name, own in modules(run).items()
         if fnmatchcase(name, pattern) or any(fnmatchcase(f"{name}.{parameter}", pattern) for parameter in own)
     )
+
+
+def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
+    """Return the parameters that one pattern of `--freeze-parameters` names, which may be none.
+
+    A module stands for all parameters inside it.
+    """
+    named = set(aliases(run).get(pattern, ()))
+    own = modules(run)
+    named.update(name for name in own if fnmatchcase(name, pattern))
+    every = (f"{name}.{parameter}" for name, parameters in own.items() for parameter in parameters)
+    return tuple(name for name in every if fnmatchcase(name, pattern) or is_inside(name, named))
+
+
+def frozen(run: Run) -> frozenset[str]:
+    """Return the parameters that `--freeze-parameters` names, by their names in the whole model."""
+    patterns = run.optimizer.freeze_parameters or ()
+    return frozenset(name for pattern in patterns for name in parameters_of(run, pattern))
 
 
 def near_names(run: Run, pattern: str) -> list[str]:

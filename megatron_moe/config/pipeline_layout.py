@@ -111,6 +111,9 @@ def _counts_of_stages(run: RunSections) -> list[int]:
     per_chunk = layout.num_layers_per_virtual_pipeline_stage
     if per_chunk is not None and layers % (ranks * per_chunk) == 0:
         return [per_chunk] * (layers // per_chunk)
+    stages = ranks * (layout.num_virtual_stages_per_pipeline_rank or 1)
+    if stages > ranks and layers % stages == 0:
+        return [layers // stages] * stages
     first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
     # Stages without a count of their own share what is left; with one stage, a count of its own must be all of it.
     even_stages = ranks - (first is not None) - (last is not None)

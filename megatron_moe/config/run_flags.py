@@ -34,6 +34,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = flag(
         False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )
+    freeze_parameters: tuple[str, ...] | None = flag(
+        None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
+    )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 
 
@@ -78,11 +81,13 @@ TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
     "SentencePieceTokenizer": ("tokenizer_model",),
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tokenizer_model",),
     "ByteTokenizer": (),
     "NullTokenizer": (),
 }
 """Kind of tokenizer -> the fields that name its files, all of which it needs."""
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", *TIKTOKEN_FIELDS)
 """The fields of `DataConfig` that say which tokenizer it is: flags of each program that builds one."""
 
 
@@ -103,6 +108,11 @@ class DataConfig:
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
     vocab_file: str | None = flag(None, "GPT2BPETokenizer: its vocab.json")
     merge_file: str | None = flag(None, "GPT2BPETokenizer: its merges.txt")
+    tiktoken_pattern: str = flag("v2", "TikTokenizer: the pattern that splits texts", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer: ids of special tokens, which come first")
+    tiktoken_special_tokens: tuple[str, ...] | None = flag(
+        None, "TikTokenizer: the first special tokens; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
+    )
     num_workers: int = flag(0, "processes that read data, per rank")
     reset_position_ids: bool = flag(False, "positions start again after an end-of-document token")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")

@@ -30,12 +30,14 @@ import numpy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import TOKENIZER_FIELDS, DataConfig
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.dataset_writer import DatasetWriter
 from megatron_moe.data.documents import DocumentLocation, InputUnit, as_texts, find_inputs, read_unit, work_units
 from megatron_moe.data.index_file import Sidecar, token_dtype
-from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.io.files import publish_files
 
@@ -58,6 +60,9 @@ class PreprocessOptions:
     tokenizer_model_type: str = "bpe"
     vocab_file: str | None = None
     merge_file: str | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+    tiktoken_special_tokens: tuple[str, ...] | None = None
     tokenizer_hf_include_special_tokens: bool = False
     partitions: int = 1
     keep_sequential_samples: bool = False
@@ -145,10 +150,10 @@ def _check_options(options: PreprocessOptions, prefixes: list[str]) -> None:
 
 
 def _tokenizer(options: PreprocessOptions) -> Tokenizer:
-    named = {name: getattr(options, name) for name in TOKENIZER_FIELDS}
+    named = {name: getattr(options, name) for name in TOKENIZER_FIELDS if getattr(options, name) is not None}
     if options.train_tokenizer:
         named["tokenizer_type"] = "SentencePieceTokenizer"
-    tokenizer = build_tokenizer(DataConfig(**named), options.vocab_size)
+    tokenizer = build_tokenizer(schema.build(named).data, options.vocab_size)
     if options.tokenizer_hf_include_special_tokens:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise ConfigError(

@@ -10,25 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.model_flags import ModelConfig
-from megatron_moe.config.rules.sources import tokenizer_files_go_with_their_type
-from megatron_moe.config.run_flags import TOKENIZER_FILES, DataConfig
-from megatron_moe.config.schema import Run
 
 if TYPE_CHECKING:
     import tokenizers
 
 REPLACEMENT = "\ufffd"
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class Tokenizer(ABC):
@@ -113,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return _decode_runs(ids, self.vocab_size, self._model.decode)
+        return decode_runs(ids, self.vocab_size, self._model.decode)
 
 
 class _LibraryTokenizer(Tokenizer):
@@ -127,7 +120,7 @@ class _LibraryTokenizer(Tokenizer):
         return self._model.encode(text, add_special_tokens=self.include_special_tokens).ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return _decode_runs(ids, self.vocab_size, self._model.decode)
+        return decode_runs(ids, self.vocab_size, self._model.decode)
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -221,7 +214,7 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8"))
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return _decode_runs(
+        return decode_runs(
             ids, self.vocab_size, lambda run: bytes(i for i in run if i != self.eod).decode("utf-8", errors="replace")
         )
 
@@ -259,64 +252,6 @@ class NullTokenizer(Tokenizer):
         )
 
 
-def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
-    """Build the tokenizer of a run.
-
-    Args:
-        data: the run's data section: the fields of TOKENIZER_FIELDS, and `mock_data`.
-        vocab_size: `--vocab-size`. NullTokenizer, which mock data uses where no type is given, requires it; the others
-            ignore it (`checks.check_data` compares it with theirs).
-
-    Raises:
-        ConfigError: a flag is missing, or a file is missing or malformed.
-    """
-    kind = data.tokenizer_type
-    if kind is None and data.mock_data:
-        kind = "NullTokenizer"
-    if kind is None:
-        raise ConfigError(
-            f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_FILES)} (ByteTokenizer needs no file)"
-        )
-    if kind not in TOKENIZER_FILES:
-        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_FILES)}")
-    data = replace(data, tokenizer_type=kind)
-    tokenizer_files_go_with_their_type(Run(data=data, model=ModelConfig(vocab_size=vocab_size)), 1)
-    if kind == "ByteTokenizer":
-        return ByteTokenizer()
-    if kind == "NullTokenizer":
-        assert vocab_size is not None
-        return NullTokenizer(vocab_size)
-    if kind == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(
-            _existing("--vocab-file", data.vocab_file, kind), _existing("--merge-file", data.merge_file, kind)
-        )
-    if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(_existing("--tokenizer-model", data.tokenizer_model))
-    return SentencePieceTokenizer(_existing("--tokenizer-model", data.tokenizer_model, kind))
-
-
-def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
-    """Return the path that a flag names; where a type of tokenizer `needs_file`, it has to be a file.
-
-    Raises:
-        ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
-    """
-    path = Path(str(given))
-    if not path.exists():
-        advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
-        if flag != "--tokenizer-model":
-            advice = f"give the path of {needs_file}'s file"
-        elif _HUB_NAME.fullmatch(str(given)):
-            advice = (
-                "nothing is downloaded; for the tokenizer of that model of the hub, `hf download "
-                f'{given} --include "*token*" --local-dir {path.name}`, and give {flag} {path.name}'
-            )
-        raise ConfigError(f"{flag} {given} does not exist; {advice}")
-    if needs_file and not path.is_file():
-        raise ConfigError(f"{flag} {path} is a folder; {needs_file} needs the file itself")
-    return path
-
-
 def _token_ids(file: str | Path, content: bytes) -> dict[str, int]:
     """Return token -> id of a `vocab.json`."""
     try:
@@ -330,7 +265,7 @@ def _token_ids(file: str | Path, content: bytes) -> dict[str, int]:
     return found
 
 
-def _decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
     """Decode maximal runs of known ids together, with U+FFFD for each unknown id between them."""
     pieces: list[str] = []
     run: list[int] = []

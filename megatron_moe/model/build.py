@@ -18,9 +18,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.config.module_names import frozen
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
+from megatron_moe.model.frozen import freeze
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel, Sharding
 from megatron_moe.model.initialize import initialize_weights
 from megatron_moe.model.linear_fp8 import multiply_in_fp8
@@ -275,6 +277,8 @@ def _chunk(
     keep_in_fp32(chunk, run, config)
     if draw:
         initialize_weights(chunk, run.training.seed)
+    if left_alone := frozen(run):
+        freeze(chunk, left_alone)
     install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
 

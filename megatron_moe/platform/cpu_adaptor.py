@@ -230,20 +230,23 @@ def _adjust_rope(module: ModuleType) -> None:
 def _adjust_layers(module: ModuleType) -> None:
     """Adjust tensor_parallel/layers.py: half-precision products where the processor has no instructions for them.
 
-    The engine's function is replaced where it is a plain product; with communication in it, it stays as it is.
+    The engine's functions are replaced where they are plain products; with communication in it, one stays as it is. The
+    second one is for frozen weights.
     """
     from megatron_moe.platform import half_products
 
-    stock = module.linear_with_grad_accumulation_and_async_allreduce
+    def adjusted(stock: Any) -> Any:
+        @functools.wraps(stock)  # with its attributes: the function looks one of them up under its own name
+        def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
+            communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
+            if args or communicates or bias is not None or not half_products.multiply_in_fp32(input):
+                return stock(input, weight, bias, *args, **options)
+            return half_products.linear(input, weight)
 
-    @functools.wraps(stock)  # with its attributes: the function looks one of them up under its own name
-    def linear(input: Any, weight: Any, bias: Any, *args: Any, **options: Any) -> Any:
-        communicates = options.get("allreduce_dgrad") or options.get("sequence_parallel")
-        if args or communicates or bias is not None or not half_products.multiply_in_fp32(input):
-            return stock(input, weight, bias, *args, **options)
-        return half_products.linear(input, weight)
+        return linear
 
-    vars(module).update(linear_with_grad_accumulation_and_async_allreduce=linear)
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        vars(module)[name] = adjusted(vars(module)[name])
 
 
 def _adjust_moe_utils(module: ModuleType) -> None:

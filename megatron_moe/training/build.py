@@ -27,6 +27,7 @@ from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import Import, fill
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
+from megatron_moe.model.frozen import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import RankFacts, seed_everything
@@ -233,6 +234,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *built.loaded.notes,
         *built.origin_notes,
         *_precision_notes(run),
+        *_frozen_notes(trainer, ranks.pg_collection),
         *_sharding_notes(run, ranks.facts.world_size),
         *_expert_notes(trainer),
         *_kernel_notes(),
@@ -317,6 +319,19 @@ def _fp8_notes(run: Run) -> list[str]:
     return [
         f"--fp8-format {p.fp8_format}, --fp8-recipe {p.fp8_recipe}, --fp8-modules {' '.join(p.fp8_modules)}: products "
         f"in FP8 of {'; '.join(counts)}. This was not verified on hardware that has FP8"
+    ]
+
+
+def _frozen_notes(trainer: Trainer, groups_of_ranks: Any) -> list[str]:
+    """Say how many parameters of the whole model are frozen. Collective over all ranks where there are any."""
+    patterns = trainer.run.optimizer.freeze_parameters
+    if not patterns:
+        return []
+    number = count_frozen(trainer.trained.model, groups_of_ranks)
+    every = trainer.run.derived.parameter_count(trainer.padded_vocab_size)
+    return [
+        f"--freeze-parameters {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
+        "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays too"
     ]
 
 

@@ -70,13 +70,16 @@ def finalize_model_grads(
 
 
 def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
-    """Update expert_bias of all routers of `model`, with one all-reduce of all counts, in int64."""
+    """Update expert_bias of all routers of `model`, with one all-reduce of all counts, in int64.
+
+    That of a frozen router stays: it is a part of the choice that was frozen.
+    """
     found = list(routers(model))
     kept, dropped, tokens = _global_counts(found)
     _require_conservation(found, kept, dropped, tokens)
     aux_losses = _global_aux_losses(found, tokens)
     for router, got, turned_away in zip(found, kept, dropped):
-        if router.expert_bias is not None:
+        if router.expert_bias is not None and router.weight.requires_grad:
             rate, center = router.options.bias_update_rate, router.options.bias_center
             router.expert_bias.copy_(updated_expert_bias(router.expert_bias, got + turned_away, rate, center))
         router.reset_counts()

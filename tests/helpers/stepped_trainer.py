@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, flags: dict[str, Any]) -> None:
         from megatron_moe.data.batches import batch_iterators
         from megatron_moe.data.datasets import build_datasets
-        from megatron_moe.data.tokenizers import build_tokenizer
+        from megatron_moe.data.tokenizer_choice import build_tokenizer
         from megatron_moe.model.build import build_model
         from megatron_moe.parallel import groups
         from megatron_moe.parallel.groups import seed_everything

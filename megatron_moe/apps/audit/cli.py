@@ -17,7 +17,7 @@ from megatron_moe.apps.audit.step import audit_module, audit_run, refuse_large
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
-from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say

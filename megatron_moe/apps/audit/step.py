@@ -21,7 +21,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_text
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups

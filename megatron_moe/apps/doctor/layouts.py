@@ -274,7 +274,7 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
     if "PP" in chosen:
         if p.pipeline_model_parallel_layout is not None:
             flags["pipeline_model_parallel_layout"] = _small_stages(own)
-        elif p.num_layers_per_virtual_pipeline_stage is not None:
+        elif p.num_layers_per_virtual_pipeline_stage is not None or p.num_virtual_stages_per_pipeline_rank is not None:
             flags["num_layers_per_virtual_pipeline_stage"] = 1
         elif p.decoder_first_pipeline_num_layers is not None or p.decoder_last_pipeline_num_layers is not None:
             first = p.decoder_first_pipeline_num_layers is not None

@@ -86,6 +86,8 @@ def values_of_masters(
 ) -> dict[str, Any]:
     """Return `value` of every main weight, or of this rank's shard of it, under its parameter's name.
 
+    Frozen parameters have none.
+
     Returns:
         name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
         initialised.
@@ -95,6 +97,8 @@ def values_of_masters(
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
+            if not parameter.requires_grad:
+                continue
             part = owned_part(optimizer, parameter)
             full = torch.empty(parameter.shape, dtype=torch.float32)
             if part.begin < part.end and (own := value(masters[id(parameter)])) is not None:

@@ -22,6 +22,11 @@ _SIZES = (
 # Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
 _FILLED = 0.9
 
+_UNDIVIDED: dict[str, Any] = dict.fromkeys(
+    ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+)
+"""What says that a rank has one stage."""
+
 
 def legal(run: Run, world_size: int) -> bool:
     """Return whether the rules allow this layout on `world_size` ranks."""
@@ -40,13 +45,14 @@ def neighbours(run: Run) -> Iterator[tuple[str, Run]]:
         for other in (size // 2, size * 2):
             if other:
                 yield f"{_flag(name)} {other}", _with_sizes(run, **{name: other})
-    virtual = run.parallel.num_layers_per_virtual_pipeline_stage
+    of_first = run.derived.pipeline_stages[0].layers
+    virtual = None if run.derived.virtual_pipeline_size is None else len(of_first)
     stages = run.parallel.pipeline_model_parallel_size
     by_letters = run.parallel.pipeline_model_parallel_layout is not None
     for layers in (None, 1, 2, 4):
         if stages > 1 and layers != virtual and not by_letters:
             words = f"--num-layers-per-virtual-pipeline-stage {'none' if layers is None else layers}"
-            yield words, replace(run, num_layers_per_virtual_pipeline_stage=layers)
+            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": layers})
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
         if stage != run.derived.zero_stage:
             words = f"--data-parallel-sharding-strategy {strategy}"
@@ -188,7 +194,7 @@ def _with_sizes(run: Run, **sizes: int) -> Run:
         changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
         changes["pipeline_model_parallel_layout"] = None
         if stages == 1:
-            changes["num_layers_per_virtual_pipeline_stage"] = None
+            changes |= _UNDIVIDED
         # Uneven ends where the layers do not divide: full stages, and what is left on the last.
         layers = run.model.num_layers
         if layers % stages and layers > stages:
@@ -196,7 +202,7 @@ def _with_sizes(run: Run, **sizes: int) -> Run:
             last = layers - per_stage * (stages - 1)
             if last < 1:
                 per_stage, last = layers // stages, layers - layers // stages * (stages - 1)
-            changes |= {"decoder_last_pipeline_num_layers": last, "num_layers_per_virtual_pipeline_stage": None}
+            changes |= {"decoder_last_pipeline_num_layers": last, **_UNDIVIDED}
     return replace(run, **changes)
 
 

@@ -153,10 +153,10 @@ def _layers(run: Run, stage: int) -> list[list[int]]:
 def _kind(run: Run, stage: int) -> Any:
     """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
 
-    It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32 may be
-    named by their layer, so with them no stage is like another.
+    It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32, and
+    frozen parameters, may be named by their layer, so with them no stage is like another.
     """
-    if run.precision.keep_fp32 is not None:
+    if run.precision.keep_fp32 is not None or run.optimizer.freeze_parameters is not None:
         return stage
     pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
     kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))
@@ -229,7 +229,7 @@ def _trace_stage(
                 part.embedding,
                 part.loss,
                 part.receives,
-                *((n, p.shape, p.dtype) for n, p in chunk.named_parameters()),
+                *((n, p.shape, p.dtype, p.requires_grad) for n, p in chunk.named_parameters()),
             )
             keys.append(key)
             if key not in traces:

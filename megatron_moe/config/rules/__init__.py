@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import model, moe, overlap, parallel, pipeline, ranges, sources, training
+from megatron_moe.config.rules import freezing, model, moe, overlap, parallel, pipeline, ranges, sources, training
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -104,6 +104,10 @@ RULES: tuple[Rule, ...] = (
     training.fp32_exceptions_need_half_precision,
     model.fp32_patterns_name_modules,
     model.tied_weights_stay_together,
+    freezing.frozen_patterns_name_parameters,
+    freezing.frozen_parts_are_tried,
+    freezing.frozen_tables_are_whole,
+    pipeline.each_stage_trains_something,
     pipeline.normed_states_travel_in_the_models_dtype,
     model.fp32_compute_is_our_own,
     training.fp8_scales_are_per_block,

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 
 Given = dict[str, Any]
 Change = tuple[Given, str]
@@ -363,6 +364,11 @@ _UNREAD: tuple[Unread, ...] = (
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
         lambda given: _value(given, "lr_decay_style") == "WSD",
         "--lr-decay-style WSD alone has such a phase",
+    ),
+    Unread(
+        TIKTOKEN_FIELDS,
+        lambda given: _value(given, "tokenizer_type") == "TikTokenizer",
+        "--tokenizer-type TikTokenizer alone reads it",
     ),
     Unread(("eval_interval",), _is_set("eval_iters"), "nothing is evaluated with --eval-iters 0"),
     Unread(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.module_names import kept_in_fp32
+from megatron_moe.config.module_names import frozen, kept_in_fp32, modules
 from megatron_moe.config.pipeline_layout import spelled_out
-from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.rules.wording import divisors, nearest_multiples, refuse, set_among, spelled, value
 from megatron_moe.config.schema import Run
 
 _LAYOUT, _RANKS = "pipeline_model_parallel_layout", "pipeline_model_parallel_size"
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
 def counted_embedding_and_loss_split_evenly(run: Run, world_size: int) -> None:
@@ -37,7 +38,7 @@ def layout_is_the_only_split(run: Run, world_size: int) -> None:
         (
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
-            "num_layers_per_virtual_pipeline_stage",
+            *_VIRTUAL,
         ),
     )
     if run.parallel.pipeline_model_parallel_layout is not None and others:
@@ -165,35 +166,65 @@ def layers_divide_over_stages(run: Run, world_size: int) -> None:
 
 def virtual_stages_need_pipeline(run: Run, world_size: int) -> None:
     """Refuse the interleaved schedule without pipeline parallelism."""
-    p = run.parallel
-    if p.num_layers_per_virtual_pipeline_stage is not None and p.pipeline_model_parallel_size == 1:
+    given = set_among(run, _VIRTUAL)
+    if given and run.parallel.pipeline_model_parallel_size == 1:
         raise refuse(
             run,
-            ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"),
+            (*given, "pipeline_model_parallel_size"),
             "needs more than one stage; drop it or use --pipeline-model-parallel-size 2",
         )
 
 
 def virtual_stages_divide_layers(run: Run, world_size: int) -> None:
-    """Require that each stage's layers divide into equal virtual stages."""
+    """Require that each stage's layers divide into equal virtual stages, whose size or number is given."""
     p = run.parallel
-    per_chunk = p.num_layers_per_virtual_pipeline_stage
-    if per_chunk is None:
+    given = set_among(run, _VIRTUAL)
+    if not given:
         return
+    if len(given) > 1:
+        raise refuse(run, given, "both say how a stage is divided; drop one of the two")
+    divisor = value(run, given[0])
     ends = set_among(run, ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))
     if ends:
         raise refuse(
             run,
-            ("num_layers_per_virtual_pipeline_stage", *ends),
+            (*given, *ends),
             "virtual stages need equal stages; drop one or the other",
         )
     layers = run.model.num_layers // p.pipeline_model_parallel_size
-    if layers % per_chunk:
+    if layers % divisor:
         raise refuse(
             run,
-            ("num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_size"),
-            f"a stage's {layers} layers must divide by the layers of a virtual stage; use one of {divisors(layers)}",
+            (*given, "num_layers", "pipeline_model_parallel_size"),
+            f"a stage's {layers} layers must divide by the layers, or the number, of its virtual stages; use one of "
+            f"{divisors(layers)}",
         )
+
+
+def each_stage_trains_something(run: Run, world_size: int) -> None:
+    """Require of frozen parameters that each virtual stage keeps one to train besides its experts.
+
+    The engine makes an optimizer for each kind of parameters on each stage, whose ranks then step together.
+    """
+    left_alone = frozen(run)
+    if not left_alone:
+        return
+    trained = [
+        name
+        for name, parameters in modules(run).items()
+        if not name.endswith(".experts") and any(f"{name}.{own}" not in left_alone for own in parameters)
+    ]
+    for number, stage in enumerate(run.derived.pipeline_stages):
+        starts = [f"decoder.layers.{layer}." for layer in stage.layers]
+        starts += ["embedding."] * stage.embedding + ["mtp."] * bool(stage.predictions)
+        starts += ["decoder.final_layernorm", "output_layer"] * stage.loss
+        if not any(name.startswith(tuple(starts)) for name in trained):
+            raise refuse(
+                run,
+                ("freeze_parameters", _RANKS),
+                f"stage {number} of the pipeline, counted from 0, has nothing to train but experts; leave a parameter "
+                f"of it out of the patterns, e.g. its norms, or use fewer stages",
+            )
 
 
 def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
@@ -204,8 +235,7 @@ def interleaving_needs_full_rounds(run: Run, world_size: int) -> None:
     count = run.derived.num_microbatches(world_size)
     if count % pp:
         samples = micro * run.derived.data_parallel_size(world_size)
-        by_letters = run.parallel.pipeline_model_parallel_layout is not None
-        virtual = spelled(run, _LAYOUT if by_letters else "num_layers_per_virtual_pipeline_stage")
+        virtual = spelled(run, set_among(run, (_LAYOUT, *_VIRTUAL))[0])
         named = f"{spelled(run, 'global_batch_size')}, {virtual}"
         sizes = nearest_multiples(count * samples, pp * samples)
         raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
-from megatron_moe.config.run_flags import TOKENIZER_FILES
+from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -104,6 +104,9 @@ def tokenizer_files_go_with_their_type(run: Run, world_size: int) -> None:
         if name not in needed:
             readers = " or ".join(of for of, names in TOKENIZER_FILES.items() if name in names)
             raise refuse(run, (name, "tokenizer_type"), f"is read by {readers}; name that type or drop the file")
+    stray = set_among(run, TIKTOKEN_FIELDS)
+    if stray and kind != "TikTokenizer":
+        raise refuse(run, (*stray, "tokenizer_type"), "TikTokenizer alone reads it; name that type or drop it")
     if kind == "NullTokenizer" and run.model.vocab_size is None:
         raise refuse(run, ("tokenizer_type", "vocab_size"), "has only a size; add --vocab-size, e.g. 8192")
 

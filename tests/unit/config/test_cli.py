@@ -9,6 +9,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules import ignored
+from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 
 
 def message_of(*argv: str) -> str:
@@ -48,6 +49,7 @@ READ_WITH = {
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), "--recompute-granularity full"),
     "recompute_modules": "--recompute-granularity selective",
     "sequence_parallel": "--tensor-model-parallel-size 2",
+    **dict.fromkeys(TIKTOKEN_FIELDS, "--tokenizer-type TikTokenizer"),
     "attention_backend": "--transformer-impl transformer_engine",
     **dict.fromkeys(ignored.READ_WITH["manual_gc"], "--manual-gc"),
     **dict.fromkeys(ignored.READ_WITH["profile"], "--profile"),

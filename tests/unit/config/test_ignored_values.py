@@ -43,6 +43,7 @@ ROWS = [
     (TINY, "--num-layers-at-start-in-bf16 3", "", ["--first-last-layers-bf16"]),
     (TINY, "--lr-wsd-decay-iters 5 --lr-wsd-decay-style linear", "", ["--lr-wsd-decay-iters 5", "WSD"]),
     (f"{TINY} --eval-iters 0", "--eval-interval 5", "", ["--eval-interval 5", "--eval-iters 0"]),
+    (TINY, "--tiktoken-pattern v1", "", ["--tiktoken-pattern v1", "TikTokenizer"]),
     (TINY, "--recompute-method uniform --recompute-num-layers 1", "", ["--recompute-granularity"]),
     (TINY, "--recompute-modules moe", "", ["--recompute-modules moe", "selective"]),
     (TINY, "--save-interval 5 --no-save-optim --async-save", "", ["--save-interval 5", "NOTHING IS SAVED"]),

@@ -13,13 +13,13 @@ import tokenizers
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.data.corpus import source_files
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import (
     ByteTokenizer,
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     SentencePieceTokenizer,
-    build_tokenizer,
 )
 from megatron_moe.data.train_tokenizer import sample_texts, train_sentencepiece
 

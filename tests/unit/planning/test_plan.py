@@ -52,6 +52,22 @@ def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, chang
     assert [rank for trace in traces for rank in trace.ranks] == list(range(world_size))
 
 
+def test_frozen_parameters_have_weights_and_neither_gradients_nor_moments():
+    pp2 = {"pipeline_model_parallel_size": 2}
+    _, _, every = traced(2, **pp2)
+    _, _, some = traced(2, **pp2, freeze_parameters=("decoder.layers.3.mlp.experts", "embedding"))
+    assert [(trace.weights, trace.whole) for trace in some] == [(trace.weights, trace.whole) for trace in every]
+    left_out = [
+        sum(buffer.used for buffer in one.buffers) - sum(buffer.used for buffer in other.buffers)
+        for one, other in zip(every, some)
+    ]
+    frozen = {name: size for trace in every for name, size in trace.whole.items()}
+    assert left_out == [
+        frozen["embedding.word_embeddings.weight"],
+        sum(size for name, size in frozen.items() if name.startswith("decoder.layers.3.mlp.experts.")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [

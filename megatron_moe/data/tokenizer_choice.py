@@ -1,0 +1,117 @@
+"""The tokenizer of a run: built from its flags, or from the files that came with an imported model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import ModelConfig
+from megatron_moe.config.rules.sources import tokenizer_files_go_with_their_type
+from megatron_moe.config.run_flags import TOKENIZER_FILES, DataConfig
+from megatron_moe.config.schema import Run
+from megatron_moe.data.tiktoken_models import KIMI_FILE, MEGATRON_SPECIAL, kimi_tokenizer, megatron_tiktoken
+from megatron_moe.data.tokenizers import (
+    ByteTokenizer,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """Build the tokenizer of a run.
+
+    Args:
+        data: the run's data section: the fields of TOKENIZER_FIELDS, and `mock_data`.
+        vocab_size: `--vocab-size`. NullTokenizer, which mock data uses where no type is given, requires it, and
+            TikTokenizer takes as many ids; the others ignore it (`checks.check_data` compares it with theirs).
+
+    Raises:
+        ConfigError: a flag is missing, or a file is missing or malformed.
+    """
+    kind = data.tokenizer_type
+    if kind is None and data.mock_data:
+        kind = "NullTokenizer"
+    if kind is None:
+        raise ConfigError(
+            f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_FILES)} (ByteTokenizer needs no file)"
+        )
+    if kind not in TOKENIZER_FILES:
+        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_FILES)}")
+    data = replace(data, tokenizer_type=kind)
+    tokenizer_files_go_with_their_type(Run(data=data, model=ModelConfig(vocab_size=vocab_size)), 1)
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        assert vocab_size is not None
+        return NullTokenizer(vocab_size)
+    if kind == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(
+            _existing("--vocab-file", data.vocab_file, kind), _existing("--merge-file", data.merge_file, kind)
+        )
+    if kind == "HuggingFaceTokenizer":
+        return _of_hugging_face(_existing("--tokenizer-model", data.tokenizer_model))
+    file = _existing("--tokenizer-model", data.tokenizer_model, kind)
+    if kind == "TikTokenizer":
+        named = data.tiktoken_special_tokens or MEGATRON_SPECIAL
+        return megatron_tiktoken(file, data.tiktoken_pattern, named, data.tiktoken_num_special_tokens, vocab_size)
+    return SentencePieceTokenizer(file)
+
+
+def tokenizer_of_folder(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    """Return the tokenizer that came with an imported model, or None where none of its files is one.
+
+    Args:
+        folder: contains the files. files: the model's companion files by name.
+    """
+    if "tokenizer.json" in files or KIMI_FILE in files:
+        return _of_hugging_face(folder)
+    return SentencePieceTokenizer(files["tokenizer.model"]) if "tokenizer.model" in files else None
+
+
+def _of_hugging_face(path: Path) -> Tokenizer:
+    """Return the tokenizer of a folder or of a file in it: a tokenizer.json, else a tiktoken.model."""
+    folder = path if path.is_dir() else path.parent
+    is_kimi = path.name == KIMI_FILE or (path.is_dir() and not (path / "tokenizer.json").exists())
+    if is_kimi and (folder / KIMI_FILE).is_file():
+        return kimi_tokenizer(folder)
+    return HuggingFaceTokenizer(path)
+
+
+def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
+    """Return the path that a flag names; where a type of tokenizer `needs_file`, it has to be a file.
+
+    Raises:
+        ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
+    """
+    path = Path(str(given))
+    if not path.exists():
+        advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
+        if flag != "--tokenizer-model":
+            advice = f"give the path of {needs_file}'s file"
+        elif _HUB_NAME.fullmatch(str(given)):
+            advice = _download(flag, str(given), needs_file)
+        raise ConfigError(f"{flag} {given} does not exist; {advice}")
+    if needs_file and not path.is_file():
+        raise ConfigError(f"{flag} {path} is a folder; {needs_file} needs the file itself")
+    return path
+
+
+def _download(flag: str, name: str, needs_file: str) -> str:
+    """Return how to get the tokenizer of a model of the hub."""
+    folder = Path(name).name
+    file, needed = folder, f"tokenizer.json, or {KIMI_FILE} with its .py file, and tokenizer_config.json"
+    if needs_file:
+        file = f"{folder}/tokenizer.model" if needs_file == "SentencePieceTokenizer" else f"{folder}/FILE.json"
+        needed = "tokenizer.model" if needs_file == "SentencePieceTokenizer" else "the vocabulary in JSON"
+    return (
+        f"nothing is downloaded. If it is the name of a model of the hub, then on a machine with network `hf download "
+        f'{name} --include "*token*" --local-dir {folder}` ({needed}), copy the folder here, and give {flag} {file}'
+    )

@@ -1,0 +1,111 @@
+"""Parameters of --freeze-parameters keep their bits, and what is trained next to them is trained as without them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.config.module_names import frozen, modules
+from megatron_moe.config.schema import build
+from tests.helpers.trained_steps import TINY, differing, refusal, tensors, trained
+
+SOME = ("embedding", "first_layer", "router", "*.input_layernorm")
+# Nothing is clipped: a norm without the frozen gradients would change every step.
+STEPS = {"clip_grad": 0.0, "save_interval": 1, "lr": 1e-2, "weight_decay": 0.1}
+SHARDED = {"bf16": True, "use_distributed_optimizer": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def steps_of(save: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    return trained({**STEPS, "save": str(save), **flags})
+
+
+def names_of(patterns: tuple[str, ...]) -> frozenset[str]:
+    return frozen(build({**TINY, "freeze_parameters": patterns}))
+
+
+def changed(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    return {key for key in first if not first[key].equal(second[key])}
+
+
+def weights(step: Path) -> dict[str, Any]:
+    return {key: value for key, value in tensors(step).items() if not key.startswith("optimizer.")}
+
+
+def moments(step: Path) -> set[str]:
+    return {key.split(".", 3)[3] for key in tensors(step) if key.startswith("optimizer.")}
+
+
+@pytest.mark.claim("Frozen parameters keep their bits, and the others are trained as without them.")
+@pytest.mark.parametrize(
+    "ranks, patterns, flags",
+    [
+        (1, SOME, {}),
+        (1, SOME, {**SHARDED, **RECOMPUTED}),
+        (1, (*SOME, "experts"), {"fp16": True, "initial_loss_scale": 256.0}),
+        (2, SOME, {**SHARDED, "expert_model_parallel_size": 2}),
+        (2, SOME, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1}),
+        (2, (*SOME, "attention"), {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=["fp32", "bf16-recomputed", "fp16-experts", "EP2", "PP2", "TP2"],
+)
+def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without(
+    gloo, tmp_path, ranks, patterns, flags
+):
+    names = names_of(patterns)
+    gloo.run(ranks, steps_of, save=tmp_path / "all", flags={**flags, "train_iters": 1})
+    gloo.run(ranks, steps_of, save=tmp_path / "some", flags={**flags, "freeze_parameters": patterns})
+    all_trained = weights(tmp_path / "all/iter_0000001")
+    first, last = weights(tmp_path / "some/iter_0000001"), weights(tmp_path / "some/iter_0000003")
+    biases = {key for key in first if key.endswith("expert_bias")}
+    assert names < first.keys() and biases
+    assert changed(first, last) == first.keys() - names - biases
+    assert changed(all_trained, first) == names | biases
+    assert moments(tmp_path / "some/iter_0000003") == first.keys() - names - biases
+
+
+def test_the_gradient_norm_is_that_of_what_is_trained(gloo, tmp_path):
+    run = build(TINY)
+    every = {f"{name}.{own}" for name, parameters in modules(run).items() for own in parameters}
+    norms = []
+    for number, patterns in enumerate((None, SOME, tuple(sorted(every - names_of(SOME))))):
+        file = tmp_path / f"{number}.jsonl"
+        flags = {"train_iters": 1, "metrics_file": str(file), "freeze_parameters": patterns}
+        gloo.run(1, trained, flags=flags)
+        norms.append(next(found["grad_norm"] for line in file.open() if "grad_norm" in (found := json.loads(line))))
+    assert norms[0] > norms[1] > 0 and norms[0] > norms[2] > 0
+    assert math.isclose(norms[0], math.hypot(*norms[1:]), rel_tol=1e-5)
+
+
+def test_a_run_with_frozen_parameters_is_continued_with_the_same_ones_alone(gloo, tmp_path):
+    some, other = {**SHARDED, "freeze_parameters": SOME}, {**SHARDED, "freeze_parameters": SOME[:2]}
+    gloo.run(1, steps_of, save=tmp_path / "whole", flags={**some, "train_iters": 2})
+    gloo.run(1, steps_of, save=tmp_path / "parts", flags={**some, "train_iters": 1})
+    again = {"load": str(tmp_path / "parts"), "train_iters": 2}
+    (message,) = gloo.run(1, refusal, flags={**STEPS, **other, **again, "save": str(tmp_path / "parts")})
+    assert "--freeze-parameters embedding first_layer router *.input_layernorm" in message
+    assert "decoder.layers.1.input_layernorm.weight" in message and "--no-load-optim" in message
+    gloo.run(1, steps_of, save=tmp_path / "anew", flags={**other, **again, "no_load_optim": True})
+    named_otherwise = {**some, "freeze_parameters": ("embedding.*", "decoder.layers.0.*", *SOME[2:])}
+    gloo.run(1, steps_of, save=tmp_path / "parts", flags={**named_otherwise, **again})
+    steps = [tensors(tmp_path / folder / "iter_0000002") for folder in ("whole", "parts")]
+    assert differing(*steps) == []
+
+
+def test_the_start_says_how_many_parameters_are_frozen(gloo, capfd):
+    assert gloo.run(2, _start_of, flags={"expert_model_parallel_size": 2, "freeze_parameters": ("experts",)})[0]
+
+
+def _start_of(flags: dict[str, Any]) -> bool:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trained({**flags, "train_iters": 1})
+    run = build({**TINY, **flags})
+    number = 3 * run.moe.num_experts * 3 * run.model.hidden_size * run.derived.moe_ffn_hidden_size
+    return f"{number:,} of" in printed.getvalue()
