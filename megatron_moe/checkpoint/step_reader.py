@@ -31,6 +31,10 @@ class _Layout:
 class StepReader:
     """A reader of the tensors of one step.
 
+    Args:
+        step: the folder.
+        index: the index, if it is read and checked already; a step of ours has a manifest to check it against.
+
     Attributes:
         index: shapes, dtypes and parts of all tensors, checked against the manifest.
 
@@ -38,10 +42,10 @@ class StepReader:
         ConfigError: the index or the manifest is damaged or harmful, or cannot be read.
     """
 
-    def __init__(self, step: Path) -> None:
+    def __init__(self, step: Path, index: StepIndex | None = None) -> None:
         self.step = step
         try:
-            self.index: StepIndex = pickles.check(step, manifest.read(step).files)
+            self.index: StepIndex = pickles.check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
         self._layouts: dict[StoredBytes, _Layout] = {}
