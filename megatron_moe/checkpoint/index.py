@@ -82,12 +82,15 @@ class StepIndex:
     values: dict[str, StoredBytes]
 
 
-def read(step: Path, files: Mapping[str, FileEntry], listed_in: str = MANIFEST) -> StepIndex:
+def read(
+    step: Path, files: Mapping[str, FileEntry], *, listed_in: str = MANIFEST, with_plans: bool = False
+) -> StepIndex:
     """Read the index of a step and check it against the files of its manifest.
 
     Args:
         files: sizes of the files, by name.
         listed_in: what lists them, for messages.
+        with_plans: allow the plans of its writers next to the index, as the engine's own writer leaves them there.
 
     Raises:
         UntrustedError: naming the file and what it holds.
@@ -99,7 +102,7 @@ def read(step: Path, files: Mapping[str, FileEntry], listed_in: str = MANIFEST) 
     try:
         with open(step / NAME, "rb") as file:
             data = file.read(size)
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = _Unpickler(io.BytesIO(data), with_plans).load()
         return _checked(metadata, files, listed_in)
     except UntrustedError:
         raise
@@ -179,7 +182,7 @@ class AllowedUnpickler(pickle.Unpickler):
 class _Unpickler(pickle.Unpickler):
     """An unpickler of stand-ins for the classes of torch's checkpoint metadata, and of no others."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, with_plans: bool = False) -> None:
         super().__init__(file)
         metadata = "torch.distributed.checkpoint.metadata"
         plain = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata")
@@ -197,6 +200,11 @@ class _Unpickler(pickle.Unpickler):
             ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
         }
         self.known |= {("torch", name): name for name in _DTYPES}
+        if with_plans:
+            planner = "torch.distributed.checkpoint.planner"
+            plans = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+            self.known |= {(planner, name): _record(name) for name in plans}
+            self.known[planner, "WriteItemType"] = _Call(int)
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))

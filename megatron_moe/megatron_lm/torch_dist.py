@@ -38,7 +38,7 @@ class TorchDist(MegatronCheckpoint):
         self.files = {name: file for name, file in found.items() if name in _SMALL or name.endswith(".distcp")}
         try:
             sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
-            self._index = index.read(path, sizes, listed_in=str(path))
+            self._index = index.read(path, sizes, listed_in=str(path), with_plans=True)
             self._reader = StepReader(path, self._index)
             self.common = self._values()
         except (UntrustedError, OSError) as error:
