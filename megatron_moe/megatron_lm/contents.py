@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from megatron_moe.checkpoint import index
 from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.schema import Run
+from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.mapping import mapping
 from megatron_moe.hf.transforms import Shape
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Contents:
     dropped: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Part]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    has_optimizer_elsewhere: bool = False
 
     def add(self, key: str, part: Part) -> None:
         """Add a part of one of our tensors."""
@@ -145,3 +150,23 @@ def _defects(key: str, parts: list[Part], shape: Shape) -> list[str]:
     if filled != math.prod(shape) or index.overlap(boxes):
         return [f"{key}: {filled} of {math.prod(shape)} elements in {len(parts)} parts, each to be there once"]
     return []
+
+
+def tensors_of(run: Run) -> tuple[dict[str, Shape], frozenset[str]]:
+    """Return the shapes of a model's tensors by our keys, and the keys of those that are fp32 whatever its dtype."""
+    table = mapping(run, DEEPSEEK)
+    return table.shapes, frozenset(piece.key for piece in table.pieces if piece.fp32)
+
+
+def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the arguments among the plain values of a checkpoint.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    args = common.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise ConfigError(
+            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its checkpoints"
+        )
+    return dict(vars(args))

@@ -16,7 +16,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe.megatron_lm import archives, names
-from megatron_moe.megatron_lm.contents import EMBEDDING, Contents, MegatronCheckpoint, Part
+from megatron_moe.megatron_lm.contents import EMBEDDING, Contents, MegatronCheckpoint, Part, arguments
 
 _COMMON_VALUE = "common_state/shard_0_1"
 """Where megatron-core 0.19 keeps the plain values that older releases write into `common.pt`."""
@@ -145,16 +145,3 @@ def _boxes(name: names.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, 
     else:
         yield (), (0,) * len(whole), whole
 
-
-def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the arguments among the plain values of a checkpoint.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    args = common.get("args")
-    if args is None or not hasattr(args, "__dict__"):
-        raise ConfigError(
-            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its checkpoints"
-        )
-    return dict(vars(args))
