@@ -23,7 +23,9 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
     if not path.is_dir():
         raise ConfigError(f"--load {path}: there is no such folder")
     if (path / folder.OWNER).exists() or (path / folder.STATE).exists():
-        raise ConfigError(f"--from megatron: --load {path} is a checkpoint of this framework; --from native converts it")
+        raise ConfigError(
+            f"--from megatron: --load {path} is a checkpoint of this framework; --from native converts it"
+        )
     step = _step(path, ckpt_step)
     if any(step.glob("mp_rank_*")):
         return LegacyTorch(step)

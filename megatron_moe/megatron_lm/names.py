@@ -104,6 +104,12 @@ def _expert(inner: str) -> tuple[str, int | None]:
 # ---- The other way: names of a checkpoint that Megatron-LM loads.
 
 
+def layer_of(key: str) -> int | None:
+    """Return the number of the decoder's layer that one of our tensors is of; None outside of these layers."""
+    found = _LAYER.match(key)
+    return int(found[2]) if found is not None and found[1] == "decoder" and found[2] is not None else None
+
+
 def theirs(key: str, *, transformer_engine: bool, latent: bool, moe: bool) -> str:
     """Return Megatron-LM's name in torch_dist of a tensor of ours, with layers by their number.
 

@@ -49,9 +49,7 @@ def wanted_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half:
     An fp32 run has no main weights besides its weights.
     """
     kinds = (MAIN, *MOMENTS) if half else MOMENTS
-    return {
-        f"{STATE}{kind}.{key}": value for kind in kinds for key, value in weights.items() if key not in fp32_state
-    }
+    return {f"{STATE}{kind}.{key}": value for kind in kinds for key, value in weights.items() if key not in fp32_state}
 
 
 def step_of(common: Mapping[str, Any], where: str) -> int:

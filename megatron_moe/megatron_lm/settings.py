@@ -60,9 +60,7 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
 """Argument -> its values, beside None, that leave the model as it is here. Others make another model."""
 
 
-def run_of(
-    args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str
-) -> tuple[Run, list[str]]:
+def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str) -> tuple[Run, list[str]]:
     """Return the run of a checkpoint's arguments, without the dtypes of its weights, and notes for the user.
 
     Args:

@@ -144,4 +144,3 @@ def _boxes(name: names.Name, box: Shape, whole: Shape) -> Iterator[tuple[Shape, 
         yield (), (name.half * whole[0] // 2, *zeros), (whole[0] // 2, *whole[1:])
     else:
         yield (), (0,) * len(whole), whole
-

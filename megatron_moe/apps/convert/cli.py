@@ -131,7 +131,9 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--no-optim: is for checkpoints, native or megatron; a folder of Hugging Face's has no optimizer"
         )
     if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
-        raise ConfigError("--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway")
+        raise ConfigError(
+            "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
+        )
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
     if args.drop_mtp and "megatron" in way:
@@ -166,7 +168,9 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if words:
         flags.parse(words, filled_in=kept)
     fields = all_fields()
-    others = [fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")]
+    others = [
+        fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")
+    ]
     if others:
         raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
     return given
@@ -205,6 +209,10 @@ def _planned(args: argparse.Namespace) -> Any:
     if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
     source = locate(load, args.ckpt_step, args.family)
+    if args.target == "megatron":
+        from megatron_moe.apps.convert.to_megatron import ToMegatron
+
+        return ToMegatron(source, options, args.transformer_impl or "transformer_engine")
     return ToHF(source, options) if args.target == "hf" else Reshard(source.path, options, source.notes)
 
 

@@ -104,7 +104,9 @@ class FromMegatron(Conversion):
             self.notes.append("--no-optim: the optimizer's state is left out")
             return None
         if self.options.dtype is not None:
-            raise ConfigError("--dtype: the optimizer's main weights belong to weights of their own dtype; add --no-optim")
+            raise ConfigError(
+                "--dtype: the optimizer's main weights belong to weights of their own dtype; add --no-optim"
+            )
         half = None if self.dtype == torch.float32 else dtype_name(self.dtype)
         optimizer.require_mapped(self.contents, self.checkpoint, half)
         if half is None:  # the main weights of an fp32 run are its weights, which it may store once more
@@ -197,7 +199,9 @@ class FromMegatron(Conversion):
     def coverage(self, records: list[Record]) -> None:
         rows = [row for record in records for row in record["rows"]]
         certificate.require_coverage(rows, (), self.shapes, str(self.source))
-        used = [(row["native"]["key"], entry["name"], tuple(entry["start"])) for row in rows for entry in row["megatron"]]
+        used = [
+            (row["native"]["key"], entry["name"], tuple(entry["start"])) for row in rows for entry in row["megatron"]
+        ]
         wanted = {(key, part.name, part.start) for key in self.shapes for part in self.contents.parts[key]}
         wrong = [f"{name} ({key})" for key, name, _ in sorted(wanted.symmetric_difference(used))]
         if wrong or len(used) != len(wanted):
