@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -248,6 +249,10 @@ class FromMegatron(Conversion):
         if self.step is None:
             left = [key for key in self.contents.parts if key.startswith("optimizer.")]
             dropped |= {part.name: "the optimizer's" for key in left for part in self.contents.parts[key]}
+        read = {"args", "iteration", "checkpoint_version", "content_metadata", "optimizer"}
+        for name in sorted(map(str, self.checkpoint.common.keys() - read)):
+            if not re.fullmatch(r"model\d*", name):
+                dropped[name] = "plain values of a run: its successor has its own, by its flags"
         return {
             "format": self.checkpoint.form,
             "dtype": dtype_name(self.dtype),
