@@ -106,7 +106,7 @@ class StepReader:
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
-                value = torch.load(cast(IO[bytes], _Section(file, place)), map_location="meta", weights_only=True)
+                value = torch.load(cast(IO[bytes], Section(file, place)), map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
                 raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {pickles.words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
@@ -139,7 +139,7 @@ class StepReader:
         return content
 
 
-class _Section(io.RawIOBase):
+class Section(io.RawIOBase):
     """One value of a data file, readable as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def read_bytes(data: bytes, name: str) -> Any:
         UntrustedError: they are damaged, or name something that has no place in a checkpoint.
     """
     return _read(io.BytesIO(data), name, mmap=False)
+
+
+def require_intact(file: Any, name: str) -> None:
+    """Check the checksums of an archive of torch.save, which is read once for that.
+
+    Args:
+        file: the archive, open for reading.
+        name: the archive, for a message.
+
+    Raises:
+        UntrustedError: a record is not what was written, or it is no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
+    if damaged is not None:
+        raise UntrustedError(f"{name} is damaged: {damaged} does not have the checksum (CRC-32) it was written with")
 
 
 def _read(source: Any, name: str, *, mmap: bool) -> Any:

@@ -167,6 +167,7 @@ def arguments(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ConfigError(
-            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its checkpoints"
+            f"--load {path}: has no `args`, by which Megatron-LM says what the model is: it is not one of its "
+            "checkpoints"
         )
     return dict(vars(args))

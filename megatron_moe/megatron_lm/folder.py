@@ -34,12 +34,12 @@ def open_checkpoint(path: Path, ckpt_step: int | None) -> MegatronCheckpoint:
         if backend == "torch_dist":
             return TorchDist(step)
         raise ConfigError(
-            f"--load {step}: --ckpt-format {backend} is not read; torch_dist and torch are: load it with Megatron-LM and "
-            "save it with --ckpt-format torch_dist"
+            f"--load {step}: --ckpt-format {backend} is not read; torch_dist and torch are: load it with Megatron-LM "
+            "and save it with --ckpt-format torch_dist"
         )
     raise ConfigError(
-        f"--load {step}: is no step of Megatron-LM's: it has neither .metadata (--ckpt-format torch_dist) nor mp_rank_* "
-        "(--ckpt-format torch)"
+        f"--load {step}: is no step of Megatron-LM's: it has neither .metadata (--ckpt-format torch_dist) nor "
+        "mp_rank_* (--ckpt-format torch)"
     )
 
 

@@ -76,6 +76,8 @@ class LegacyTorch(MegatronCheckpoint):
     def _read(self, file: str) -> dict[str, Any]:
         try:
             content = archives.read_file(self.files[file])
+            with open(self.files[file], "rb") as archive:
+                archives.require_intact(archive, file)
         except (UntrustedError, OSError) as error:
             raise ConfigError(f"--load {self.path}: refused: {file}: {error}") from None
         if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(key)) for key in content):
@@ -198,33 +200,34 @@ class LegacyTorch(MegatronCheckpoint):
 
     def _expert_boxes(self, one: RankFile, stored: str, value: Tensor, shape: Shape) -> Iterator[Box]:
         """Yield the boxes of the experts in a tensor: one of them, or all of a rank in one matrix."""
-        name = names.ours(stored)
-        experts, width, hidden = shape[0] // self._ep, shape[-2], shape[-1]
-        first_of_rank = one.expert * experts
         up = len(shape) == 4  # [E, 2, F, H], and [E, H, F] for down
-        if name.expert is not None:
-            matrices: list[tuple[int, Callable[[Tensor], Tensor]]] = [(name.expert, _itself)]
-            sizes = tuple(value.shape)
-        else:  # all of a rank in one, as rows of [e, in, out]
-            rows = hidden if up else value.shape[0] // experts
-            matrices = [(number, _transposed(experts, rows, number)) for number in range(experts)]
-            if value.numel() % (experts * rows):
-                raise _Misfit
-            sizes = (value.numel() // (experts * rows), rows)
-        split = 2 * width // sizes[0] if up and sizes[0] else hidden // sizes[1] if sizes[1] else 0
-        whole = (2 * width, hidden) if up else (width, hidden)
-        part = (whole[0] // split, whole[1]) if up and split else (whole[0], whole[1] // split) if split else ()
-        if sizes != part or split not in (1, self._tp):
+        experts, width = shape[0] // self._ep, shape[2]
+        hidden = shape[3] if up else shape[1]
+        number = names.ours(stored).expert
+        matrices = {number: _itself} if number is not None else _of_one_matrix(value, experts, hidden, up)
+        part = value.numel() // (len(matrices) * hidden)  # rows of [2 F / ETP, H], columns of [H, F / ETP]
+        split = (2 * width if up else width) // part if part else 0
+        if value.numel() != len(matrices) * hidden * part or part * split != (2 * width if up else width):
+            raise _Misfit
+        if split not in (1, self._tp):
             raise _Misfit
         rank = one.tensor if split > 1 else 0
-        for number, matrix in matrices:
-            expert = first_of_rank + number
+        for local, matrix in matrices.items():
+            expert = one.expert * experts + local
             if not up:
-                yield (expert, 0, rank * sizes[1]), (1, *sizes), matrix
+                yield (expert, 0, rank * part), (1, hidden, part), matrix
                 continue
-            rows = sizes[0] // 2
+            rows = part // 2
             for half in range(2):
                 yield (expert, half, rank * rows, 0), (1, 1, rows, hidden), _after(matrix, _rows(half * rows, rows))
+
+
+def _of_one_matrix(value: Tensor, experts: int, hidden: int, up: bool) -> dict[int, Callable[[Tensor], Tensor]]:
+    """Return each expert's matrix out of one of all of a rank, which multiply rows from the right: [e, in, out]."""
+    rows = hidden if up else value.shape[0] // experts
+    if rows == 0 or value.numel() % (experts * rows):
+        raise _Misfit
+    return {number: _transposed(experts, rows, number) for number in range(experts)}
 
 
 class _Misfit(Exception):

@@ -31,7 +31,8 @@ def require_mapped(contents: Contents, checkpoint: MegatronCheckpoint, half: str
     where = f"--load {checkpoint.path}"
     if contents.has_optimizer_elsewhere:
         raise ConfigError(
-            f"{where}: has an optimizer in the format torch, cut by rank and not by weight, which is not converted; {_WITHOUT}"
+            f"{where}: has an optimizer in the format torch, cut by rank and not by weight, which is not converted; "
+            f"{_WITHOUT}"
         )
     buckets = [key for key in contents.parts if key.startswith("optimizer.") and not key.startswith(STATE)]
     if buckets:

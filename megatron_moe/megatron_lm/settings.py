@@ -150,8 +150,8 @@ def _vocabulary(flat: dict[str, Any], given: Mapping[str, Any], rows: int, where
     if size is None:
         flat["vocab_size"] = rows
         return [
-            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the rest "
-            "then take no part in the softmax"
+            f"{where}: does not say how many of its {rows} rows are tokens: all are; --vocab-size says it, and the "
+            "rest then take no part in the softmax"
         ]
     if size > rows:
         raise ConfigError(f"--vocab-size {size}: {where} has {rows} rows of tokens, fewer than that")
@@ -172,6 +172,6 @@ def _epsilon_notes(run: Run) -> list[str]:
     if not run.model.multi_latent_attention or run.model.norm_epsilon == _LATENT_EPSILON:
         return []
     return [
-        f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that logits "
-        "differ by a little from Megatron-LM's"
+        f"--norm-epsilon {run.model.norm_epsilon}: the norms of the latents have {_LATENT_EPSILON} here, so that "
+        "logits differ by a little from Megatron-LM's"
     ]

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_moe.checkpoint import index, pickles
-from megatron_moe.checkpoint.index import UntrustedError
-from megatron_moe.checkpoint.step_reader import StepReader
+from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
+from megatron_moe.checkpoint.step_reader import Section, StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.hashing import FileEntry
@@ -35,6 +35,7 @@ class TorchDist(MegatronCheckpoint):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         found = {file.name: file for file in sorted(path.iterdir()) if file.is_file()}
+        self._intact: set[StoredBytes] = set()
         self.files = {name: file for name, file in found.items() if name in _SMALL or name.endswith(".distcp")}
         try:
             sizes = {name: FileEntry(bytes=file.stat().st_size, sha256="") for name, file in self.files.items()}
@@ -97,6 +98,18 @@ class TorchDist(MegatronCheckpoint):
             for within, start, shape in _boxes(name, box, whole):
                 result.add(full, self._part(stored, (*at, *within), start, shape, box))
 
+    def _require_intact(self, stored: str) -> None:
+        """Check the checksums of a tensor's parts, once."""
+        for part in self._index.tensors[stored].parts:
+            if part.place in self._intact:
+                continue
+            try:
+                with open(self.path / part.place.file, "rb") as file:
+                    archives.require_intact(Section(file, part.place), f"{stored} in {part.place.file}")
+            except (UntrustedError, OSError) as error:
+                raise ConfigError(f"--load {self.path}: refused: {error}") from None
+            self._intact.add(part.place)
+
     def _part(self, stored: str, at: Shape, start: Shape, shape: Shape, box: Shape) -> Part:
         """Return a part of ours that is a box of a stored tensor: one element of its first axes, which `at` numbers."""
         tensor = self._index.tensors[stored]
@@ -104,6 +117,7 @@ class TorchDist(MegatronCheckpoint):
         extent = (*(1,) * len(at), *tensor.shape[len(at) :])
 
         def read() -> Tensor:
+            self._require_intact(stored)
             return self._reader.read(stored, first, extent).reshape(shape)
 
         shown = f"{stored}[{', '.join(map(str, at))}]" if at else stored

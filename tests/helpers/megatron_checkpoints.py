@@ -73,11 +73,11 @@ def logits_of(model: torch.nn.Module) -> Tensor:
 def written(name: str, folder: str) -> dict[str, Any]:
     """Train the engine's model, save it as `torch_dist` with its optimizer, and say what it computes before and after.
 
-    Its parts by rank follow in the format `torch` under `legacy`, for the tests to cut: the whole state of one rank.
+    The state of the model, which is all of one rank's, is what `legacy` cuts.
     """
     engine = engine_of(name)
     found: dict[str, Any] = {"steps": [engine.step(batch(step)) for step in range(STEPS)]}
-    model = engine.model.module
+    model, found["args"] = engine.model.module, engine.args
     found["logits"] = logits_of(model)
     found["state"] = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, Tensor)}
     optimizer = engine.optimizer.chained_optimizers[0] if hasattr(engine.optimizer, "chained_optimizers") else None
@@ -264,6 +264,6 @@ def _packed(parts: dict[str, Tensor], experts: str) -> dict[str, Tensor]:
     rows = {key: torch.stack([value.t() for value in values]) for key, values in matrices.items()}
     kept = {key: value for key, value in result.items() if ".experts.linear_fc" not in key}
     # One matrix of all experts: [hidden, e x out] for the first product, [e x in, hidden] for the second.
-    return kept | {
-        key: value.reshape(value.shape[1], -1) if key.endswith("1") else value.flatten(0, 1) for key, value in rows.items()
-    }
+    for key, value in rows.items():
+        kept[key] = value.reshape(value.shape[1], -1) if key.endswith("1") else value.flatten(0, 1)
+    return kept

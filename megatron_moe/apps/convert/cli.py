@@ -28,22 +28,22 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="convert_checkpoint.py",
         description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
-        "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory for a few tensors. Every "
-        "tensor is checked and hashed, read again from the disk, transformed back and compared; a certificate lists "
-        "the hashes.",
+        "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
+        "for a few tensors. Every tensor is checked and hashed, read again from the disk, transformed back and "
+        "compared; a certificate lists the hashes.",
         epilog="native to native changes the files alone: any layout loads any step as it is, so no step has to be "
         "converted to be loaded with another tensor, pipeline or expert parallel size. A conversion that was killed "
         "continues when it is started again with the same source and options. Of a checkpoint of Megatron-LM, the "
-        "arguments that it keeps say what the model is; flags of the model (--vocab-size 50257) that follow go before "
-        "them. Exit status: 0 done; 1 verification "
-        "failed, nothing published; 2 a mistake in the arguments or in the source, nothing left.",
+        "arguments that it keeps say what the model is, and flags of the model (--vocab-size 50257) go before them. "
+        "Exit status: 0 done; 1 verification failed, nothing published; 2 a mistake in the arguments or in the "
+        "source, nothing left.",
         allow_abbrev=False,
     )
     p.add_argument("--from", dest="origin", choices=FORMATS, required=True, help="what --load is")
     p.add_argument("--to", dest="target", choices=FORMATS, required=True, help="what --save becomes")
     p.add_argument("--load", required=True, metavar="DIR", help="the source: a folder of Hugging Face's with "
-                   "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this framework "
-                   "or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
+                   "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this "
+                   "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
     p.add_argument(
         "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
     )
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
     p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
-                   "Megatron-LM is to load it into, which name some norms otherwise; default transformer_engine")  # fmt: skip
+                   "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     return p
 

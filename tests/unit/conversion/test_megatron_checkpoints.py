@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +104,51 @@ def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
         key for key in first.keys() | second.keys() if key not in first or key not in second
         or first[key].dtype != second[key].dtype or not torch.equal(first[key], second[key])
     )  # fmt: skip
+
+
+# ---- the format `torch`, as several ranks write it
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank, experts by name": {},
+    "TP2, one matrix": {"tp": 2, "experts": "weights"},
+    "PP2, EP2, Transformer Engine": {"pp": 2, "ep": 2, "experts": "grouped", "fused": True},
+    "TP2, PP2, EP4": {"tp": 2, "pp": 2, "ep": 4},
+}
+
+
+def fused_names(state: dict[str, Tensor], latent: bool) -> dict[str, str]:
+    """Our names of norms -> those of Transformer Engine's layers, which compute them within the next product."""
+    names = {}
+    for key in state:
+        if latent:
+            for short in ("q", "kv"):
+                names[key] = key.replace(f"{short}_layernorm.weight", f"linear_{short}_up_proj.layer_norm_weight")
+                if names[key] != key:
+                    break
+        else:
+            names[key] = key.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    return names
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_of_all_ranks_are_joined_to_the_bit(saved: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    options = dict(LAYOUTS[layout])
+    if options.pop("fused", False):
+        options["names"] = fused_names(saved["state"], saved["name"] == "deepseek")
+    theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], **options)
+    certificate = convert("megatron", "native", theirs, tmp_path / "ours")
+    assert unequal(tensors(tmp_path / "ours" / "iter_0000000"), weights(tensors(saved["step"]))) == []
+    assert len(certificate["source"]["files"]) == len(list(theirs.glob("iter_*/mp_rank_*")))
+
+
+def test_a_rank_that_disagrees_with_another_is_refused(
+    saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], tp=2)
+    file = theirs / "iter_0000005" / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.1.mlp.router.weight"][0, 0] += 1
+    torch.save(content, file)
+    message = refusal(capsys, theirs, tmp_path / "ours")
+    assert "mp_rank_01: decoder.layers.1.mlp.router.weight" in message and "differs" in message
