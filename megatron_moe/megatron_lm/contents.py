@@ -42,14 +42,15 @@ class Contents:
     """The tensors of a checkpoint by our keys, those of the optimizer too.
 
     parts: our key -> its parts. dropped: stored name -> why it is left out. copies: our key -> further parts that have
-    to equal what `parts` has, because several processes store them.
+    to equal what `parts` has, because several processes store them. wrong: errors for the user, a line each. unmapped:
+    stored names of the optimizer's state that is not stored by weights.
     """
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Part]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    has_optimizer_elsewhere: bool = False
+    unmapped: list[str] = field(default_factory=list)
 
     def add(self, key: str, part: Part) -> None:
         """Add a part of one of our tensors."""

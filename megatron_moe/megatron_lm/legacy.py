@@ -71,7 +71,7 @@ class LegacyTorch(MegatronCheckpoint):
         self._tp, self._pp, self._ep = (self._size(name) for name in sizes)
         self._ranks = [self._rank(name, found, content[name]) for name, found in folders.items()]
         self._require_all_ranks()
-        self.has_optimizer = any("optimizer" in one for one in content.values())
+        self._optimizers = [f"{name}: optimizer" for name, one in content.items() if "optimizer" in one]
 
     def _read(self, file: str) -> dict[str, Any]:
         try:
@@ -124,7 +124,7 @@ class LegacyTorch(MegatronCheckpoint):
         raise ConfigError(f"--load {self.path}: has no tensor {EMBEDDING}: it is not a GPT model of megatron-core")
 
     def contents(self, shapes: Mapping[str, Shape]) -> Contents:
-        result = Contents(has_optimizer_elsewhere=self.has_optimizer)
+        result = Contents(unmapped=list(self._optimizers))
         offsets = self._first_layers()
         seen: set[tuple[str, Shape]] = set()
         for one in sorted(self._ranks, key=lambda one: (one.pipeline, one.expert, one.tensor)):

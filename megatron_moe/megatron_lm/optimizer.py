@@ -29,16 +29,11 @@ def require_mapped(contents: Contents, checkpoint: MegatronCheckpoint, half: str
         ConfigError: it is not; the message says why and what to do.
     """
     where = f"--load {checkpoint.path}"
-    if contents.has_optimizer_elsewhere:
+    if contents.unmapped:
         raise ConfigError(
-            f"{where}: has an optimizer in the format torch, cut by rank and not by weight, which is not converted; "
+            f"{where}: its optimizer is stored by the layout that wrote it ({contents.unmapped[0]}), not by weights; "
+            "save it with Megatron-LM's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or "
             f"{_WITHOUT}"
-        )
-    buckets = [key for key in contents.parts if key.startswith("optimizer.") and not key.startswith(STATE)]
-    if buckets:
-        raise ConfigError(
-            f"{where}: its optimizer is stored by buckets of a layout ({buckets[0]}), not by weights; save it with "
-            f"Megatron-LM's --dist-ckpt-optim-fully-reshardable, or {_WITHOUT}"
         )
     if half == "float16":
         raise ConfigError(f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {_WITHOUT}")

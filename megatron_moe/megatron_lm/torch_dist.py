@@ -70,6 +70,8 @@ class TorchDist(MegatronCheckpoint):
         for stored in (*self._index.tensors, *self._index.values):
             if (reason := names.dropped(stored)) is not None:
                 result.dropped[stored] = reason
+            elif stored.startswith("optimizer.") and names.ours(stored).state is None:
+                result.unmapped.append(stored)
             elif stored in self._index.values:
                 result.wrong.append(f"{stored}: a value that is no tensor, of which nothing is known here")
             else:
@@ -78,9 +80,6 @@ class TorchDist(MegatronCheckpoint):
 
     def _add(self, result: Contents, stored: str, shapes: Mapping[str, Shape]) -> None:
         name, tensor = names.ours(stored), self._index.tensors[stored]
-        if stored.startswith("optimizer.") and name.state is None:
-            result.parts.setdefault(stored, []).append(self._part(stored, (), (), tensor.shape, tensor.shape))
-            return
         layers: list[int | None] = [*range(tensor.shape[0])] if name.stacked and tensor.shape else [None]
         for layer in layers:
             key = name.key if layer is None else name.key.replace("{}", str(layer))
@@ -90,6 +89,9 @@ class TorchDist(MegatronCheckpoint):
             if whole is None:
                 result.add(name.full_key.replace("{}", str(layer)), self._part(stored, at, (0,) * len(box), box, box))
                 continue
+            if name.state is not None and not _fits(name, box, whole):
+                result.unmapped.append(stored)
+                return
             if not _fits(name, box, whole):
                 wanted = f"{key} of the model has {list(whole)}"
                 result.wrong.append(f"{stored}: {list(box)} does not fit: {wanted}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY, SEQUENCE, STEPS, BATCH = 200, 16, 2, 4
-_SHARED = f"""--make-vocab-size-divisible-by 128 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+_SHARED = f"""--make-vocab-size-divisible-by 8 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
 --vocab-size {VOCABULARY} --num-layers 2 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope
 --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size {BATCH} --train-iters 8 --moe-router-dtype fp32

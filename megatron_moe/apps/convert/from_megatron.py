@@ -98,7 +98,7 @@ class FromMegatron(Conversion):
     def _step(self, where: str) -> int | None:
         """Return the number of the optimizer's updates, and None where it is left out or not there."""
         keys = [key for key in self.contents.parts if key.startswith("optimizer.")]
-        if not (keys or self.contents.has_optimizer_elsewhere):
+        if not (keys or self.contents.unmapped):
             self.notes.append("it has no optimizer: weights alone are converted")
             return None
         if self.options.no_optim:
@@ -249,6 +249,7 @@ class FromMegatron(Conversion):
         if self.step is None:
             left = [key for key in self.contents.parts if key.startswith("optimizer.")]
             dropped |= {part.name: "the optimizer's" for key in left for part in self.contents.parts[key]}
+            dropped |= dict.fromkeys(self.contents.unmapped, "the optimizer's")
         read = {"args", "iteration", "checkpoint_version", "content_metadata", "optimizer"}
         for name in sorted(map(str, self.checkpoint.common.keys() - read)):
             if not re.fullmatch(r"model\d*", name):

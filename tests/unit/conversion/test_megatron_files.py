@@ -182,7 +182,11 @@ def test_a_model_that_is_not_here_is_refused_by_its_flag(
 def test_an_optimizer_that_is_not_converted_has_to_be_left_out_by_a_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    buckets = {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype.param": torch.zeros(8)}
+    buckets = {
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).param": torch.zeros(8),
+        "optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1": [8],
+        "optimizer.state.exp_avg.output_layer.weight": torch.zeros(1, 1, 128),  # flattened, as older releases have it
+    }
     theirs = save(tmp_path / "theirs", values_of(KEYS) | buckets)
     assert "--no-optim" in refused(theirs, capsys)
     assert convert(theirs, tmp_path / "ours", "--no-optim") == 0
