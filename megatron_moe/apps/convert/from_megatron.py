@@ -27,6 +27,7 @@ from megatron_moe.checkpoint import folder, origin
 from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import flatten, replace
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
@@ -216,9 +217,14 @@ class FromMegatron(Conversion):
         files[".metadata"] = write_index(step, tensors, parts, ())
         common = {} if self.step is None else {"optimizer": optimizer.plain_values(self.run, self.step)}
         files |= write_common(step, common)
-        files[folder.CONFIG] = write_json(step / folder.CONFIG, flatten(self.run))
+        files[folder.CONFIG] = write_json(step / folder.CONFIG, self._config())
         files[folder.STATE] = write_json(step / folder.STATE, self._state())
         return seal(output, self.iteration, files)
+
+    def _config(self) -> dict[str, Any]:
+        """Return what is known of the run that wrote the checkpoint: its model. Other settings are the next run's."""
+        known = {name for name, field in all_fields().items() if field.section in ("model", "moe")}
+        return {name: value for name, value in flatten(self.run).items() if name in known | {"bf16", "fp16"}}
 
     def _state(self) -> dict[str, Any]:
         progress = self.checkpoint.progress
