@@ -1,6 +1,6 @@
 """The names of Megatron-LM's tensors and ours, as data.
 
-Our checkpoints are made of the engine's layers, so most names agree once a few are told apart:
+Our checkpoints are made of the engine's layers, so most names agree; these do not:
 
     theirs                                              ours
     decoder.layers.X            [L, ...]                decoder.layers.N.X      layers in one tensor, or by their number

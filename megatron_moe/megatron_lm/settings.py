@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "use_legacy_models": (False,),
     "spec": (),
 }
-"""Argument -> its values, beside None, that leave the model as it is here. Others make another model."""
+"""Argument -> its values, in addition to None, that leave the model as it is here. Others make another model."""
 
 
 def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: str) -> tuple[Run, list[str]]:
