@@ -106,6 +106,7 @@ def find_step(
         ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
             earlier format, or none of several steps is sound.
     """
+    _refuse_megatron(root)
     _check_is_root(root)
     available = steps(root)
     known = known_bad or {}
@@ -143,6 +144,26 @@ def find_step(
             )
         )
     return None, []
+
+
+def is_of_megatron(step: Path) -> bool:
+    """Return whether a folder is one step of Megatron-LM's: it has tensors, and none of the small files of ours."""
+    if not step.is_dir() or any((step / name).exists() for name in (MANIFEST, STATE, CONFIG)):
+        return False
+    return (step / ".metadata").is_file() or any(step.glob("mp_rank_*"))
+
+
+def _refuse_megatron(root: Path) -> None:
+    """Refuse Megatron-LM's checkpoints, with the command that converts them."""
+    if (root / OWNER).exists():
+        return
+    found = [step for step in (root, root / "release", *(step_folder(root, n) for n in steps(root)))
+             if is_of_megatron(step)]  # fmt: skip
+    if found:
+        raise ConfigError(
+            f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: python "
+            f"tools/convert_checkpoint.py --from megatron --to native --load {root} --save {root.name}-converted"
+        )
 
 
 def _is_earlier_format(step: Path) -> bool:

@@ -82,8 +82,15 @@ class StepIndex:
     values: dict[str, StoredBytes]
 
 
-def read(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
+def read(
+    step: Path, files: Mapping[str, FileEntry], *, listed_in: str = MANIFEST, with_plans: bool = False
+) -> StepIndex:
     """Read the index of a step and check it against the files of its manifest.
+
+    Args:
+        files: sizes of the files, by name.
+        listed_in: what lists them, for messages.
+        with_plans: allow the plans of its writers next to the index, as the engine's own writer leaves them there.
 
     Raises:
         UntrustedError: naming the file and what it holds.
@@ -95,8 +102,8 @@ def read(step: Path, files: Mapping[str, FileEntry]) -> StepIndex:
     try:
         with open(step / NAME, "rb") as file:
             data = file.read(size)
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        return _checked(metadata, files)
+        metadata = _Unpickler(io.BytesIO(data), with_plans).load()
+        return _checked(metadata, files, listed_in)
     except UntrustedError:
         raise
     except Exception as error:  # whatever a pickle made for it can raise
@@ -175,7 +182,7 @@ class AllowedUnpickler(pickle.Unpickler):
 class _Unpickler(pickle.Unpickler):
     """An unpickler of stand-ins for the classes of torch's checkpoint metadata, and of no others."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, with_plans: bool = False) -> None:
         super().__init__(file)
         metadata = "torch.distributed.checkpoint.metadata"
         plain = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata")
@@ -193,6 +200,11 @@ class _Unpickler(pickle.Unpickler):
             ("pathlib._local", "PosixPath"): _Call(lambda *parts: "/".join(map(str, parts))),
         }
         self.known |= {("torch", name): name for name in _DTYPES}
+        if with_plans:
+            planner = "torch.distributed.checkpoint.planner"
+            plans = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+            self.known |= {(planner, name): _record(name) for name in plans}
+            self.known[planner, "WriteItemType"] = _Call(int)
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))
@@ -205,14 +217,14 @@ def _unknown(module: str, name: str) -> str:
     return f"{NAME} refers to {module}.{name}, which has no place in a checkpoint"
 
 
-def _checked(metadata: Any, files: Mapping[str, FileEntry]) -> StepIndex:
+def _checked(metadata: Any, files: Mapping[str, FileEntry], listed_in: str) -> StepIndex:
     _require(type(metadata).__name__ == "Metadata", "it holds no metadata")
     kinds, storage = metadata.state_dict_metadata, metadata.storage_data
     _require(isinstance(kinds, dict) and isinstance(storage, dict), "it lists no tensors")
     places: dict[tuple[str, tuple[int, ...] | None], StoredBytes] = {}
     for key, info in storage.items():
         _require(isinstance(key, _IndexKey) and isinstance(key.fqn, str), "a key is none")
-        places[key.fqn, key.offset] = _place(key.fqn, info, files)
+        places[key.fqn, key.offset] = _place(key.fqn, info, files, listed_in)
     tensors: dict[str, Tensor] = {}
     values: dict[str, StoredBytes] = {}
     for key, kind in kinds.items():
@@ -228,7 +240,7 @@ def _checked(metadata: Any, files: Mapping[str, FileEntry]) -> StepIndex:
     }
     for name in files:
         unused = _DATA.fullmatch(name) and name not in used and files[name]["bytes"] > 0
-        _require(not unused, f"it does not know {name}, which {MANIFEST} lists")
+        _require(not unused, f"it does not know {name}, which {listed_in} lists")
     return StepIndex(tensors, values)
 
 
@@ -267,11 +279,11 @@ def overlap(parts: list[TensorPart]) -> bool:
     return False
 
 
-def _place(key: str, info: Any, files: Mapping[str, FileEntry]) -> StoredBytes:
+def _place(key: str, info: Any, files: Mapping[str, FileEntry], listed_in: str) -> StoredBytes:
     _require(type(info).__name__ == "_StorageInfo", f"{key} has no location")
     name, offset, length = info.relative_path, info.offset, info.length
     _require(isinstance(name, str) and bool(_DATA.fullmatch(name)), f"{key} is stored in {str(name)[:80]!r}")
-    _require(name in files, f"{key} is stored in {name}, which {MANIFEST} does not list")
+    _require(name in files, f"{key} is stored in {name}, which {listed_in} does not list")
     _require(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, f"{key} has no place")
     size = files[name]["bytes"]
     _require(offset + length <= size, f"{key} ends at byte {offset + length} of {name}, which has {size}")

@@ -21,6 +21,8 @@ from megatron_moe.io.texts import size_text
 
 FOLDER = "hf"
 """The folder of the small files in a step; also the key of the rest in the step's state."""
+MEGATRON = "megatron"
+"""The key in the state of a step that was converted from a checkpoint of Megatron-LM's."""
 LARGEST = 256 * 2**20
 """How many bytes of small files are kept in total; beyond that the largest are left out, which is reported."""
 
@@ -56,7 +58,13 @@ class Origin:
 
 def is_converted(state: Mapping[str, Any]) -> bool:
     """Return whether a step was made by a conversion and not by training: weights alone, without a schedule."""
-    return state.get(FOLDER) is not None and not state.get("has_optimizer") and "scheduler" not in state
+    imported = state.get(FOLDER) is not None or is_of_megatron(state)
+    return imported and not state.get("has_optimizer") and "scheduler" not in state
+
+
+def is_of_megatron(state: Mapping[str, Any]) -> bool:
+    """Return whether a step is a converted one of Megatron-LM's, with an optimizer or without."""
+    return state.get(MEGATRON) is not None
 
 
 def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Origin, list[str]]:

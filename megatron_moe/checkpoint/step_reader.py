@@ -31,6 +31,10 @@ class _Layout:
 class StepReader:
     """A reader of the tensors of one step.
 
+    Args:
+        step: the folder.
+        index: the index, if it is read and checked already; a step of ours has a manifest to check it against.
+
     Attributes:
         index: shapes, dtypes and parts of all tensors, checked against the manifest.
 
@@ -38,10 +42,10 @@ class StepReader:
         ConfigError: the index or the manifest is damaged or harmful, or cannot be read.
     """
 
-    def __init__(self, step: Path) -> None:
+    def __init__(self, step: Path, index: StepIndex | None = None) -> None:
         self.step = step
         try:
-            self.index: StepIndex = pickles.check(step, manifest.read(step).files)
+            self.index: StepIndex = pickles.check(step, manifest.read(step).files) if index is None else index
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
         self._layouts: dict[StoredBytes, _Layout] = {}
@@ -102,7 +106,7 @@ class StepReader:
         place = part.place
         with open(self.step / place.file, "rb") as file:
             try:
-                value = torch.load(cast(IO[bytes], _Section(file, place)), map_location="meta", weights_only=True)
+                value = torch.load(cast(IO[bytes], Section(file, place)), map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
                 raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {pickles.words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
@@ -135,7 +139,7 @@ class StepReader:
         return content
 
 
-class _Section(io.RawIOBase):
+class Section(io.RawIOBase):
     """One value of a data file, readable as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:

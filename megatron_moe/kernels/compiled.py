@@ -242,7 +242,7 @@ def _openmp_of_torch() -> Path:
     """
     with open("/proc/self/maps") as file:
         loaded = {Path(line.split()[-1]) for line in file if "libgomp" in line}
-    package = Path(torch.__file__).parent
+    package = Path(torch.__file__).resolve().parent  # the system names files so, whatever link led to them
     folders = {package, package.with_name("torch.libs")}
     of_torch = {path for path in loaded if folders & set(path.parents)} or loaded
     if len(of_torch) != 1:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config.schema import Run
@@ -99,6 +100,11 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
     source = start_from.source
     if source is None or source.weights_only or run.checkpoint.finetune:
         return []
+    if origin.is_of_megatron(source.state):
+        samples = source.state["consumed_samples"]
+        return [
+            f"{source.step} is Megatron-LM's, whose data are not known: samples go on at number {samples} of this run"
+        ]
     saved = source.state.get("data", {})
     return [
         *require_same_data(run, data, saved, str(source.step)),

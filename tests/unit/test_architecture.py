@@ -26,6 +26,7 @@ ROOMS = (
     "model",
     "checkpoint",
     "hf",
+    "megatron_lm",
     "report",
     "training",
     "apps",

@@ -19,6 +19,7 @@ from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
 
 DONE, NOT_VERIFIED = 0, 1
+FORMATS = ("hf", "native", "megatron")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -26,20 +27,23 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="convert_checkpoint.py",
-        description="Convert a model between a Hugging Face folder and a checkpoint of this framework, or write a "
-        "checkpoint anew as one file per layer. Needs no GPU, no process group, and memory for a few tensors. Every "
-        "tensor is checked and hashed, read again from the disk, transformed back and compared; a certificate lists "
-        "the hashes.",
+        description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
+        "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
+        "for a few tensors. Every tensor is checked and hashed, read again from the disk, transformed back and "
+        "compared; a certificate lists the hashes.",
         epilog="native to native changes the files alone: any layout loads any step as it is, so no step has to be "
         "converted to be loaded with another tensor, pipeline or expert parallel size. A conversion that was killed "
-        "continues when it is started again with the same source and options. Exit status: 0 done; 1 verification "
-        "failed, nothing published; 2 a mistake in the arguments or in the source, nothing left.",
+        "continues when it is started again with the same source and options. Of a checkpoint of Megatron-LM, the "
+        "arguments that it keeps say what the model is, and flags of the model (--vocab-size 50257) go before them. "
+        "Exit status: 0 done; 1 verification failed, nothing published; 2 a mistake in the arguments or in the "
+        "source, nothing left.",
         allow_abbrev=False,
     )
-    p.add_argument("--from", dest="origin", choices=("hf", "native"), required=True, help="what --load is")
-    p.add_argument("--to", dest="target", choices=("hf", "native"), required=True, help="what --save becomes")
+    p.add_argument("--from", dest="origin", choices=FORMATS, required=True, help="what --load is")
+    p.add_argument("--to", dest="target", choices=FORMATS, required=True, help="what --save becomes")
     p.add_argument("--load", required=True, metavar="DIR", help="the source: a folder of Hugging Face's with "
-                   "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it")  # fmt: skip
+                   "config.json and .safetensors files; a folder of checkpoints, or one iter_* of it, of this "
+                   "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
     p.add_argument(
         "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
     )
@@ -55,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
                    "the one it was imported from, or the one whose architecture it has")  # fmt: skip
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
-    p.add_argument("--no-optim", action="store_true", help="native to native: leave the optimizer's state out")
+    p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
+    p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
+                   "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     return p
 
@@ -72,8 +78,9 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args, words = parser().parse_known_args(argv)
     _check_flags(args)
+    args.given = _given(args, words)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
@@ -114,25 +121,59 @@ def _main(argv: list[str]) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    if (args.origin, args.target) == ("hf", "hf"):
+    way = (args.origin, args.target)
+    if way == ("hf", "hf"):
         raise ConfigError("--from hf --to hf: there is nothing to convert; one of them is native")
-    resharding = args.origin == args.target
-    if args.no_optim and not resharding:
-        raise ConfigError("--no-optim: is for --from native --to native; a folder of Hugging Face's has no optimizer")
-    if (args.verify or args.verify_only or args.verify_layers is not None) and resharding:
-        raise ConfigError("--verify: compares with a Hugging Face folder; native to native, hashes are compared anyway")
+    if "megatron" in way and "native" not in way:
+        raise ConfigError(f"--from {args.origin} --to {args.target}: is done in two steps, by way of --to native")
+    if args.no_optim and "hf" in way:
+        raise ConfigError(
+            "--no-optim: is for checkpoints, native or megatron; a folder of Hugging Face's has no optimizer"
+        )
+    if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
+        raise ConfigError(
+            "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
+        )
+    if args.transformer_impl is not None and args.target != "megatron":
+        raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
+    if args.drop_mtp and "megatron" in way:
+        raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
     if args.verify_layers is not None and not (args.verify or args.verify_only):
         raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
     if args.verify_layers is not None and args.verify_layers < 1:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
-    if args.ckpt_step is not None and args.origin != "native":
+    if args.ckpt_step is not None and args.origin == "hf":
         raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
     if args.verify and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
     require_writable("--certificate", args.certificate)
     args.max_shard_bytes = _size(args.max_shard_size)
+
+
+def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """Return the settings of the model on the command line, by field: they go before those of a checkpoint."""
+    from megatron_moe.config import cli as flags
+    from megatron_moe.config.fields import all_fields
+
+    if words and (args.origin, args.target) != ("megatron", "native"):
+        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron")
+    given: dict[str, Any] = {}
+
+    def kept(settings: dict[str, Any]) -> dict[str, Any]:
+        given.update(settings)
+        return settings
+
+    if words:
+        flags.parse(words, filled_in=kept)
+    fields = all_fields()
+    others = [
+        fields[name].typed(value) for name, value in given.items() if fields[name].section not in ("model", "moe")
+    ]
+    if others:
+        raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
+    return given
 
 
 def _size(text: str) -> int:
@@ -156,6 +197,11 @@ def _planned(args: argparse.Namespace) -> Any:
     dtype = None if args.dtype is None else certificate.DTYPES[args.dtype]
     options = ConversionOptions(dtype, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
     load = Path(args.load)
+    if args.origin == "megatron":
+        from megatron_moe.apps.convert.from_megatron import FromMegatron
+        from megatron_moe.megatron_lm.folder import open_checkpoint
+
+        return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
     if args.origin == "hf":
         if (load / folder.OWNER).exists() or (load / folder.STATE).exists():
             raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
@@ -163,6 +209,10 @@ def _planned(args: argparse.Namespace) -> Any:
     if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
     source = locate(load, args.ckpt_step, args.family)
+    if args.target == "megatron":
+        from megatron_moe.apps.convert.to_megatron import ToMegatron
+
+        return ToMegatron(source, options, args.transformer_impl or "transformer_engine")
     return ToHF(source, options) if args.target == "hf" else Reshard(source.path, options, source.notes)
 
 

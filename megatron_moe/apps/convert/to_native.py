@@ -30,7 +30,7 @@ from megatron_moe.checkpoint import folder, index, manifest, origin, pickles
 from megatron_moe.checkpoint.pickles import PER_PART, by_itself
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import build, flatten
+from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.folder import INDEX, HFFolder
 from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
@@ -46,6 +46,7 @@ from megatron_moe.io.hashing import FileEntry, HashingFile, sha256_of_file
 # and any layout loads them.
 
 
+_LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "etp_size")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 
 
@@ -175,11 +176,29 @@ def seal(root: Path, iteration: int, files: dict[str, FileEntry]) -> dict[str, F
     return result
 
 
+def native_state(run: Run, warnings: list[str]) -> dict[str, Any]:
+    """Return the state of a step of weights alone, before any training here; the caller adds where it is from."""
+    vocab_size = run.model.vocab_size
+    assert vocab_size is not None, "the source's configuration says it"
+    progress = ("iteration", "consumed_samples", "skipped_iterations", "loss_scale_raised", "loss_scale_lowered")
+    return {
+        **dict.fromkeys(progress, 0),
+        "has_optimizer": False,
+        "layout": dict.fromkeys(_LAYOUT, 1),
+        "vocab_size": vocab_size,
+        "padded_vocab_size": run.derived.padded_vocab_size(vocab_size),
+        "versions": certificate.versions(),
+        "tokenizer": {},
+        "data": {},
+        "records": [],
+        "precision_warnings": warnings,
+    }
+
+
 # ---- From a Hugging Face folder to these files.
 
 ITERATION = 0
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
-_LAYOUT = ("world_size", "tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "etp_size")
 
 
 class ToNative(Conversion):
@@ -327,22 +346,8 @@ class ToNative(Conversion):
         return seal(output, ITERATION, files)
 
     def _state(self) -> dict[str, Any]:
-        vocab_size = self.run.model.vocab_size
-        assert vocab_size is not None, "a folder's configuration says it"
-        progress = ("iteration", "consumed_samples", "skipped_iterations", "loss_scale_raised", "loss_scale_lowered")
-        return {
-            **dict.fromkeys(progress, 0),
-            "has_optimizer": False,
-            "layout": dict.fromkeys(_LAYOUT, 1),
-            "vocab_size": vocab_size,
-            "padded_vocab_size": self.run.derived.padded_vocab_size(vocab_size),
-            "versions": certificate.versions(),
-            "tokenizer": {},
-            "data": {},
-            "records": [],
-            "precision_warnings": self.warnings,
-            "hf": {"family": self.family.name, "copies": self.copies, "dropped": self.dropped},
-        }
+        about = {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+        return {**native_state(self.run, self.warnings), origin.FOLDER: about}
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
         step = folder.step_folder(output, ITERATION)

@@ -1,0 +1,269 @@
+"""Checkpoints as Megatron-LM composes them, written and read by the installed engine on the rank of a case."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY, SEQUENCE, STEPS, BATCH = 200, 16, 2, 4
+_SHARED = f"""--make-vocab-size-divisible-by 8 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+--vocab-size {VOCABULARY} --num-layers 2 --hidden-size 32 --num-attention-heads 4 --position-embedding-type rope
+--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --micro-batch-size 2 --global-batch-size {BATCH} --train-iters 8 --moe-router-dtype fp32
+--norm-epsilon 1e-6 --lr 1e-3 --lr-decay-style constant --weight-decay 0.1
+"""
+LISTS = {
+    "mixtral": f"""{_SHARED}
+--ffn-hidden-size 48 --group-query-attention --num-query-groups 2 --num-experts 4 --moe-router-topk 2
+""",
+    "deepseek": f"""{_SHARED}
+--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4
+--v-head-dim 10 --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --ffn-hidden-size 64
+--num-experts 8 --moe-layer-freq ([0]*1+[1]*1) --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16
+--moe-router-topk 2 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
+""",
+}
+"""Grouped-query attention, whose layers the engine stores in one tensor; latent attention, with layers one by one."""
+TOKENS = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(7))
+
+
+def batch(step: int) -> Tensor:
+    """Return the tokens of a step, [global batch, S + 1]."""
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+
+
+def engine_of(name: str) -> Any:
+    """Return the engine's model, optimizer and schedule, with norms and expert biases that are far from their first."""
+    from megatron_moe.config import cli
+    from megatron_moe.parallel import groups
+    from megatron_moe.parallel.groups import seed_everything
+    from tests.reference.reference_megatron import EngineTrainer
+
+    words = shlex.split(LISTS[name])
+    run = cli.parse([*words, "--mock-data", "--defaults", "megatron"])
+    pg_collection = groups.initialize(run)
+    seed_everything(run)
+    engine = EngineTrainer(words, pg_collection)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for key, value in engine.model.module.state_dict().items():
+            if value is not None and (key.endswith("norm.weight") or key.endswith("expert_bias")):
+                value.add_(0.2 * torch.randn(value.shape, generator=generator))
+    return engine
+
+
+def logits_of(model: torch.nn.Module) -> Tensor:
+    """Return what the engine's model computes for TOKENS, [B, S, V] of the real vocabulary."""
+    future = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    model.eval()
+    with torch.no_grad():
+        found = model(TOKENS, torch.arange(SEQUENCE).expand_as(TOKENS), future)
+    model.train()
+    return found[..., :VOCABULARY]
+
+
+def written(name: str, folder: str) -> dict[str, Any]:
+    """Train the engine's model, save it as `torch_dist` with its optimizer, and say what it computes before and after.
+
+    The state of the model, which is all of one rank's, is what `legacy` cuts.
+    """
+    engine = engine_of(name)
+    found: dict[str, Any] = {"steps": [engine.step(batch(step)) for step in range(STEPS)]}
+    model, found["args"] = engine.model.module, engine.args
+    found["logits"] = logits_of(model)
+    found["state"] = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    optimizer = engine.optimizer.chained_optimizers[0] if hasattr(engine.optimizer, "chained_optimizers") else None
+    states = (optimizer or engine.optimizer).optimizer.state
+    found["exp_avg"] = {
+        key: states[weight]["exp_avg"].clone() for key, weight in model.named_parameters() if weight in states
+    }
+    _save(engine, Path(folder), STEPS)
+    found["steps"].append(engine.step(batch(STEPS)))
+    return found
+
+
+def _save(engine: Any, root: Path, iteration: int) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    step = root / f"iter_{iteration:07d}"
+    step.mkdir(parents=True)
+    state = {
+        "args": arguments(engine.args, iteration),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "model": engine.model.module.sharded_state_dict(),
+        "rng_state": ShardedObject("rng_state", [{"torch": torch.get_rng_state()}], (1, 1), (0, 0)),
+        "opt_param_scheduler": engine.scheduler.state_dict(),
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"])
+    dist_checkpointing.save(state, str(step))
+    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def arguments(args: argparse.Namespace, iteration: int) -> argparse.Namespace:
+    """Return the arguments with what Megatron-LM adds to them before it saves, an enumeration among it."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    added = {"consumed_train_samples": iteration * BATCH, "attention_backend": AttnBackend.auto, "window_size": None}
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    return argparse.Namespace(**{**vars(args), **added, **dict.fromkeys(layout, 1), "apply_layernorm_1p": False})
+
+
+def loaded(name: str, folder: str) -> Tensor:
+    """Load a step into another model of the engine, strictly, as Megatron-LM does; return what it computes."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    model = engine_of(name).model.module
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(torch.nan)
+    common = dist_checkpointing.load_common_state_dict(folder)
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    assert common["args"].num_layers == 2 and common["checkpoint_version"] == 3.0
+    state = dist_checkpointing.load(
+        {"model": model.sharded_state_dict(metadata=metadata)}, folder, strict=StrictHandling.ASSUME_OK_UNEXPECTED
+    )
+    model.load_state_dict(state["model"])
+    return logits_of(model)
+
+
+def continued(name: str, folder: str) -> tuple[float, float, float]:
+    """Load a native step with its optimizer into our model, and train the step that follows."""
+    from megatron_moe.checkpoint.load import load
+    from megatron_moe.checkpoint.plan import plan
+    from megatron_moe.checkpoint.state import Trained
+    from megatron_moe.config import cli
+    from megatron_moe.model.build import build_model
+    from megatron_moe.parallel import groups
+    from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+    from megatron_moe.training.step import connect, train_step
+
+    words = [*shlex.split(LISTS[name]), "--mock-data", "--load", folder]
+    run = cli.parse([*words, "--defaults", "megatron"])
+    pg_collection = groups.initialize(run)
+    model = build_model(run, pg_collection, VOCABULARY)
+    optimizer = build_optimizer(run, model, pg_collection)
+    scheduler = build_scheduler(run, optimizer)
+    connect(model, optimizer)
+    source = plan(run).source
+    assert source is not None
+    progress = load(run, source, Trained(model, optimizer, scheduler, pg_collection)).progress
+    assert (progress.iteration, progress.consumed_samples) == (STEPS, STEPS * BATCH)
+    micro_batches = [_micro_batch(rows) for rows in batch(STEPS).split(run.training.micro_batch_size)]
+    result = train_step(
+        model,
+        optimizer,
+        scheduler,
+        [iter(micro_batches)],
+        num_micro_batches=len(micro_batches),
+        micro_batch_size=run.training.micro_batch_size,
+        seq_length=SEQUENCE,
+        pg_collection=pg_collection,
+    )
+    return result.loss, result.grad_norm, result.learning_rate
+
+
+def _micro_batch(rows: Tensor) -> dict[str, Tensor]:
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape), "position_ids": positions}
+
+
+# ---- The format `torch`: the state of one rank, cut as several ranks would have it.
+
+
+def legacy(
+    root: Path, state: dict[str, Tensor], args: argparse.Namespace, *, tp: int = 1, pp: int = 1, ep: int = 1,
+    experts: str = "sequential", names: dict[str, str] | None = None,
+) -> Path:  # fmt: skip
+    """Write the files of all ranks of a layout; experts with a name each, or in one matrix (`grouped`, `weights`)."""
+    layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = argparse.Namespace(**{**vars(args), **layout})
+    shutil.rmtree(root, ignore_errors=True)
+    for t in range(tp):
+        for p in range(pp):
+            for e in range(ep):
+                parts = {}
+                for key, value in state.items():
+                    parts |= _of_rank(key, value, (t, tp), (p, pp), (e, ep), args.num_layers, args.num_experts)
+                parts = _packed(parts, experts)
+                parts = {(names or {}).get(key, key): value for key, value in parts.items()}
+                name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+                folder = root / "iter_0000005" / name
+                os.makedirs(folder)
+                content = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "model": parts}
+                torch.save(content, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    return root
+
+
+_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_q_up_proj.weight",
+            "linear_kv_up_proj.weight", "linear_q_down_proj.weight", "linear_kv_down_proj.weight")  # fmt: skip
+
+
+def _of_rank(
+    key: str, value: Tensor, tensor: tuple[int, int], stage: tuple[int, int], expert: tuple[int, int], layers: int,
+    num_experts: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return a rank's part of a tensor under its name in that rank's file, or nothing."""
+    words = key.split(".")
+    per_stage = layers // stage[1]
+    if "layers" in words:
+        number = int(words[2])
+        if number // per_stage != stage[0]:
+            return {}
+        words[2] = str(number % per_stage)
+    elif stage[0] != (0 if words[0] == "embedding" else stage[1] - 1):
+        return {}
+    if "local_experts" in words:
+        per_rank = num_experts // expert[1]
+        number = int(words[6])
+        if number // per_rank != expert[0]:
+            return {}
+        words[6] = str(number % per_rank)
+    return {".".join(words): _cut(key, value, *tensor).clone()}
+
+
+def _cut(key: str, value: Tensor, rank: int, size: int) -> Tensor:
+    if key.endswith("linear_fc1.weight"):  # gate and up, each cut by itself
+        return torch.cat([half.chunk(size)[rank] for half in value.chunk(2)])
+    if key.endswith(_BY_ROWS):
+        return value.chunk(size)[rank]
+    if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return value.chunk(size, 1)[rank]
+    return value
+
+
+def _packed(parts: dict[str, Tensor], experts: str) -> dict[str, Tensor]:
+    if experts == "sequential":
+        return parts
+    result: dict[str, Tensor] = {}
+    matrices: dict[str, list[Tensor]] = {}
+    for key, value in parts.items():
+        prefix, found, rest = key.partition("local_experts.")
+        if not found:
+            result[key] = value
+            continue
+        number, product = rest.split(".")[:2]
+        result[f"{prefix}{product}.weight{number}"] = value
+        matrices.setdefault(f"{prefix}weight{product[-1]}", []).append(value)
+    if experts == "grouped":  # Transformer Engine's
+        return result
+    rows = {key: torch.stack([value.t() for value in values]) for key, values in matrices.items()}
+    kept = {key: value for key, value in result.items() if ".experts.linear_fc" not in key}
+    # One matrix of all experts: [hidden, e x out] for the first product, [e x in, hidden] for the second.
+    for key, value in rows.items():
+        kept[key] = value.reshape(value.shape[1], -1) if key.endswith("1") else value.flatten(0, 1)
+    return kept

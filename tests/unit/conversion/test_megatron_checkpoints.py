@@ -1,0 +1,154 @@
+"""tools/convert_checkpoint.py from and to Megatron-LM: the engine's own checkpoints, read and written to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_moe.apps import trace
+from megatron_moe.apps.convert.cli import main
+from tests.helpers import megatron_checkpoints as megatron
+from tests.helpers.trained_steps import tensors
+
+
+def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> dict[str, Any]:
+    """Run the tool; its certificate."""
+    words = ["--from", origin, "--to", target, "--load", str(load), "--save", str(save), *flags]
+    assert main(words) == 0
+    content: dict[str, Any] = json.loads((save / "conversion_certificate.json").read_text())
+    return content
+
+
+def refusal(capsys: pytest.CaptureFixture[str], load: Path, save: Path, *flags: str) -> str:
+    """The message of a conversion that is refused; nothing is left of it."""
+    capsys.readouterr()
+    assert main(["--from", "megatron", "--to", "native", "--load", str(load), "--save", str(save), *flags]) == 2
+    assert not save.exists() and not list(save.parent.glob(".*.converting"))
+    return capsys.readouterr().err
+
+
+def logits_of(step: Path, folder: Path) -> Tensor:
+    """What our model computes from a native step, in fp32, for the engine's tokens."""
+    save_file({"input_ids": megatron.TOKENS}, folder / "tokens.safetensors")
+    words = ["--load", str(step), "--tokens", str(folder / "tokens.safetensors"), "--output", str(folder / "out")]
+    assert trace.main(words) == 0
+    return load_file(folder / "out")["logits"]
+
+
+@pytest.fixture(scope="module", params=megatron.LISTS)
+def saved(gloo: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A checkpoint that the engine wrote, and the native step that it becomes."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (found,) = gloo.run(1, megatron.written, name=request.param, folder=str(folder / "theirs"))
+    certificate = convert("megatron", "native", folder / "theirs", folder / "ours")
+    step = folder / "ours" / f"iter_{megatron.STEPS:07d}"
+    return {**found, "name": request.param, "folder": folder, "certificate": certificate, "step": step}
+
+
+@pytest.mark.claim("A checkpoint of Megatron-LM computes here what megatron-core computes from it, and there again.")
+def test_the_engines_checkpoint_computes_the_same_here(saved: dict[str, Any], tmp_path: Path) -> None:
+    torch.testing.assert_close(logits_of(saved["step"], tmp_path), saved["logits"], rtol=0, atol=1e-5)
+
+
+def test_every_element_is_moved_to_the_bit_and_listed(saved: dict[str, Any]) -> None:
+    ours, state = tensors(saved["step"]), saved["state"]
+    for key, value in state.items():
+        prefix, found, rest = key.partition("local_experts.")
+        if found:
+            number, product = rest.split(".")[:2]
+            mine = ours[f"{prefix}weight{product[-1]}"][int(number)].reshape(value.shape)
+        else:
+            mine = ours[key]
+        assert torch.equal(mine, value) and mine.dtype == value.dtype, key
+    rows = saved["certificate"]["tensors"]
+    moved = sum(torch.Size(entry["shape"]).numel() for row in rows for entry in row["megatron"])
+    assert moved == sum(value.numel() for value in ours.values())
+    dropped = {name for name in saved["certificate"]["dropped"] if "_extra_state" not in name}
+    assert {name.split("/")[0] for name in dropped} - {"common_state"} == {"rng_state", "opt_param_scheduler"}
+
+
+def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], gloo: Any) -> None:
+    ours = tensors(saved["step"])
+    for key, value in saved["exp_avg"].items():
+        if "local_experts" not in key:
+            assert torch.equal(ours[f"optimizer.state.exp_avg.{key}"], value), key
+    (found,) = gloo.run(1, megatron.continued, name=saved["name"], folder=str(saved["step"].parent))
+    assert found == pytest.approx(saved["steps"][megatron.STEPS], rel=1e-4)
+
+
+@pytest.mark.claim("A checkpoint of Megatron-LM computes here what megatron-core computes from it, and there again.")
+def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> None:
+    back = saved["folder"] / "back"
+    certificate = convert("native", "megatron", saved["step"].parent, back, "--no-optim", "--transformer-impl", "local")
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
+    (logits,) = gloo.run(1, megatron.loaded, name=saved["name"], folder=str(back / "release"))
+    torch.testing.assert_close(logits, saved["logits"], rtol=0, atol=1e-6)
+    assert {key.split(".")[0] for key in certificate["dropped"]} == {"optimizer"}
+    again = saved["folder"] / "again"
+    convert("megatron", "native", back, again)
+    assert unequal(tensors(again / "iter_0000000"), weights(tensors(saved["step"]))) == []
+
+
+def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if not key.startswith("optimizer.")}
+
+
+def unequal(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    return sorted(
+        key for key in first.keys() | second.keys() if key not in first or key not in second
+        or first[key].dtype != second[key].dtype or not torch.equal(first[key], second[key])
+    )  # fmt: skip
+
+
+# ---- the format `torch`, as several ranks write it
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank, experts by name": {},
+    "TP2, one matrix": {"tp": 2, "experts": "weights"},
+    "PP2, EP2, Transformer Engine": {"pp": 2, "ep": 2, "experts": "grouped", "fused": True},
+    "TP2, PP2, EP4": {"tp": 2, "pp": 2, "ep": 4},
+}
+
+
+def fused_names(state: dict[str, Tensor], latent: bool) -> dict[str, str]:
+    """Our names of norms -> those of Transformer Engine's layers, which compute them within the next product."""
+    names = {}
+    for key in state:
+        if latent:
+            for short in ("q", "kv"):
+                names[key] = key.replace(f"{short}_layernorm.weight", f"linear_{short}_up_proj.layer_norm_weight")
+                if names[key] != key:
+                    break
+        else:
+            names[key] = key.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    return names
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_of_all_ranks_are_joined_to_the_bit(saved: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    options = dict(LAYOUTS[layout])
+    if options.pop("fused", False):
+        options["names"] = fused_names(saved["state"], saved["name"] == "deepseek")
+    theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], **options)
+    certificate = convert("megatron", "native", theirs, tmp_path / "ours")
+    assert unequal(tensors(tmp_path / "ours" / "iter_0000000"), weights(tensors(saved["step"]))) == []
+    assert len(certificate["source"]["files"]) == len(list(theirs.glob("iter_*/mp_rank_*")))
+
+
+def test_a_rank_that_disagrees_with_another_is_refused(
+    saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], tp=2)
+    file = theirs / "iter_0000005" / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.1.mlp.router.weight"][0, 0] += 1
+    torch.save(content, file)
+    message = refusal(capsys, theirs, tmp_path / "ours")
+    assert "mp_rank_01: decoder.layers.1.mlp.router.weight" in message and "differs" in message

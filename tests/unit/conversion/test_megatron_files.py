@@ -1,0 +1,304 @@
+"""Files of Megatron-LM's: names by the engine's source, harmful and damaged ones, models that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron_moe.apps.convert.cli import main
+from megatron_moe.checkpoint.folder import find_step
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.megatron_lm import names
+from tests.helpers.trained_steps import tensors
+
+ARGS: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4,
+    "group_query_attention": False, "num_query_groups": 1, "seq_length": 8, "max_position_embeddings": 8,
+    "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5, "swiglu": True, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": True, "vocab_size": 15, "padded_vocab_size": 16, "num_experts": 2,
+    "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True,
+    "moe_router_score_function": "softmax", "moe_router_dtype": None, "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "consumed_train_samples": 12,
+    "transformer_impl": "transformer_engine",
+}  # fmt: skip
+"""Arguments as a checkpoint keeps them."""
+BLOCK = {"self_attention.linear_qkv.layer_norm_weight": (8,), "self_attention.linear_qkv.weight": (24, 8),
+         "self_attention.linear_proj.weight": (8, 8)}  # fmt: skip
+DENSE = {"mlp.linear_fc1.layer_norm_weight": (8,), "mlp.linear_fc1.weight": (32, 8), "mlp.linear_fc2.weight": (8, 16)}
+EXPERTS = {"pre_mlp_layernorm.weight": (8,), "mlp.router.weight": (2, 8),
+           "mlp.experts.experts.linear_fc1.weight": (2, 16, 8),
+           "mlp.experts.experts.linear_fc2.weight": (2, 8, 8)}  # fmt: skip
+KEYS: dict[str, tuple[int, ...]] = {
+    "embedding.word_embeddings.weight": (16, 8),
+    **{f"decoder.layers.0.{key}": shape for key, shape in (BLOCK | DENSE).items()},
+    **{f"decoder.layers.1.{key}": shape for key, shape in (BLOCK | EXPERTS).items()},
+    "decoder.final_layernorm.weight": (8,),
+    "output_layer.weight": (16, 8),
+}
+"""Keys of the engine's model in `torch_dist` with Transformer Engine's layers, and their shapes."""
+
+
+def values_of(keys: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in keys.items()}
+
+
+def save(root: Path, state: dict[str, Any], args: dict[str, Any] | None = None, **common: Any) -> Path:
+    """Write a step in the form of `torch_dist` with torch alone; the folder of its checkpoints."""
+    step = root / "iter_0000003"
+    extra = {"decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1": [None]}
+    dcp.save({**state, **extra}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+    (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    plain = {"args": argparse.Namespace(**(ARGS | (args or {}))), "checkpoint_version": 3.0, "iteration": 3, **common}
+    torch.save(plain, step / "common.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    return root
+
+
+def convert(load: Path, save_to: Path, *flags: str) -> int:
+    return main(["--from", "megatron", "--to", "native", "--load", str(load), "--save", str(save_to), *flags])
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    return save(tmp_path / "theirs", values_of(KEYS))
+
+
+def refused(load: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The message of a conversion that is refused; nothing is left of it."""
+    target = load.parent / "ours"
+    capsys.readouterr()
+    assert convert(load, target, *flags) == 2
+    assert not target.exists() and not list(target.parent.glob(".*.converting"))
+    return capsys.readouterr().err
+
+
+# ---- names
+
+
+def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> None:
+    values, target = values_of(KEYS), theirs.parent / "ours"
+    assert convert(theirs, target) == 0
+    step = tensors(target / "iter_0000000")
+    norm, expert = step["decoder.layers.0.pre_mlp_layernorm.weight"], step["decoder.layers.1.mlp.experts.weight1"]
+    assert torch.equal(norm, values["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"])
+    assert torch.equal(expert.flatten(1, 2), values["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"])
+    back = theirs.parent / "back"
+    words = ["--from", "native", "--to", "megatron", "--load", str(target), "--save", str(back)]
+    assert main(words) == 0
+    found = tensors(back / "release")
+    assert {key: tuple(value.shape) for key, value in found.items()} == KEYS
+    assert all(torch.equal(found[key], value) for key, value in values.items())
+
+
+LATENT = {
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.router.expert_bias": "mlp.router.expert_bias",
+    "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
+}
+
+
+@pytest.mark.parametrize("prefix", ["decoder.layers.7.", "mtp.layers.0.transformer_layer."])
+def test_names_of_latent_attention_and_of_predictions_go_both_ways(prefix: str) -> None:
+    for there, here in LATENT.items():
+        assert names.ours(prefix + there).key == prefix + here
+        assert names.theirs(prefix + here, transformer_engine=True, latent=True, moe=True) == prefix + there
+    newer = prefix.replace("transformer_layer", "mtp_model_layer")
+    assert names.ours(f"{newer}mlp.linear_fc1.weight").key == f"{prefix}mlp.linear_fc1.weight"
+    assert names.ours("mtp.layers.0.eh_proj.weight").key == "mtp.layers.0.eh_proj.weight"
+    assert names.ours("optimizer.state.fp32_param.decoder.layers.self_attention.linear_proj.weight") == names.Name(
+        "decoder.layers.{}.self_attention.linear_proj.weight", stacked=True, state="param"
+    )
+
+
+def test_experts_gates_and_layers_with_names_of_their_own_are_put_together(theirs: Path) -> None:
+    """As `singleton_local_shards` writes them, and in an order of its own."""
+    values, target = values_of(KEYS), theirs.parent / "ours"
+    split: dict[str, Tensor] = {}
+    for key, value in values.items():
+        experts = {key.replace("experts.experts.", f"experts.experts.{e}."): value[e] for e in range(2)}
+        for name, one in (experts if ".experts.experts." in key else {key: value}).items():
+            halves = zip("wv", one.chunk(2)) if name.endswith("linear_fc1.weight") else ()
+            split |= {f"{name}_{letter}": half.clone() for letter, half in halves} or {name: one.clone()}
+    assert len(split) > len(values)
+    other = save(theirs.parent / "split", dict(sorted(split.items(), reverse=True)))
+    assert convert(theirs, target) == 0 and convert(other, theirs.parent / "again") == 0
+    first, second = (tensors(root / "iter_0000000") for root in (target, theirs.parent / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+# ---- settings
+
+
+def test_flags_go_before_the_arguments_of_a_checkpoint(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--lr" in refused(theirs, capsys, "--lr", "1")
+    assert convert(theirs, theirs.parent / "ours", "--vocab-size", "13", "--norm-epsilon", "1e-6") == 0
+    config = json.loads((theirs.parent / "ours/iter_0000000/config.json").read_text())
+    assert (config["vocab_size"], config["norm_epsilon"], config["padded_vocab_size"]) == (13, 1e-6, 16)
+    assert config["bf16"] and config["moe_layer_freq"] == "[0,1]" and config["moe_router_pre_softmax"]
+
+
+OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "LayerNorm": ({"normalization": "LayerNorm"}, ["--normalization LayerNorm"]),
+    "biases": ({"add_bias_linear": True}, ["--add-bias-linear"]),
+    "learned positions": ({"position_embedding_type": "learned_absolute"}, ["--position-embedding-type"]),
+    "an activation": ({"swiglu": False}, ["swiglu"]),
+    "two at once": ({"squared_relu": True, "window_size": (4, 0)}, ["--squared-relu", "--window-size"]),
+    "weights around zero": ({"apply_layernorm_1p": True}, ["--apply-layernorm-1p"]),
+    "a router": ({"moe_router_score_function": "sqrtsoftplus"}, ["--moe-router-score-function", "sqrtsoftplus"]),
+    "more layers": ({"num_layers": 3, "moe_layer_freq": [0, 1, 1]}, ["missing", "decoder.layers.2."]),
+    "other experts": ({"num_experts": 4}, ["mlp.experts.experts.linear_fc1.weight", "[4,"]),
+    "too many tokens": ({"vocab_size": 17}, ["--vocab-size 17", "16 rows"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_a_model_that_is_not_here_is_refused_by_its_flag(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, words = OTHER_MODELS[case]
+    message = refused(save(tmp_path / "theirs", values_of(KEYS), args), capsys)
+    assert all(word in message for word in words), message
+
+
+# ---- the optimizer
+
+
+def test_an_optimizer_that_is_not_converted_has_to_be_left_out_by_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buckets = {
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).param": torch.zeros(8),
+        "optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1": [8],
+        "optimizer.state.exp_avg.output_layer.weight": torch.zeros(1, 1, 128),  # flattened, as older releases have it
+    }
+    theirs = save(tmp_path / "theirs", values_of(KEYS) | buckets)
+    assert "--no-optim" in refused(theirs, capsys)
+    assert convert(theirs, tmp_path / "ours", "--no-optim") == 0
+    certificate = json.loads((tmp_path / "ours/conversion_certificate.json").read_text())
+    assert set(buckets) <= certificate["dropped"].keys()
+
+
+@pytest.mark.parametrize("form", ["fp32_param", "param"])
+def test_main_weights_and_moments_are_moved_to_the_bit(form: str, tmp_path: Path) -> None:
+    """As the engine's optimizer for half precision names them, and as its distributed one does."""
+    kinds = {form: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    state = {
+        f"optimizer.state.{there}.{key}": values_of(KEYS)[key].float() * (number + 2)
+        for number, there in enumerate(kinds)
+        for key in KEYS
+    }
+    groups = {"param_groups": [{"step": 5, "lr": 1e-3, "params": [0]}, {"step": 5, "lr": 1e-3, "params": [1]}]}
+    theirs = save(tmp_path / "theirs", values_of(KEYS) | state, optimizer={"optimizer": groups})
+    assert convert(theirs, tmp_path / "ours") == 0
+    step = tensors(tmp_path / "ours/iter_0000003")
+    for there, here in kinds.items():
+        key = "mlp.experts.experts.linear_fc2.weight"
+        mine = step[f"optimizer.state.{here}.decoder.layers.1.mlp.experts.weight2"]
+        assert torch.equal(mine, state[f"optimizer.state.{there}.decoder.layers.1.{key}"])
+    common = torch.load(tmp_path / "ours/iter_0000003/common.pt", weights_only=True)
+    assert [group["step"] for part in common["optimizer"].values() for group in part["optimizer"]["param_groups"]] == [
+        5
+    ] * 3
+    about = json.loads((tmp_path / "ours/iter_0000003/state.json").read_text())
+    assert (about["iteration"], about["consumed_samples"], about["scheduler"]["num_steps"]) == (3, 12, 3)
+
+
+# ---- harm and damage
+
+
+class Harmful:
+    """Runs a command when it is unpickled without restriction."""
+
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self) -> Any:
+        return (exec, (f"open({str(self.sentinel)!r}, 'w')",))
+
+
+@pytest.mark.claim("No code of a checkpoint of Megatron-LM runs.")
+@pytest.mark.parametrize("where", ["common.pt", "legacy"])
+def test_code_in_a_checkpoint_is_refused_and_does_not_run(
+    where: str, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentinel = theirs.parent / "ran"
+    content = {"args": argparse.Namespace(**ARGS), "model": {}, "checkpoint_version": 3.0, "rng": Harmful(sentinel)}
+    file = theirs / "iter_0000003" / where
+    if where == "legacy":
+        file = theirs / "iter_0000003/mp_rank_00/model_optim_rng.pt"
+        file.parent.mkdir()
+    torch.save(content, file)
+    message = refused(theirs, capsys)
+    assert "exec" in message and file.name in message and not sentinel.exists()
+
+
+def _flip(step: Path) -> None:
+    file = step / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(values_of(KEYS)["output_layer.weight"].view(torch.uint8).numpy().tobytes()) + 9] ^= 4
+    file.write_bytes(data)
+
+
+def _cut(step: Path) -> None:
+    data = (step / "__0_0.distcp").read_bytes()
+    (step / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (_flip, "output_layer.weight in __0_0.distcp"),
+    "a file cut short": (_cut, "__0_0.distcp"),
+    "a missing file": (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp"),
+    "no plain values": (lambda step: (step / "common.pt").unlink(), "common.pt"),
+    "an index cut short": (lambda step: os.truncate(step / ".metadata", 99), ".metadata"),
+    "another format": (lambda step: (step / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "zarr"),
+    "an empty step": (lambda step: [file.unlink() for file in step.iterdir()], "mp_rank_"),
+    "no step": (shutil.rmtree, "iter_0000003"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_step_gets_one_clear_error(case: str, theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, word = DAMAGE[case]
+    damage(theirs / "iter_0000003")
+    message = refused(theirs, capsys)
+    assert word in message and "Traceback" not in message, message
+
+
+def test_a_damaged_or_missing_file_of_a_rank_gets_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "theirs/iter_0000003/mp_rank_00/model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    args = argparse.Namespace(**{**ARGS, "tensor_model_parallel_size": 2})
+    content = {"args": args, "checkpoint_version": 3.0, "model": {"output_layer.weight": torch.ones(8, 8)}}
+    torch.save(content, file)
+    assert "TP rank 1, PP rank 0" in refused(file.parents[1], capsys)
+    with zipfile.ZipFile(file) as archive:
+        (place,) = (one.header_offset for one in archive.infolist() if one.filename.endswith("data/0"))
+    data = bytearray(file.read_bytes())
+    data[place + 140] ^= 1
+    file.write_bytes(data)
+    assert "mp_rank_00/model_optim_rng.pt" in refused(file.parents[1], capsys)
+
+
+def test_a_run_that_loads_it_is_told_the_command_that_converts_it(theirs: Path) -> None:
+    for folder in (theirs, theirs / "iter_0000003"):
+        with pytest.raises(ConfigError) as error:
+            find_step(folder, None)
+        assert f"tools/convert_checkpoint.py --from megatron --to native --load {folder}" in str(error.value)
