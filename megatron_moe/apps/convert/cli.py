@@ -128,7 +128,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--from {args.origin} --to {args.target}: is done in two steps, by way of --to native")
     if args.no_optim and "hf" in way:
         raise ConfigError(
-            "--no-optim: is for checkpoints, native or megatron; a folder of Hugging Face's has no optimizer"
+            "--no-optim: is for --from native --to native, and for checkpoints of Megatron-LM; a folder of Hugging "
+            "Face's has no optimizer"
         )
     if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
         raise ConfigError(
