@@ -64,6 +64,7 @@ LEFT_OUT = {
     "config/presets.py": "data: values of flags",
     "config/presets_published.py": "data: values of flags",
     "hf/": "readers and writers of Hugging Face's config.json name what they translate",
+    "megatron_lm/": "readers and writers of Megatron-LM's arguments name what they translate",
     "platform/defects.py": "which defects of the engine a run meets: it reads the flags that their table names",
 }
 
