@@ -89,7 +89,7 @@ def test_the_scripts_flags_are_known_and_most_scripts_would_run():
     assert len(scripts) == 100
     assert sum(not set(script) - set(own()) - set(table()) for script in scripts) == 100
     refused = {flag for flag, found in table().items() if {row.answer for row in found} == {"refused"}} - set(own())
-    assert sum(not set(script) & refused for script in scripts) >= 95
+    assert sum(not set(script) & refused for script in scripts) >= 98
 
 
 # ---- a command line
