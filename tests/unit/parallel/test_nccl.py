@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,13 @@ def begin_some(recorder: bool) -> tuple[Any, ...]:
     dist.barrier()
     work = dist.all_reduce(torch.ones(5), group=whole, async_op=True) if dist.get_rank() == 1 else None
     with mock.patch.object(bindings, "_dump_nccl_trace_json", dump, create=True):
-        mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
+        # A thread records an end somewhat later than the caller has its result.
+        deadline = time.monotonic() + 60
+        while True:
+            mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
+            if not recorder or mine.ended == 3 or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
     dist.barrier()
     if work is None:
         dist.all_reduce(torch.ones(5), group=whole)
