@@ -86,6 +86,7 @@ def require_intact(file: Any, name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
+    # zipfile's errors for a changed header, by which a record seems encrypted or compressed in an unknown way.
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UntrustedError(f"{name} is damaged: {str(error)[:100]}") from None
     if damaged is not None:
