@@ -102,7 +102,7 @@ def _built(args: argparse.Namespace) -> tuple[Any, Any, Callable[[], None], int]
     from megatron_moe.config.schema import build
     from megatron_moe.data.batches import batch_iterators
     from megatron_moe.data.datasets import build_datasets
-    from megatron_moe.data.tokenizers import build_tokenizer
+    from megatron_moe.data.tokenizer_choice import build_tokenizer
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything

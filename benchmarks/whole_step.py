@@ -33,7 +33,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.config import config_of
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.hf.mapping import mapping

@@ -17,7 +17,7 @@ from megatron_moe.apps.plan.meta_tracer import LiveBytes, storage_bytes
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
-from megatron_moe.data.tokenizers import build_tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.parallel import groups
