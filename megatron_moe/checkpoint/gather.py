@@ -52,14 +52,18 @@ def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]
     gathered = Gathered()
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [part for part in chain if hasattr(part, "get_parameter_state_dp_zero")]
-    # The engine collects garbage after each optimizer, which takes the longer the more objects there are.
-    gc.freeze()
+    # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
+    # has frozen before stays so: there is no freezing of some objects alone.
+    freezing = not gc.get_freeze_count()
+    if freezing:
+        gc.freeze()
     try:
         for number, part in enumerate(parts):
             part.get_parameter_state_dp_zero = _gathering(part, number, buffers, gathered, later)
         yield gathered
     finally:
-        gc.unfreeze()
+        if freezing:
+            gc.unfreeze()
         for part in parts:
             del part.get_parameter_state_dp_zero
 

@@ -254,6 +254,8 @@ class MetaTracer(LiveBytes):
             return args[0].dtype == torch.bool or 1
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
+        if _only_changes_values(func) and args[0].is_meta:
+            return args[0]
         if not _makes_a_tensor(func):
             result, flops = _compute(func, args, kwargs)
             self.flops += flops
@@ -392,6 +394,19 @@ def _makes_a_tensor(func: Any) -> bool:
     if [str(one.type) for one in returns] != ["Tensor"]:
         return False
     return not any(one.alias_info is not None for one in (*returns, *arguments))
+
+
+@functools.cache
+def _only_changes_values(func: Any) -> bool:
+    """Return whether an operation writes numbers into its first argument, one by one, and returns it."""
+    returned = [one.alias_info for one in func._schema.returns]
+    return (
+        torch.Tag.pointwise in func.tags
+        and func._schema.name.endswith("_")
+        and len(returned) == 1
+        and returned[0] is not None
+        and returned[0].is_write
+    )
 
 
 def _bytes(argument: Any) -> int:

@@ -9,12 +9,13 @@ import pytest
 from megatron_moe.apps.plan.alternatives import recommended_stage
 from megatron_moe.apps.plan.plan import GIB, Machine, make_plan, peak_gib
 from megatron_moe.apps.plan.report import comparison_report, text_report
+from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 
 STATE = {
     **PRESETS["tiny"],
-    "num_layers": 12,
+    "num_layers": 6,
     "moe_layer_freq": 1,
     "hidden_size": 256,
     "moe_ffn_hidden_size": 256,
@@ -33,47 +34,55 @@ def run_of(**changes: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def peaks() -> dict[str, float]:
+def known() -> dict[Any, RankTrace]:
+    """What was traced so far."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def peaks(known: dict[Any, RankTrace]) -> dict[str, float]:
     """Strategy -> GiB of the largest of 16 ranks."""
     return {
-        stage: peak_gib(run_of(data_parallel_sharding_strategy=stage), 16, Machine(), {})
+        stage: peak_gib(run_of(data_parallel_sharding_strategy=stage), 16, Machine(), known)
         for stage in ("no_shard", *STAGES)
     }
 
 
 @pytest.mark.claim("plan recommends the lowest ZeRO stage that fits with a tenth of the device free.")
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_lowest_stage_that_fits_is_recommended(peaks: dict[str, float], stage: str) -> None:
+def test_the_lowest_stage_that_fits_is_recommended(
+    peaks: dict[str, float], known: dict[Any, RankTrace], stage: str
+) -> None:
     assert [*peaks.values()] == sorted(peaks.values(), reverse=True), "each stage takes less than the one below"
     machine = Machine(memory_gib=peaks[stage] / 0.9 * 1.001)
     for asked in (
         {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
         {"data_parallel_sharding_strategy": "optim_grads_params", "zero_hpz_partition_size": 4},
     ):
-        found = recommended_stage(run_of(**asked), 16, machine, {})
+        found = recommended_stage(run_of(**asked), 16, machine, known)
         assert (found["strategy"], found["fits"]) == (stage, True)
         assert found["max_memory_gib"] == pytest.approx(peaks[stage])
         assert stage != "optim" or not found["switches"], "ZeRO++ begins at stage 2"
 
 
-def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float]) -> None:
+def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
     machine = Machine(memory_gib=peaks["optim_grads_params"] / 2)
-    found = recommended_stage(run_of(), 16, machine, {})
+    found = recommended_stage(run_of(), 16, machine, known)
     assert not found["fits"] and found["strategy"] == "optim_grads_params"
-    piped = recommended_stage(run_of(pipeline_model_parallel_size=2), 16, machine, {})
+    piped = recommended_stage(run_of(pipeline_model_parallel_size=2), 16, machine, known)
     assert not piped["fits"] and piped["strategy"] == "optim", "pipelines have no stage above"
 
 
-def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float]) -> None:
+def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
     machine = Machine(memory_gib=0.95 * peaks["optim_grads"] / 0.9, gpus_per_node=4)
     run = run_of(data_parallel_sharding_strategy="optim_grads_params")
-    found = recommended_stage(run, 16, machine, {})
+    found = recommended_stage(run, 16, machine, known)
     assert found["between_nodes_with_switches"] < 0.4 * found["between_nodes"]  # tables are much of so small a model
     assert found["max_memory_gib_with_switches"] <= 0.9 * machine.memory_gib
     whole = {"tensor_model_parallel_size": 4, "sequence_parallel": True}  # a machine has one rank of each DP group
-    split = recommended_stage(replace(run, **whole), 16, Machine(memory_gib=0.033, gpus_per_node=4), {})
+    split = recommended_stage(replace(run, **whole), 16, Machine(memory_gib=0.033, gpus_per_node=4), known)
     assert split["strategy"] == "optim_grads_params" and len(split["switches"]) == 2, split
-    alone = recommended_stage(run, 4, Machine(memory_gib=1e-3), {})
+    alone = recommended_stage(run, 4, Machine(memory_gib=1e-3), known)
     assert alone["switches"] == [] and alone["between_nodes"] == 0
     shown = comparison_report({"recomputation": {}, "imbalances": {}, "alternatives": [], "zero": found})
     assert "--zero-quantized-weights" in shown and "--data-parallel-sharding-strategy" in shown
