@@ -27,15 +27,15 @@ import megatron_moe  # noqa: F401  before anything imports the engine
 from tests.helpers.gloo_pool import GlooPool
 from tests.helpers.ranks import RankParent
 
-LEFT_OUT = pytest.StashKey[tuple[int, int]]()
-"""How many tests --engine-only left out, and of how many files."""
+LEFT_OUT = pytest.StashKey[tuple[int, int, int]]()
+"""How many tests --engine-only left out by their imports, of how many files, and how many in all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine-only",
         action="store_true",
-        help="leave out files of tests that cannot reach what differs between the two environments",
+        help="leave out tests marked one_engine, and files that cannot reach what differs between the two environments",
     )
     parser.addoption(
         "--gpu",
@@ -89,10 +89,12 @@ def _select_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
     # What needs Triton was skipped in an environment without it.
     reaches = {item.path: True for item in items if item.get_closest_marker("triton") is not None}
     reaches |= {path: bool(reach.chain(path)) for path in {item.path for item in items} - reaches.keys()}
-    left_out = [item for item in items if not reaches[item.path]]
-    items[:] = [item for item in items if reaches[item.path]]
+    kept = {item for item in items if reaches[item.path] and item.get_closest_marker("one_engine") is None}
+    left_out = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
     config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = (len(left_out), len(reaches) - sum(reaches.values()))
+    files = len(reaches) - sum(reaches.values())
+    config.stash[LEFT_OUT] = (sum(not reaches[item.path] for item in left_out), files, len(left_out))
 
 
 def pytest_collection_finish() -> None:
@@ -115,9 +117,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if LEFT_OUT in config.stash:
-        tests, files = config.stash[LEFT_OUT]
+        tests, files, together = config.stash[LEFT_OUT]
         terminalreporter.write_line(
-            f"engine-only: left out {tests} tests in {files} files that cannot reach the engine"
+            f"engine-only: left out {tests} tests in {files} files that cannot reach the engine, and "
+            f"{together - tests} that are marked one_engine"
         )
 
 

@@ -24,6 +24,8 @@ from megatron_moe.io.local_ranks import RankFailure
 from tests.helpers.forked_doctor import ForkedRanks
 from tests.helpers.ranks import RankParent
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

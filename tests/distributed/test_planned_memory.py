@@ -14,6 +14,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from tests.distributed.measured_memory import measured
+from tests.helpers import engines
 
 MLA = {
     **PRESETS["tiny"],
@@ -82,7 +83,8 @@ COPIES = [
     "DP2 x EP2, ZeRO 3",
     "PP2, interleaved",
 ]
-CASES = [*((layout, "native") for layout in LAYOUTS), *((layout, "fp32") for layout in COPIES)]
+ONCE = [(layout, "native") for layout in LAYOUTS]
+CASES = engines.cases([*ONCE, *((layout, "fp32") for layout in COPIES)], both=ONCE)
 
 
 @pytest.mark.claim("A plan's memory is that of a real step, to 3 %.")

@@ -19,6 +19,8 @@ from megatron_moe.io import local_ranks
 from tests.helpers.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import RankParent
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -14,6 +14,8 @@ import torch
 from megatron_moe.training.spikes import LEAST, SpikeDetector
 from tests.helpers.fault_cases import small
 
+pytestmark = pytest.mark.one_engine
+
 SPIKE, SEQUENCE = LEAST + 3, 5
 """The iteration that jumps, and which of its sequences does it."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import engines
+
 FLAGS = {"data_parallel_sharding_strategy": "optim_grads_params", "micro_batch_size": 1, "global_batch_size": 8}
 DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -93,7 +95,7 @@ def measured(gloo: Any) -> Any:
 
 
 @pytest.mark.claim("ZeRO++ trains in fp32, bf16 and fp16, each switch alone and all together.")
-@pytest.mark.parametrize(("dtype", "switches"), CASES)
+@pytest.mark.parametrize(("dtype", "switches"), engines.cases(CASES, both=[("bf16", "all"), ("fp16", "machines")]))
 def test_a_switch_trains_as_without_it(measured: Any, dtype: str, switches: str) -> None:
     wanted, found = measured(dtype, "none")[0]["said"], measured(dtype, switches)
     # A secondary partition keeps what the forward pass has gathered: nothing is rounded.
@@ -137,7 +139,10 @@ def test_the_bytes_that_are_sent(measured: Any) -> None:
 
 
 @pytest.mark.claim("A plan's traffic between data-parallel ranks is what a real step sends, to 1 %.")
-@pytest.mark.parametrize(("dtype", "switches"), [("fp32", "none"), *CASES[1:5], ("bf16", "all")])
+@pytest.mark.parametrize(
+    ("dtype", "switches"),
+    engines.cases([("fp32", "none"), *CASES[1:5], ("bf16", "all")], both=[("bf16", "all"), ("fp16", "machines")]),
+)
 def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str) -> None:
     from megatron_moe.apps.plan.tracing import trace_ranks
     from megatron_moe.apps.plan.traffic import rank_traffic
@@ -159,7 +164,7 @@ def test_a_plan_sends_what_a_step_sends(measured: Any, dtype: str, switches: str
 
 
 @pytest.mark.claim("A DeepSpeed configuration that fails there in bf16 trains here, in bf16 and in fp16.")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", engines.cases(["bf16", "fp16"], both=["fp16"]))
 def test_the_configuration_that_fails_elsewhere_trains(gloo: Any, tmp_path: Path, dtype: str) -> None:
     source = Path(__file__).resolve().parents[1] / "data" / "deepspeed" / "zeropp_bf16_failing_in_deepspeed.json"
     config = json.loads(source.read_text())

@@ -10,6 +10,8 @@ import pytest
 from tests.helpers import broken_jobs, kills
 from tests.helpers.ranks import RankParent
 
+pytestmark = pytest.mark.one_engine
+
 ITERATIONS, TIMEOUT = 8, 10.0
 CASES = [
     ("KILL", "backward", 1),

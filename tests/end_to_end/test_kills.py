@@ -16,6 +16,8 @@ from tests.helpers import kills
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 
+pytestmark = pytest.mark.one_engine
+
 ITERATIONS = 21
 INTERVAL = 3
 

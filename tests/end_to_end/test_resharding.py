@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import engines
 from tests.helpers import reshard_cases as cases
 
 SHORT = {"train_iters": 3, "global_batch_size": 4}
@@ -19,7 +20,7 @@ CHAINS = {
 
 
 @pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
-@pytest.mark.parametrize("mode", CHAINS)
+@pytest.mark.parametrize("mode", engines.cases(CHAINS, both=["bf16, distributed"]))
 def test_state_travels_through_layouts_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     flags: dict[str, Any] = {**cases.MODES[mode], **SHORT, "data_path": (cases.corpus(tmp_path),)}
     first, *others = CHAINS[mode]
@@ -79,7 +80,7 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
 
 
 @pytest.mark.claim("The state of a run passes between layouts and kinds of optimizer unchanged to the bit.")
-@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize("mode", engines.cases(STAGES, both=["bf16"]))
 def test_state_travels_through_the_stages_unchanged_and_goes_on_as_it_would_have(gloo, tmp_path, mode):
     scale = {"initial_loss_scale": 256.0, "loss_scale_window": 2} if mode == "fp16" else {}
     fp32 = mode.startswith("fp32")

@@ -117,6 +117,7 @@ def _state(pid: int) -> str | None:
         return None
 
 
+@pytest.mark.one_engine
 @pytest.mark.claim("A run that is stopped or killed and resumed repeats every bit of an undisturbed one.")
 @pytest.mark.slow
 def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_one(rank_parent, tmp_path):

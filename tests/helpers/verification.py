@@ -55,7 +55,8 @@ HEAD = """# What is verified, and where
 Written by `python -m tests.helpers.verification` from the markers on the tests; `make check` compares. Each row is a
 claim and the tests that hold it.
 
-- **engines**: "both" are the megatron-core releases that are tested, {engines}.
+- **engines**: "both" are the megatron-core releases that are tested, {engines}; "one" stands where no release has a
+  part in what is claimed, and `.ci/run` tests it with the default Python alone.
 - **CPU**: "yes" means that the tests run on a CPU, with gloo where they need several ranks.
 - **GPU**: "not verified" means that no test of the claim was run on a GPU. Code for CUDA, NCCL and Transformer Engine
   is there, and so are the Dockerfile and the GPU examples; none of it counts as verified until a row says so.
@@ -182,7 +183,8 @@ class Source:
             if ran_on is not None and not needs_gpu:
                 self.errors.append(f"{self.path}:{mark.line}: ran_on is for a test that is marked gpu")
             if text:
-                found.append(Holder(text, self.path, name, engines or "both", not needs_gpu, ran_on))
+                where = engines or ("one" if any(other.name == "one_engine" for other in marks) else "both")
+                found.append(Holder(text, self.path, name, where, not needs_gpu, ran_on))
         return found
 
     def _text(self, mark: Mark, what: str, node: ast.expr | None) -> str | None:

@@ -17,6 +17,8 @@ from packaging.specifiers import SpecifierSet
 
 from tests.helpers.sources import ROOT
 
+pytestmark = pytest.mark.one_engine
+
 DOCKERFILES = sorted(ROOT.glob("Dockerfile*"))
 SCRIPT = ROOT / "docker" / "image_libraries.py"
 NEEDED = (

@@ -13,6 +13,8 @@ from megatron_moe.config import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, flatten
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.engine_reach import ROOT, EngineReach, of_this_repository, pinned
 
+pytestmark = pytest.mark.one_engine
+
 FILES = {
     "pkg/__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pkg.model import Model\n"
     "def __getattr__(name):\n    ...\n",
@@ -104,3 +106,11 @@ def test_files_that_are_left_out_import_without_the_engine() -> None:
         [sys.executable, "-W", "ignore", "-c", program, *names], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_case_that_one_engine_is_enough_for_is_left_out_and_the_others_stay() -> None:
+    named = "tests/distributed/test_fully_sharded.py::test_all_tokens_on_one_ranks_experts_train_as_with_whole_weights"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--engine-only", named]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert f"{named}[fp16]" in done.stdout and f"{named}[fp32]" not in done.stdout, done.stdout
+    assert "and 1 that are marked one_engine" in done.stdout

@@ -67,6 +67,7 @@ experts.weighted_swiglu = lambda gate_up, probs: right(gate_up, probs * 1.02)
 """
 
 
+@pytest.mark.one_engine
 def test_a_wrong_operator_fails_its_stage_and_the_run(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3", module="operators", code=WRONG_SWIGLU)
     assert status == 1 and found["stages"][0]["status"] == "fail", said
@@ -98,12 +99,14 @@ problem.relative_error = last_is_nan
 """
 
 
+@pytest.mark.one_engine
 def test_a_gradient_of_nan_behind_right_ones_fails_its_stage(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "4", module="layouts", code=GRADIENT_OF_NAN)
     failed = {check["name"] for check in found["stages"][0]["checks"] if check["status"] == "fail"}
     assert status == 1 and {name.partition(",")[0] for name in failed} == {"MoE layer"} and len(failed) == 2, said
 
 
+@pytest.mark.one_engine
 def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(tmp_path):
     began = time.monotonic()
     status, said, found = dry_run(tmp_path, module="machine", code=STAGES_THAT_BREAK)
@@ -114,6 +117,7 @@ def test_a_stage_that_dies_or_hangs_is_failed_and_the_next_one_runs(tmp_path):
     assert hangs["cut"] and "the long part" in hangs["checks"][-1]["reason"]
 
 
+@pytest.mark.one_engine
 def test_a_stage_that_is_not_there_is_refused(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3,11")
     assert status == 2 and "--only 3,11" in said and not found

@@ -12,6 +12,8 @@ import pytest
 
 from tests.soak.planted_errors import AREAS, PAGE, ROOT, Plant, page, plants
 
+pytestmark = pytest.mark.one_engine
+
 PLANTS = plants()
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers import verification
 
+pytestmark = pytest.mark.one_engine
+
 SETUP = "install_requires = ['megatron-core==0.16.1', 'megatron-core==0.19.2']\n"
 
 
@@ -121,6 +123,19 @@ def test_the_devices_follow_from_the_markers(made_up, marks, cpu, gpu):
     alias = 'WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="")\n'
     (row,) = rows(made_up(test_it=f"{alias}{marks}\ndef test_it(): ...\n"))
     assert row[3:] == [cpu, gpu]
+
+
+@pytest.mark.parametrize(
+    ("text", "engines"),
+    [
+        ('@pytest.mark.one_engine\n@pytest.mark.claim("It flies.")\ndef test_it(): ...\n', "one"),
+        ('pytestmark = pytest.mark.one_engine\n@pytest.mark.claim("It flies.")\ndef test_it(): ...\n', "one"),
+        ('pytestmark = [pytest.mark.one_engine, pytest.mark.claim("It flies.")]\ndef test_it(): ...\n', "one"),
+        ('@pytest.mark.claim("It flies.")\ndef test_it(): ...\n', "both"),
+    ],
+)
+def test_what_runs_with_one_engine_is_said_to(made_up, text, engines):
+    assert rows(made_up(test_it=text))[0][2] == engines
 
 
 def test_where_a_version_decides_the_claim_has_to_say_which(made_up):

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import engines
 from tests.helpers.checkpoint_steps import seal
 from tests.helpers.trained_steps import LAYOUTS, OPTIMIZERS, differing, refusal, tensors, trained
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", engines.cases(OPTIMIZERS, both=["bf16, distributed"]))
 def test_a_checkpoint_travels_through_all_layouts_and_comes_back_equal(gloo, tmp_path, optimizer):
     flags = OPTIMIZERS[optimizer]
     first = gloo.run(2, trained, flags={**flags, **LAYOUTS["EP2"][1], "save": str(tmp_path / "0")})[0]["checkpoint"]

@@ -9,6 +9,8 @@ import pytest
 from megatron_moe.checkpoint import folder
 from tests.helpers.crash_points import KILLED, REFUSED, Fault, Trials, content, strace_is_missing, trial, what_is_wrong
 
+pytestmark = pytest.mark.one_engine
+
 
 @pytest.fixture(scope="module")
 def trials() -> Iterator[Trials]:

@@ -12,6 +12,8 @@ from megatron_moe.apps.inspect.cli import main as inspect
 from tests.helpers.trained_steps import trained
 from tests.unit.checkpoint.payloads import CARRIES_NO_CODE, NOT_READ_BY_LOAD, PAYLOADS, plant, read_without_protection
 
+pytestmark = pytest.mark.one_engine
+
 SMALL = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "max_position_embeddings": 16, "train_iters": 1}
 
 

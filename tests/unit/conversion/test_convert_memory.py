@@ -11,6 +11,8 @@ from benchmarks.convert_16b import ROOT, hashes, make, model
 from benchmarks.measured_process import Measured, measured
 from megatron_moe.config.schema import replace
 
+pytestmark = pytest.mark.one_engine
+
 MIB = 2**20
 
 

@@ -25,6 +25,8 @@ from tests.unit.conversion.malformed import Malformed
 from tests.unit.conversion.malformed_models import CASES
 from tests.unit.conversion.small_folders import INDEX, SHARDS, sound, write_json
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).parents[3]
 MEMORY = 300 * 2**20
 """Bytes that a folder may cost beyond what the process has had before: none of them has more than a few kilobytes."""

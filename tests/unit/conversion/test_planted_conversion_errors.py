@@ -31,6 +31,8 @@ from tests.unit.conversion.planted_names import NAMES, NUMBERS, TRANSFORMS
 from tests.unit.conversion.planted_settings import COMPUTED, CONSTANTS, COVERED
 from tests.unit.conversion.planting import COVERAGE, PARITY, Plant
 
+pytestmark = pytest.mark.one_engine
+
 IMPORTED = [*NAMES, *TRANSFORMS, *NUMBERS, *CONSTANTS, *COMPUTED, *COVERED]
 
 

@@ -29,6 +29,8 @@ from megatron_moe.hf.transforms import Copy, ExpertDown, ExpertGateUp, GateThenU
 from tests.helpers import tiny_models
 from tests.unit.conversion.planting import EXPERTS, LOGITS, replaced
 
+pytestmark = pytest.mark.one_engine
+
 EITHER = f"{EXPERTS}|{LOGITS}"
 READS, GIVES, BACK = "it reads otherwise than", "gives another one", "it is made back into another"
 

@@ -15,6 +15,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from tests.unit.io.rank_functions import act
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -141,6 +141,7 @@ def test_two_dtypes_are_refused_by_name():
         assert part in str(refusal.value)
 
 
+@pytest.mark.one_engine
 @pytest.mark.claim("The fused loss needs at most a quarter of the plain path's memory.")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peak_memory_is_at_most_a_quarter(precision):

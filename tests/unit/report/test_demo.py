@@ -13,6 +13,8 @@ import pytest
 
 from megatron_moe.config import cli, rules
 
+pytestmark = pytest.mark.one_engine
+
 REPO = Path(__file__).resolve().parents[3]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+pytestmark = pytest.mark.one_engine
+
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT, PATIENCE, WORLD, FAULTY = 6.0, 40.0, 3, 1
 
