@@ -13,6 +13,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import trace_ranks
+from megatron_moe.checkpoint import gather
 from megatron_moe.checkpoint.gather import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import page_locked
@@ -87,6 +88,19 @@ def test_where_cuda_refuses_the_memory_is_pageable_and_that_is_reported_once(run
 def test_torch_without_cudas_runtime_does_not_fail(runtime, monkeypatch):
     monkeypatch.delattr(torch.cuda, "cudart")
     assert platform.host_memory((5,), torch.float32, pinned=True).fill_(1).sum() == 5
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_what_a_program_has_frozen_for_its_collector_is_so_after_a_save(frozen_before):
+    """An unfreezing would hand its collector every object, and write into each page that a forked process shares."""
+    gc.unfreeze()
+    if frozen_before:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    with gather.into(object(), gather.Buffers(), later=False):
+        assert gc.get_freeze_count()
+    assert gc.get_freeze_count() == before
+    gc.freeze()  # as tests/conftest.py leaves it
 
 
 def allocated(flags: dict[str, Any]) -> tuple[int, int]:

@@ -47,6 +47,7 @@ def test_values_and_views_are_not_looked_up():
     with meta_device("cuda", (1, 1)):
         base = torch.empty(4, 6, device="meta")
         for _ in range(2):
-            assert real.mul(2).tolist() == [0, 2, 4]
-            for view in (base.view(6, 4), torch.ops.aten._unsafe_view(base, [24]), base.add_(1)):
+            assert real.mul(2).tolist() == [0, 2, 4] and real.clone().add_(1).tolist() == [1, 2, 3]
+            assert torch.empty(4, 6, device="meta").t_().shape == (6, 4)
+            for view in (base.view(6, 4), torch.ops.aten._unsafe_view(base, [24]), base.add_(1), base.nan_to_num_()):
                 assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
