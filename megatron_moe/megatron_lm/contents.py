@@ -116,7 +116,7 @@ def require_complete(
     """
     wanted = dict(shapes)
     if with_optimizer:
-        wanted |= {key: shapes[_weight_of(key)] for key in sorted(contents.parts) if _weight_of(key) in shapes}
+        wanted |= {key: shapes[weight_of(key)] for key in sorted(contents.parts) if weight_of(key) in shapes}
     wrong = [*contents.wrong]
     wrong += [f"missing: {key}" for key in wanted if key not in contents.parts]
     wrong += [
@@ -133,7 +133,7 @@ def require_complete(
     return wanted
 
 
-def _weight_of(key: str) -> str:
+def weight_of(key: str) -> str:
     """Return the weight that a key of the optimizer belongs to, or the key itself."""
     return key.split(".", 3)[3] if key.startswith("optimizer.state.") else key
 

@@ -1,21 +1,23 @@
 """What a checkpoint of Megatron-LM holds besides tensors: its arguments, its marks, and a value for each layer.
 
-A step is written as a `release`, Megatron-LM's form of weights without optimizer, random states and iteration: it loads
-them as they are, in any layout, and starts at iteration 0.
+Weights alone are written as a `release`, Megatron-LM's form without optimizer and iteration: it loads them as they are,
+in any layout, and starts at iteration 0. A step with an optimizer keeps its number; a distributed optimizer loads it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.hf.transforms import Shape
-from megatron_moe.megatron_lm import names
+from megatron_moe.megatron_lm import names, optimizer
+from megatron_moe.megatron_lm.contents import Progress, weight_of
 
-STEP = "release"
+RELEASE = "release"
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"} | {
     "common_backend_version": 1
 }
@@ -31,13 +33,35 @@ _NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
 """Settings that Megatron-LM has no argument for."""
 
 
-def common(run: Run, *, transformer_impl: str, half: str | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on from besides its weights.
+
+    Attributes:
+        progress: how far it had come.
+        updates: of the optimizer.
+        scheduler: our schedule's state, which counts iterations.
+        batch: sequences of an iteration.
+        experts_apart: whether experts are spread over ranks there, and then have an optimizer of their own.
+    """
+
+    progress: Progress
+    updates: int
+    scheduler: Mapping[str, Any]
+    batch: int
+    experts_apart: bool
+
+
+def common(run: Run, *, transformer_impl: str, half: str | None, continued: Continued | None) -> dict[str, Any]:
     """Return the plain values of a checkpoint that Megatron-LM loads.
 
     Args:
+        run: the model's settings and, if it is continued, the optimizer's.
         transformer_impl: whose layers it is to be loaded into.
         half: `bf16` or `fp16`, the dtype of the weights; None for fp32.
+        continued: None for weights alone.
     """
+    progress = Progress(0, 0) if continued is None else continued.progress
     flat = {name: value for name, value in flatten(run).items() if name in architecture_keys()}
     values = {name: value for name, value in flat.items() if name not in _NOT_THERE}
     values |= {
@@ -57,16 +81,36 @@ def common(run: Run, *, transformer_impl: str, half: str | None) -> dict[str, An
         "bf16": half == "bf16",
         "fp16": half == "fp16",
         "ckpt_format": "torch_dist",
-        "no_save_optim": True,
+        "no_save_optim": continued is None,
         "no_save_rng": True,
-        "consumed_train_samples": 0,
+        "iteration": progress.iteration,
+        "consumed_train_samples": progress.consumed_samples,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
     layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     values |= dict.fromkeys((*layout, "context_parallel_size", "world_size", "data_parallel_size"), 1)
     args = argparse.Namespace(**values)
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": dict(_CONTENT)}
+    found = {"args": args, "checkpoint_version": 3.0, "iteration": progress.iteration}
+    found["content_metadata"] = dict(_CONTENT)
+    if continued is None:
+        return found
+    sharding = {"param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"]}
+    parts = optimizer.plain_values(run, continued.updates)
+    parts = {number: {**parts.get(number, parts), **sharding} for number in range(len(parts))}
+    own = parts if continued.experts_apart and len(parts) > 1 else parts[0]
+    return {**found, "optimizer": own, "opt_param_scheduler": _scheduler(continued)}
+
+
+def _scheduler(continued: Continued) -> dict[str, Any]:
+    """Return the schedule's state there, where it counts sequences."""
+    own = dict(continued.scheduler)
+    lengths = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
+    return {
+        **own,
+        **{name: own[name] * continued.batch for name in lengths},
+        "num_steps": continued.progress.consumed_samples,
+    }
 
 
 def shape_there(key: str, shape: Shape) -> Shape:
@@ -75,11 +119,12 @@ def shape_there(key: str, shape: Shape) -> Shape:
 
 
 def name_there(key: str, run: Run, transformer_impl: str) -> str:
-    """Return the name in Megatron-LM's checkpoints of one of our weights."""
-    layer = names.layer_of(key)
+    """Return the name in Megatron-LM's checkpoints of one of our weights, or of what the optimizer has for it."""
+    weight = weight_of(key)
+    layer = names.layer_of(weight)
     pattern = run.derived.moe_layer_pattern
-    return names.theirs(
-        key,
+    return key.removesuffix(weight) + names.theirs(
+        weight,
         transformer_engine=transformer_impl == "transformer_engine",
         latent=run.model.multi_latent_attention,
         moe=bool(pattern[-1 if layer is None else layer]),

@@ -1,7 +1,7 @@
 """The optimizer's plain values, in Megatron-LM's checkpoints and in ours: step counts and groups of weights.
 
 Its tensors are mapped by their names (`names.py`). Learning rate, betas and epsilon are settings of a run: the groups
-carry them, and loading replaces them by the run's own.
+carry them, and loading replaces them here by the run's own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
 from megatron_moe.megatron_lm.contents import Contents, MegatronCheckpoint
 
 STATE = "optimizer.state."
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "param"
+SETTINGS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+"""Settings that the groups of weights carry. Megatron-LM trains on with the betas and the epsilon of a checkpoint."""
 _WITHOUT = "add --no-optim to convert the weights alone"
 
 
@@ -46,6 +49,17 @@ def wanted_keys(weights: Mapping[str, Any], fp32_state: frozenset[str], *, half:
     """
     kinds = (MAIN, *MOMENTS) if half else MOMENTS
     return {f"{STATE}{kind}.{key}": value for kind in kinds for key, value in weights.items() if key not in fp32_state}
+
+
+def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's settings among arguments or a configuration, those of `SETTINGS` that are there.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    fields = all_fields()
+    found = {name: values[name] for name in SETTINGS if values.get(name) is not None}
+    return {name: from_file(fields[name], value, fields[name].flag) for name, value in found.items()}
 
 
 def step_of(common: Mapping[str, Any], where: str) -> int:

@@ -40,18 +40,18 @@ def batch(step: int) -> Tensor:
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
 
-def engine_of(name: str) -> Any:
+def engine_of(name: str, *, distributed: bool = False, expert_ranks: int = 1) -> Any:
     """Return the engine's model, optimizer and schedule, with norms and expert biases that are far from their first."""
     from megatron_moe.config import cli
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
     from tests.reference.reference_megatron import EngineTrainer
 
-    words = shlex.split(LISTS[name])
+    words = [*shlex.split(LISTS[name]), "--expert-model-parallel-size", str(expert_ranks)]
     run = cli.parse([*words, "--mock-data", "--defaults", "megatron"])
     pg_collection = groups.initialize(run)
     seed_everything(run)
-    engine = EngineTrainer(words, pg_collection)
+    engine = EngineTrainer(words, pg_collection, distributed=distributed)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for key, value in engine.model.module.state_dict().items():
@@ -137,6 +137,40 @@ def loaded(name: str, folder: str) -> Tensor:
     )
     model.load_state_dict(state["model"])
     return logits_of(model)
+
+
+def went_on(name: str, folder: str, expert_ranks: int) -> tuple[float, float, float]:
+    """Load a step with its optimizer into the engine's distributed one, as Megatron-LM does, and train the next step.
+
+    The global batch is spread over the ranks of the case, and so are the experts.
+    """
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    engine = engine_of(name, distributed=True, expert_ranks=expert_ranks)
+    with torch.no_grad():
+        for weight in engine.model.parameters():
+            weight.fill_(torch.nan)
+    common = dist_checkpointing.load_common_state_dict(folder)
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    assert (common["iteration"], common["args"].consumed_train_samples) == (STEPS, STEPS * BATCH)
+    state = {"model": engine.model.module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
+    found = dist_checkpointing.load(state, folder, strict=StrictHandling.ASSUME_OK_UNEXPECTED)
+    engine.model.module.load_state_dict(found["model"])
+    engine.optimizer.load_state_dict(found["optimizer"])
+    schedule = engine.scheduler
+    schedule.use_checkpoint_opt_param_scheduler, schedule.override_opt_param_scheduler = False, True
+    schedule.load_state_dict(common["opt_param_scheduler"])
+    assert schedule.num_steps == STEPS * BATCH
+    rows = batch(STEPS).chunk(expert_ranks)[dist.get_rank()]
+    loss, norm, rate = engine.step(rows)
+    mean = torch.tensor(loss)
+    dist.all_reduce(mean)
+    return float(mean) / expert_ranks, norm, rate
 
 
 def continued(name: str, folder: str) -> tuple[float, float, float]:

@@ -55,6 +55,7 @@ _NUMBERS: dict[str, Any] = {
     "--moe-router-group-topk": None,
     "--moe-router-topk-scaling-factor": None,
     "--moe-router-bias-update-rate": 1e-3,
+    "--expert-model-parallel-size": 1,
     "--moe-aux-loss-coeff": 0.0,
     "--moe-z-loss-coeff": None,
     "--micro-batch-size": None,
@@ -141,6 +142,7 @@ def engine_config(args: argparse.Namespace) -> TransformerConfig:
     for name in vars(args):
         if name.startswith("moe_router_") or name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             values[name] = getattr(args, name)
+    values["expert_model_parallel_size"] = args.expert_model_parallel_size
     values["moe_token_dispatcher_type"] = args.moe_token_dispatcher_type
     if args.swiglu:
         values |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -179,7 +181,7 @@ def _block(config: TransformerConfig, normalization: str) -> Any:
 class EngineTrainer:
     """The engine's GPTModel in its DDP wrapper, with its optimizer and schedule, as `pretrain_gpt.py` makes them."""
 
-    def __init__(self, words: Sequence[str], pg_collection: Any) -> None:
+    def __init__(self, words: Sequence[str], pg_collection: Any, *, distributed: bool = False) -> None:
         self.args = args = arguments(words)
         self.config = config = engine_config(args)
         rows = args.make_vocab_size_divisible_by
@@ -196,11 +198,15 @@ class EngineTrainer:
                 pg_collection=pg_collection,
             )
         self.model = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model, pg_collection=pg_collection
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=distributed),
+            model,
+            pg_collection=pg_collection,
         )
         settings = OptimizerConfig(
             **{name: getattr(args, name) for name in ("lr", "min_lr", "weight_decay", "clip_grad")},
             **{name: getattr(args, name) for name in ("adam_beta1", "adam_beta2", "adam_eps")},
+            use_distributed_optimizer=distributed,
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
         # Counted in sequences, as Megatron-LM counts iterations too.

@@ -62,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
     p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
                    "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
+    p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
+                   "ranks that experts are spread over there")  # fmt: skip
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     return p
 
@@ -137,6 +139,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
+    if args.expert_model_parallel_size is not None and (args.target != "megatron" or args.no_optim):
+        shown = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
+        raise ConfigError(f"{shown}: is for --to megatron with the optimizer; weights alone fit any number of ranks")
     if args.drop_mtp and "megatron" in way:
         raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
     if args.verify_layers is not None and not (args.verify or args.verify_only):
@@ -213,7 +218,8 @@ def _planned(args: argparse.Namespace) -> Any:
     if args.target == "megatron":
         from megatron_moe.apps.convert.to_megatron import ToMegatron
 
-        return ToMegatron(source, options, args.transformer_impl or "transformer_engine")
+        impl = args.transformer_impl or "transformer_engine"
+        return ToMegatron(source, options, impl, args.expert_model_parallel_size)
     return ToHF(source, options) if args.target == "hf" else Reshard(source.path, options, source.notes)
 
 

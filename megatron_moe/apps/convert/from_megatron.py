@@ -71,6 +71,8 @@ class FromMegatron(Conversion):
         require_complete(self.contents, self.shapes, where, with_optimizer=self.step is not None)
         flags = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}, torch.float32: {}}
         self.run = replace(self.run, **flags[self.dtype])
+        if self.step is not None:
+            self.run = replace(self.run, **optimizer.settings_of(checkpoint.args))
         self.iteration = 0 if self.step is None else checkpoint.progress.iteration
         self.inputs = dict(checkpoint.files)
         self._warn_of_rounded()
@@ -222,9 +224,10 @@ class FromMegatron(Conversion):
         return seal(output, self.iteration, files)
 
     def _config(self) -> dict[str, Any]:
-        """Return what is known of the run that wrote the checkpoint: its model. Other settings are the next run's."""
+        """Return what is known of the run that wrote the checkpoint: its model, and what its optimizer's groups say."""
         known = {name for name, field in all_fields().items() if field.section in ("model", "moe")}
-        return {name: value for name, value in flatten(self.run).items() if name in known | {"bf16", "fp16"}}
+        known |= {"bf16", "fp16", *(() if self.step is None else optimizer.settings_of(self.checkpoint.args))}
+        return {name: value for name, value in flatten(self.run).items() if name in known}
 
     def _state(self) -> dict[str, Any]:
         progress = self.checkpoint.progress

@@ -1,4 +1,4 @@
-"""Convert a native step to a checkpoint that Megatron-LM loads, in its format torch_dist; weights alone."""
+"""Convert a native step to a checkpoint that Megatron-LM loads, in its format torch_dist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
 from megatron_moe.apps.convert.to_native import DataFile, StoredPart, data_name, file_order, write_common, write_index
-from megatron_moe.checkpoint import folder, index, manifest
+from megatron_moe.checkpoint import folder, index, manifest, pickles
 from megatron_moe.checkpoint.pickles import PER_PART
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
@@ -23,8 +23,8 @@ from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
 from megatron_moe.io.files import new_file, write_bytes
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
-from megatron_moe.megatron_lm import exporting
-from megatron_moe.megatron_lm.contents import EMBEDDING, tensors_of
+from megatron_moe.megatron_lm import exporting, optimizer
+from megatron_moe.megatron_lm.contents import EMBEDDING, Progress, tensors_of, weight_of
 
 _OPTIMIZER = "optimizer."
 _EXPERTS = (".experts.weight1", ".experts.weight2")
@@ -38,35 +38,51 @@ class ToMegatron(Conversion):
 
     Args:
         transformer_impl: whose layers it is to be loaded into, Transformer Engine's or local ones.
+        expert_ranks: how many ranks experts are spread over there, which decides what its optimizer is.
 
     Raises:
-        ConfigError: the step has an optimizer that is not left out, or a model that Megatron-LM does not have.
+        ConfigError: the step has a model or an optimizer that Megatron-LM does not have.
     """
 
     direction: ClassVar[str] = "native to Megatron-LM"
 
-    def __init__(self, source: ModelSource, options: ConversionOptions, transformer_impl: str) -> None:
+    def __init__(
+        self, source: ModelSource, options: ConversionOptions, transformer_impl: str, expert_ranks: int | None
+    ) -> None:
         super().__init__(source.path, options)
-        self.notes, self.impl = list(source.notes), transformer_impl
+        self.notes, self.impl, self.expert_ranks = list(source.notes), transformer_impl, expert_ranks
         self.reader = StepReader(source.path)
         self.run = self._with_stored_padding(source.run)
-        self.shapes, self.fp32 = tensors_of(self.run)
+        self.weights, self.fp32 = tensors_of(self.run)
+        stored = [key for key in self.reader.index.tensors if key.startswith(_OPTIMIZER)]
+        self.keeps_optimizer = bool(stored) and not options.no_optim
         self._require_tensors()
         self._require_known_there()
         self.files = manifest.read(source.path).files
         self.inputs = {name: source.path / name for name in self.files}
         self.dtype = self._one_dtype()
+        self.shapes, self.again, self.continued = dict(self.weights), dict[str, str](), self._continued()
+        if self.continued is not None:
+            # Megatron-LM's distributed optimizer has main weights of fp32 weights too, and asks for them.
+            wanted = optimizer.wanted_keys(self.weights, self.fp32, half=True)
+            mains = {key: weight_of(key) for key in wanted if key.startswith(f"{optimizer.STATE}{optimizer.MAIN}.")}
+            self.again = mains if self.dtype == torch.float32 else {}
+            self.shapes |= wanted
+        self.name = exporting.RELEASE if self.continued is None else folder.step_folder(Path(), self._iteration()).name
         self.units = self._planned()
-        self.notes.append(
-            f"for --transformer-impl {transformer_impl} there; weights alone: Megatron-LM starts at iteration 0"
-        )
+        kept = "weights alone: Megatron-LM starts at iteration 0"
+        if self.continued is not None:
+            kept = f"with the optimizer of iteration {self._iteration()}, for --use-distributed-optimizer"
+            if self.expert_ranks is not None:
+                kept += f" and --expert-model-parallel-size {'above 1' if self.expert_ranks > 1 else '1'}"
+        self.notes.append(f"for --transformer-impl {transformer_impl} there; {kept}")
         self.summary = model_words(self.run, "--ckpt-format torch_dist", dtype_name(self.dtype))
 
     def wanted_inputs(self) -> dict[str, FileEntry] | None:
         return self.files
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "transformer_impl": self.impl}
+        return {**super().identity(), "transformer_impl": self.impl, "expert_ranks": self.expert_ranks}
 
     def _with_stored_padding(self, run: Run) -> Run:
         table = self.reader.index.tensors.get(EMBEDDING)
@@ -76,22 +92,59 @@ class ToMegatron(Conversion):
 
     def _require_tensors(self) -> None:
         stored = self.reader.index.tensors
-        optimizer = [key for key in stored if key.startswith(_OPTIMIZER)]
-        if optimizer and not self.options.no_optim:
-            raise ConfigError(
-                f"--load {self.source}: has the optimizer's state ({optimizer[0]}), which is not written for "
-                "Megatron-LM: its form there depends on the layout that loads it; add --no-optim to write weights alone"
-            )
-        shapes = {key: tensor.shape for key, tensor in stored.items() if key not in set(optimizer)}
-        wrong = [f"missing: {key}" for key in sorted(self.shapes.keys() - shapes.keys())]
-        wrong += [f"no tensor of its configuration: {key}" for key in sorted(shapes.keys() - self.shapes.keys())]
+        self._require_shapes(
+            {key: one.shape for key, one in stored.items() if not key.startswith(_OPTIMIZER)}, self.weights
+        )
+
+    def _require_shapes(self, shapes: dict[str, Shape], wanted: dict[str, Shape]) -> None:
+        wrong = [f"missing: {key}" for key in sorted(wanted.keys() - shapes.keys())]
+        wrong += [f"no tensor of its configuration: {key}" for key in sorted(shapes.keys() - wanted.keys())]
         wrong += [
             f"{key}: shape {list(shapes[key])}, its configuration says {list(shape)}"
-            for key, shape in self.shapes.items()
+            for key, shape in wanted.items()
             if key in shapes and shapes[key] != shape
         ]
         if wrong:
             raise ConfigError(listing(f"--load {self.source}: its tensors are not those of its configuration:", wrong))
+
+    def _iteration(self) -> int:
+        return int(self.source.name.removeprefix("iter_"))
+
+    def _continued(self) -> exporting.Continued | None:
+        """Return what a run goes on from there besides the weights; None without an optimizer."""
+        if not self.keeps_optimizer:
+            return None
+        where, without = f"--load {self.source}", "add --no-optim to convert the weights alone"
+        if self.options.dtype is not None:
+            raise ConfigError(f"--dtype: the optimizer's main weights belong to weights of their own dtype; {without}")
+        if self.dtype == torch.float16:
+            raise ConfigError(
+                f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {without}"
+            )
+        ranks = 1 if self.run.moe.num_experts is None else self.expert_ranks
+        if ranks is None:
+            raise ConfigError(
+                f"{where}: has the optimizer's state, and Megatron-LM has one optimizer where each rank has all "
+                "experts and two where not: say how many ranks experts are spread over there, "
+                f"--expert-model-parallel-size N, or {without}"
+            )
+        if ranks < 1:
+            raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
+        config, state = folder.read_json(self.source / folder.CONFIG), folder.read_json(self.source / folder.STATE)
+        settings = optimizer.settings_of(config)
+        if missing := [name for name in optimizer.SETTINGS if name not in settings]:
+            raise ConfigError(
+                f"{where}: its {folder.CONFIG} has no {' and no '.join(missing)}, which Megatron-LM takes from a "
+                f"checkpoint; {without}"
+            )
+        self.run = replace(self.run, **settings)
+        stored = self.reader.index.tensors
+        wanted = optimizer.wanted_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
+        self._require_shapes({key: one.shape for key, one in stored.items() if key.startswith(_OPTIMIZER)}, wanted)
+        progress = Progress(self._iteration(), int(state["consumed_samples"]))
+        batch = config.get("global_batch_size") or progress.consumed_samples // max(progress.iteration, 1)
+        updates = optimizer.step_of(pickles.read_file(self.source, pickles.COMMON), where)
+        return exporting.Continued(progress, updates, state["scheduler"], max(int(batch), 1), ranks > 1)
 
     def _require_known_there(self) -> None:
         """Refuse settings that Megatron-LM would compute otherwise, since it has no argument for them."""
@@ -110,7 +163,7 @@ class ToMegatron(Conversion):
             raise ConfigError(listing(head, wrong))
 
     def _one_dtype(self) -> torch.dtype:
-        found = {self._dtype(key) for key in self.shapes if key not in self.fp32}
+        found = {self._dtype(key) for key in self.weights if key not in self.fp32}
         if len(found) != 1:
             raise ConfigError(
                 f"--load {self.source}: its weights are of {len(found)} dtypes, and Megatron-LM has one for all; give "
@@ -119,7 +172,9 @@ class ToMegatron(Conversion):
         return found.pop()
 
     def _dtype(self, key: str) -> torch.dtype:
-        return torch.float32 if key in self.fp32 else self.options.dtype or self.reader.dtype(key)
+        if key in self.fp32 or key.startswith(_OPTIMIZER):
+            return torch.float32
+        return self.options.dtype or self.reader.dtype(key)
 
     def _planned(self) -> list[OutputFile]:
         files: dict[Any, list[Box]] = {}
@@ -132,9 +187,9 @@ class ToMegatron(Conversion):
         units = []
         for number, order in enumerate(sorted(files)):
             size = sum(self._bytes(box) for box in files[order])
-            units.append(OutputFile(f"{exporting.STEP}/{data_name(number)}", size, tuple(files[order])))
-        empty = exporting.extra_states(self.shapes, self.run)
-        name = f"{exporting.STEP}/{data_name(len(units))}"
+            units.append(OutputFile(f"{self.name}/{data_name(number)}", size, tuple(files[order])))
+        empty = exporting.extra_states(self.weights, self.run)
+        name = f"{self.name}/{data_name(len(units))}"
         return [*units, OutputFile(name, PER_PART * len(empty), tuple(empty))]
 
     def _bytes(self, box: Box) -> int:
@@ -151,9 +206,10 @@ class ToMegatron(Conversion):
                     advance(PER_PART)
                     continue
                 key, start, shape = box
-                block = self.reader.read(key, start, shape)
-                certificate.require_finite(block, key, str(self.source))
-                native = certificate.native_entry(key, start, block)
+                source = self.again.get(key, key)
+                block = self.reader.read(source, start, shape)
+                certificate.require_finite(block, source, str(self.source))
+                native = certificate.native_entry(source, start, block)
                 before, block = native["dtype"], certificate.cast(block, self._dtype(key), key)
                 if native["dtype"] != dtype_name(block.dtype):
                     native["sha256_as_written"] = sha256(block)
@@ -166,6 +222,7 @@ class ToMegatron(Conversion):
                         "native": native,
                         "cast": certificate.cast_name(before, dtype_name(block.dtype)),
                         "megatron": [{"name": name, **entry, "sha256": sha256(block)}],
+                        **({"again": True} if key in self.again else {}),
                     }
                 )
                 advance(self._bytes(box))
@@ -176,18 +233,23 @@ class ToMegatron(Conversion):
 
     def coverage(self, records: list[Record]) -> None:
         rows = [row for record in records for row in record["rows"]]
-        certificate.require_coverage(rows, (), self.shapes, str(self.source))
+        once = {key: shape for key, shape in self.shapes.items() if key not in self.again}
+        twice = {self.again[key]: shape for key, shape in self.shapes.items() if key in self.again}
+        certificate.require_coverage([row for row in rows if "again" not in row], (), once, str(self.source))
+        certificate.require_coverage([row for row in rows if "again" in row], (), twice, str(self.source))
 
     def finish(self, output: Path, records: list[Record]) -> dict[str, FileEntry]:
-        step = output / exporting.STEP
+        step = output / self.name
         files = {Path(record["name"]).name: record["entry"] for record in records}
         parts = [StoredPart(*part) for record in records for part in record["parts"]]
         values = [StoredPart(*part) for record in records for part in record["values"]]
         files[index.NAME] = write_index(step, self._tensors_there(), parts, values)
         half = _HALF[self.dtype]
-        files |= write_common(step, exporting.common(self.run, transformer_impl=self.impl, half=half))
-        result = {f"{exporting.STEP}/{name}": entry for name, entry in files.items()}
-        result[folder.LATEST] = write_bytes(output / folder.LATEST, exporting.STEP.encode())
+        common = exporting.common(self.run, transformer_impl=self.impl, half=half, continued=self.continued)
+        files |= write_common(step, common)
+        result = {f"{self.name}/{name}": entry for name, entry in files.items()}
+        latest = exporting.RELEASE if self.continued is None else str(self._iteration())
+        result[folder.LATEST] = write_bytes(output / folder.LATEST, latest.encode())
         return result
 
     def _tensors_there(self) -> dict[str, tuple[str, Shape]]:
@@ -200,7 +262,7 @@ class ToMegatron(Conversion):
         }
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
-        step = output / exporting.STEP
+        step = output / self.name
         names = [path.name for path in step.iterdir()]
         sizes = {
             name: FileEntry(bytes=(step / name).stat().st_size, sha256=sha256_of_file(step / name)) for name in names

@@ -95,6 +95,22 @@ def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> 
     assert unequal(tensors(again / "iter_0000000"), weights(tensors(saved["step"]))) == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gloo: Any, ranks: int) -> None:
+    back = saved["folder"] / f"for {ranks}"
+    flags = ["--transformer-impl", "local", "--expert-model-parallel-size", str(ranks)]
+    certificate = convert("native", "megatron", saved["step"].parent, back, *flags)
+    assert certificate["dropped"] == [] and (back / "latest_checkpointed_iteration.txt").read_text() == str(
+        megatron.STEPS
+    )
+    step = back / f"iter_{megatron.STEPS:07d}"
+    for found in gloo.run(ranks, megatron.went_on, name=saved["name"], folder=str(step), expert_ranks=ranks):
+        assert found == pytest.approx(saved["steps"][megatron.STEPS], rel=1e-5)
+    again = saved["folder"] / f"once more, {ranks}"
+    convert("megatron", "native", back, again)
+    assert unequal(tensors(again / step.name), tensors(saved["step"])) == []
+
+
 def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if not key.startswith("optimizer.")}
 

@@ -103,6 +103,62 @@ def test_keys_of_transformer_engines_layers_are_ours_and_back(theirs: Path) -> N
     assert all(torch.equal(found[key], value) for key, value in values.items())
 
 
+# ---- the optimizer, there and back
+
+
+SETTINGS = {"lr": 3e-4, "min_lr": 3e-5, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-7}
+
+
+def with_optimizer(root: Path, settings: dict[str, Any] = SETTINGS) -> Path:
+    """A bf16 step with main weights, moments and five updates, in the form of an optimizer that is not distributed."""
+    state: dict[str, Any] = values_of(KEYS)
+    for number, kind in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
+        state |= {f"optimizer.state.{kind}.{key}": torch.randn(shape) + number for key, shape in KEYS.items()}
+    return save(root, state, settings, optimizer={"optimizer": {"param_groups": [{"step": 5}]}})
+
+
+def exported(ours: Path, target: Path, *flags: str) -> int:
+    return main(["--from", "native", "--to", "megatron", "--load", str(ours), "--save", str(target), *flags])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_of_bf16_goes_both_ways_to_the_bit(tmp_path: Path, ranks: int) -> None:
+    theirs, ours, back = with_optimizer(tmp_path / "theirs"), tmp_path / "ours", tmp_path / "back"
+    assert convert(theirs, ours) == 0
+    assert exported(ours, back, "--expert-model-parallel-size", str(ranks)) == 0
+    there = tensors(theirs / "iter_0000003")
+    wanted = {key.replace("fp32_param", "param"): value for key, value in there.items()}
+    found = tensors(back / "iter_0000003")
+    assert found.keys() == wanted.keys()
+    assert all(found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in wanted.items())
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "3"
+    common = torch.load(back / "iter_0000003" / "common.pt", weights_only=False)
+    assert (common["iteration"], common["args"].consumed_train_samples, common["args"].no_save_optim) == (3, 12, False)
+    parts = [common["optimizer"]] if ranks == 1 else [common["optimizer"][number] for number in (0, 1)]
+    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    assert {part["param_state_sharding_type"] for part in parts} == {"fully_reshardable"}
+    assert {(group["step"], group["betas"], group["eps"]) for group in groups} == {(5, (0.9, 0.95), 1e-7)}
+    assert {group["is_expert_parallel"] for group in groups} == ({False} if ranks == 1 else {False, True})
+
+
+def test_an_optimizer_that_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(ours: Path, *flags: str) -> str:
+        capsys.readouterr()
+        assert exported(ours, tmp_path / "back", *flags) == 2 and not (tmp_path / "back").exists()
+        return capsys.readouterr().err
+
+    ranks = ("--expert-model-parallel-size", "2")
+    assert convert(with_optimizer(tmp_path / "theirs"), tmp_path / "ours") == 0
+    assert "--expert-model-parallel-size N, or add --no-optim" in said(tmp_path / "ours")
+    assert "--expert-model-parallel-size 0: must be at least 1" in said(tmp_path / "ours", *ranks[:1], "0")
+    assert "weights alone fit any number" in said(tmp_path / "ours", *ranks, "--no-optim")
+    assert "--dtype: the optimizer's main weights" in said(tmp_path / "ours", *ranks, "--dtype", "fp32")
+    without = {**SETTINGS, "adam_beta2": None, "adam_eps": None}
+    assert convert(with_optimizer(tmp_path / "fewer theirs", without), tmp_path / "fewer") == 0
+    assert "config.json has no adam_beta2 and no adam_eps" in said(tmp_path / "fewer", *ranks)
+    assert exported(tmp_path / "fewer", tmp_path / "back", "--no-optim") == 0
+
+
 LATENT = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
