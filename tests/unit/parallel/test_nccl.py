@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,13 @@ def begin_some(recorder: bool) -> tuple[Any, ...]:
         dist.all_reduce(torch.ones(4, 2), group=whole)
     dist.barrier()
     work = dist.all_reduce(torch.ones(5), group=whole, async_op=True) if dist.get_rank() == 1 else None
+    deadline = time.monotonic() + 60.0
     with mock.patch.object(bindings, "_dump_nccl_trace_json", dump, create=True):
-        mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
+        while True:
+            mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
+            if not recorder or mine.ended == 3 or time.monotonic() > deadline:  # a thread of torch's records ends
+                break
+            time.sleep(0.01)
     dist.barrier()
     if work is None:
         dist.all_reduce(torch.ones(5), group=whole)
