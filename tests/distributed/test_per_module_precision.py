@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import precision_cases as cases
+from tests.helpers import engines
 
 ALL = {"keep_fp32": ("*",), "fp32_residual_connection": True}
 SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.mlp.experts", "output_layer", "softmax")}
@@ -61,7 +62,7 @@ OTHERS = {
 
 
 @pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", engines.cases(OTHERS, both=["four ranks", "further predictions over stages"]))
 def test_other_models_and_schedules_of_which_all_is_kept_are_fp32_too(gloo, case):
     ranks, base, flags = OTHERS[case]
     fp32 = gloo.run(ranks, cases.trained, run=cases.run_of(base, **flags))[0]
@@ -100,7 +101,7 @@ def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained,
 
 
 @pytest.mark.claim("--fp32-residual-connection keeps the residual stream in fp32 at every boundary.")
-@pytest.mark.parametrize("layout", ["one rank", "TP2, SP", "PP2", "EP2"])
+@pytest.mark.parametrize("layout", engines.cases(["one rank", "TP2, SP", "PP2", "EP2"], both=["TP2, SP"]))
 def test_the_fp32_residual_is_fp32_at_every_boundary_and_holds_more_than_bf16_can(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
     for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
@@ -127,7 +128,13 @@ def test_the_fp32_residual_is_the_sum_of_its_branches_to_the_last_bit(gloo):
 
 
 @pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
-@pytest.mark.parametrize("layout", ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"])
+@pytest.mark.parametrize(
+    "layout",
+    engines.cases(
+        ["one rank", "DP2", "DP2, distributed optimizer", "TP2, SP", "PP2", "EP2"],
+        both=["DP2, distributed optimizer", "EP2"],
+    ),
+)
 def test_gradients_accumulate_and_reduce_in_bf16_but_for_kept_weights(trained, layout):
     flags = {"bf16": True, "grad_reduce_in_bf16": True, "keep_fp32": ("norms", "decoder.layers.1", "output_layer")}
     kept = ("decoder.layers.1.", "output_layer")
@@ -155,7 +162,10 @@ def test_an_overflow_in_a_kept_weight_skips_the_step_and_its_gradient_is_unscale
 
 
 @pytest.mark.claim("--eval-in-fp32 gives the loss of an fp32 model with the same weights.")
-@pytest.mark.parametrize("layout", ["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    engines.cases(["one rank", "TP2, SP", "PP2", "EP2", "DP2, distributed optimizer"], both=["one rank", "PP2"]),
+)
 def test_evaluation_in_fp32_has_the_loss_of_an_fp32_model_of_the_same_weights(gloo, layout):
     ranks, sizes = cases.LAYOUTS[layout]
     for keep in (None, ("norms", "decoder.layers.3", "embedding")):

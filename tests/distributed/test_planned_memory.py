@@ -83,8 +83,25 @@ COPIES = [
     "DP2 x EP2, ZeRO 3",
     "PP2, interleaved",
 ]
-ONCE = [(layout, "native") for layout in LAYOUTS]
-CASES = engines.cases([*ONCE, *((layout, "fp32") for layout in COPIES)], both=ONCE)
+# With either engine: each way of cutting a model, and what makes an engine keep other tensors.
+EITHER = [
+    "one rank, fp32",
+    "one rank, everything recomputed",
+    "one rank, outputs recomputed",
+    "one rank, multi-token prediction",
+    "DP2, distributed optimizer",
+    "TP2, sequence parallel",
+    "CP2",
+    "EP2, all-gather",
+    "EP2, FP8 experts",
+    "DP2 x EP2, ZeRO 3",
+    "DP4, ZeRO++",
+    "PP2, interleaved",
+]
+CASES = engines.cases(
+    [*((layout, "native") for layout in LAYOUTS), *((layout, "fp32") for layout in COPIES)],
+    both=[(layout, "native") for layout in EITHER],
+)
 
 
 @pytest.mark.claim("A plan's memory is that of a real step, to 3 %.")

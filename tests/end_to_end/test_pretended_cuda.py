@@ -88,6 +88,7 @@ def verified(folder: Path, *flags: str) -> str:
 
 
 @pytest.mark.claim("On CUDA tools/verify_resume.py compares bits of runs with --deterministic-mode alone.")
+@pytest.mark.one_engine
 def test_a_deterministic_run_records_its_settings_and_is_replayed_to_the_bit(tmp_path):
     output, _ = trained([*CUDA, "--deterministic-mode", "--save-interval", "1"], tmp_path, 2)
     assert "deterministic mode: " in output and "NCCL_ALGO=Ring" in output

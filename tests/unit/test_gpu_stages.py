@@ -41,6 +41,7 @@ def dry_run(out: Path, *flags: str, module: str = "stages", code: str = "") -> t
 
 @pytest.mark.claim("`make gpu DRY=1` runs every stage of the verification on a GPU, with the device imagined.")
 @pytest.mark.slow
+@pytest.mark.one_engine
 def test_a_dry_run_of_all_stages_is_green_and_says_what_it_does_not_show(tmp_path):
     status, said, found = dry_run(tmp_path)
     assert status == 0, said
@@ -67,7 +68,6 @@ experts.weighted_swiglu = lambda gate_up, probs: right(gate_up, probs * 1.02)
 """
 
 
-@pytest.mark.one_engine
 def test_a_wrong_operator_fails_its_stage_and_the_run(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3", module="operators", code=WRONG_SWIGLU)
     assert status == 1 and found["stages"][0]["status"] == "fail", said
