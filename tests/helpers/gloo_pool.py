@@ -260,6 +260,11 @@ def _clean_up() -> None:
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    try:  # what auxiliary losses are logged in, which has the number of layers of its first model
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker as forget_losses
+    except ImportError:  # before 0.19
+        forget_losses = moe_utils.get_moe_layer_wise_logging_tracker().clear
+    forget_losses()
     # The engine hooks closures over its DDP wrapper into autograd nodes, a cycle that Python's collector cannot see; it
     # would keep the model and its process groups, with their threads.
     for thing in gc.get_objects():
