@@ -86,7 +86,7 @@ def written(name: str, folder: str) -> dict[str, Any]:
         key: states[weight]["exp_avg"].clone() for key, weight in model.named_parameters() if weight in states
     }
     _save(engine, Path(folder), STEPS)
-    found["steps"].append(engine.step(batch(STEPS)))
+    found["steps"] += [engine.step(batch(step)) for step in (STEPS, STEPS + 1)]
     return found
 
 
@@ -139,10 +139,11 @@ def loaded(name: str, folder: str) -> Tensor:
     return logits_of(model)
 
 
-def went_on(name: str, folder: str, expert_ranks: int) -> tuple[float, float, float]:
-    """Load a step with its optimizer into the engine's distributed one, as Megatron-LM does, and train the next step.
+def went_on(name: str, folder: str, expert_ranks: int) -> list[tuple[float, float, float]]:
+    """Load a step with its optimizer into the engine's distributed one, as Megatron-LM does, and train two steps.
 
-    The global batch is spread over the ranks of the case, and so are the experts.
+    The second tells what the first one's update was. The global batch is spread over the ranks of the case, and so are
+    the experts.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -166,11 +167,13 @@ def went_on(name: str, folder: str, expert_ranks: int) -> tuple[float, float, fl
     schedule.use_checkpoint_opt_param_scheduler, schedule.override_opt_param_scheduler = False, True
     schedule.load_state_dict(common["opt_param_scheduler"])
     assert schedule.num_steps == STEPS * BATCH
-    rows = batch(STEPS).chunk(expert_ranks)[dist.get_rank()]
-    loss, norm, rate = engine.step(rows)
-    mean = torch.tensor(loss)
-    dist.all_reduce(mean)
-    return float(mean) / expert_ranks, norm, rate
+    steps = []
+    for number in (STEPS, STEPS + 1):
+        loss, norm, rate = engine.step(batch(number).chunk(expert_ranks)[dist.get_rank()])
+        mean = torch.tensor(loss)
+        dist.all_reduce(mean)
+        steps.append((float(mean) / expert_ranks, norm, rate))
+    return steps
 
 
 def continued(name: str, folder: str) -> tuple[float, float, float]:

@@ -55,8 +55,8 @@ HEAD = """# What is verified, and where
 Written by `python -m tests.helpers.verification` from the markers on the tests; `make check` compares. Each row is a
 claim and the tests that hold it.
 
-- **engines**: "both" are the megatron-core releases that are tested, {engines}; "one" stands where no release has a
-  part in what is claimed, and `.ci/run` tests it with the default Python alone.
+- **engines**: "both" are the megatron-core releases that are tested, {engines}; "one" that `.ci/run` tests it
+  with the default Python's alone, for the reasons in CONTRIBUTING.md.
 - **CPU**: "yes" means that the tests run on a CPU, with gloo where they need several ranks.
 - **GPU**: "not verified" means that no test of the claim was run on a GPU. Code for CUDA, NCCL and Transformer Engine
   is there, and so are the Dockerfile and the GPU examples; none of it counts as verified until a row says so.

@@ -105,7 +105,8 @@ def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gl
     )
     step = back / f"iter_{megatron.STEPS:07d}"
     for found in gloo.run(ranks, megatron.went_on, name=saved["name"], folder=str(step), expert_ranks=ranks):
-        assert found == pytest.approx(saved["steps"][megatron.STEPS], rel=1e-5)
+        for step_there, meant in zip(found, saved["steps"][megatron.STEPS :], strict=True):
+            assert step_there == pytest.approx(meant, rel=1e-5)
     again = saved["folder"] / f"once more, {ranks}"
     convert("megatron", "native", back, again)
     assert unequal(tensors(again / step.name), tensors(saved["step"])) == []
