@@ -96,10 +96,10 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
     if continued is None:
         return found
     sharding = {"param_state_sharding_type": _CONTENT["distrib_optim_sharding_type"]}
-    values = optimizer.plain_values(run, continued.updates)
-    parts = [values[0], values[1]] if 0 in values else [values]  # the second is that of experts
-    parts = [{**part, **sharding} for part in parts]
-    own = dict(enumerate(parts)) if continued.experts_apart and len(parts) > 1 else parts[0]
+    plain = optimizer.plain_values(run, continued.updates)
+    groups = [plain[0], plain[1]] if 0 in plain else [plain]  # the second has the experts
+    parts = {number: {**one, **sharding} for number, one in enumerate(groups)}
+    own = parts if continued.experts_apart and len(parts) > 1 else parts[0]
     return {**found, "optimizer": own, "opt_param_scheduler": _scheduler(continued)}
 
 
