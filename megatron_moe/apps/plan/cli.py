@@ -101,8 +101,6 @@ def _traceable(run: Run) -> Run:
         changes["moe_expert_backend"] = "grouped_mm"
     if run.precision.fp8_format is not None:
         say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
-    if run.moe.overlap_moe_expert_parallel_comm:
-        say("--overlap-moe-expert-parallel-comm: keeps activations of one more micro-batch, which are not in the plan")
     if changes:
         words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not True)
         say(f"planned with {words}: parameters and traffic are the same, memory and speed of other kernels are not")

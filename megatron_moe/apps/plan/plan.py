@@ -139,8 +139,10 @@ def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[in
     """Return the peak bytes of activations, and the largest number of passes that wait for their backward pass."""
     stages = run.parallel.pipeline_model_parallel_size
     live = peak = waiting = most_waiting = 0
+    ahead = run.moe.overlap_moe_expert_parallel_comm
     # After the first rounds the schedule repeats itself.
-    for is_forward, number in schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages)):
+    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages), ahead)
+    for is_forward, number in passes:
         chunk = trace.chunks[number]
         if is_forward:
             peak = max(peak, live + chunk.forward_peak)
@@ -152,15 +154,18 @@ def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[in
     return peak, most_waiting
 
 
-def schedule(chunks: int, stages: int, stage: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
+def schedule(
+    chunks: int, stages: int, stage: int, micro_batches: int, ahead: bool = False
+) -> Iterator[tuple[bool, int]]:
     """Yield the passes of one stage in the engine's order: (is it a forward pass, of which chunk).
 
     With one chunk per stage there are as many forward passes as stages follow, then one forward and one backward pass
-    in turn. With several, `stages` micro-batches at a time go through the chunks.
+    in turn. With several, `stages` micro-batches at a time go through the chunks. With `ahead` there is one more
+    forward pass first, so that a forward and a backward pass that run at a time do not wait for one another.
     """
     total = chunks * micro_batches
     warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    warm_up = min(warm_up, total)
+    warm_up = min(warm_up + ahead, total)
 
     def chunk(index: int) -> int:
         return index % (stages * chunks) // stages
