@@ -177,7 +177,7 @@ def _data_files(folder: str, inside: list[str]) -> list[str]:
     if len(splits) > 1:
         _refuse_splits(folder, [f"{name or 'others'}: {paths[0]}" for name, paths in sorted(splits.items())])
     if len(data) < len(inside):
-        note(f"preprocess_data.py: {folder}: {len(data)} data files are read, {len(inside) - len(data)} others are not")
+        note(f"{folder}: {len(data)} data files are read, {len(inside) - len(data)} others are not")
     return data
 
 

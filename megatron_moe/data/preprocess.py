@@ -65,6 +65,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     _check_keys(options, files)
     work = WorkFolder(options.output_prefix)
     command = _command(options, files)
+    work.sweep()
     if not (work.holds(command) and work.publishing):
         _refuse_existing(options)
     work.path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,12 @@ class WorkFolder:
         )
         self._lock: IO[str] | None = None
 
+    def sweep(self) -> None:
+        """Remove what a command left that was killed after its last file was in its place."""
+        shutil.rmtree(self._done, ignore_errors=True)
+
     def __enter__(self) -> WorkFolder:
-        if self._done.exists():
-            shutil.rmtree(self._done)
+        self.sweep()
         for folder in (self.parts, self.whole):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,7 +132,7 @@ class WorkFolder:
             seen[key] = seen.get(key, 0) + 1
             places.append(self.parts / f"{key}-{seen[key]}")
         if self._plan.exists() and _read(self._plan) != [place.name for place in places]:
-            note(f"preprocess_data.py: the input has changed: what {self.path} has of it is done again")
+            note(f"the input has changed: what {self.path} has of it is done again")
             self.restart()
         wanted = set(places)
         others = [path for path in self.parts.iterdir() if path not in wanted]
@@ -214,7 +217,7 @@ def _locked(path: Path, how: int) -> IO[str]:
         file.close()
         raise ConfigError(f"{path.parent}: another process is writing this output; wait for it") from error
     except OSError as error:
-        note(f"preprocess_data.py: {path} cannot be locked ({error.strerror}): start this command only once at a time")
+        note(f"{path} cannot be locked ({error.strerror}): start this command only once at a time")
     return file
 
 
