@@ -98,7 +98,11 @@ def parser() -> argparse.ArgumentParser:
         help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
     )
     tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
-    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
+    _add_training_flags(p.add_argument_group("training a SentencePiece tokenizer on the input first"))
+    return p
+
+
+def _add_training_flags(training: argparse._ArgumentGroup) -> None:
     training.add_argument(
         "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
     )
@@ -106,7 +110,6 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
     )
     training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
-    return p
 
 
 def main(argv: list[str]) -> int:

@@ -59,7 +59,7 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
-class Contents:
+class TokenContents:
     """What a sidecar says of the tokens: bounds of the ids, and the records that became no documents by reason."""
 
     min_id: int
@@ -71,7 +71,7 @@ def write_dataset(
     aside: Path,
     sources: Sequence[TokenSource],
     dtype: numpy.dtype,
-    about: tuple[TokenizerFacts, Contents] | None,
+    about: tuple[TokenizerFacts, TokenContents] | None,
     *,
     consume: bool = False,
     advance: Callable[[int], object] = lambda _: None,

@@ -34,7 +34,7 @@ class BadRecord(Exception):
 
 
 @dataclass(frozen=True)
-class Record:
+class InputRecord:
     """A line, a row, or a text.
 
     Attributes:
@@ -62,7 +62,7 @@ def as_texts(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
+def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the records of a span, good and bad. A text file is one document with the key "text".
 
     Bad are empty and cut files, damaged compression, UTF-16, invalid UTF-8, lines that are no JSON object, missing
@@ -70,19 +70,19 @@ def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
     """
     kind = kind_of(span.path)
     if span.size == 0:
-        yield Record(1, 0, b"", [], BadRecord("empty file", "the file is empty"))
+        yield InputRecord(1, 0, b"", [], BadRecord("empty file", "the file is empty"))
     elif kind not in (LINES, TEXT):
         yield from _rows(span, keys)
     elif (other := _other_encoding(span.path)) is not None:
         if span.start == 0:
-            yield Record(1, 0, b"", [], other)
+            yield InputRecord(1, 0, b"", [], other)
     elif kind == TEXT:
         yield _whole_text(span.path)
     else:
         yield from _lines(span, keys)
 
 
-def line_number(span: Span, record: Record) -> int:
+def line_number(span: Span, record: InputRecord) -> int:
     """Return the number of a record's line in its file, from 1, where the record knows it in its span."""
     number = record.number + (record.bad.lines_before if record.bad is not None else 0)
     left = span.start
@@ -119,7 +119,7 @@ def _other_encoding(path: str) -> BadRecord | None:
     return BadRecord(name, f"the file is {name}; convert it: iconv -f {name} -t UTF-8")
 
 
-def _whole_text(path: str) -> Record:
+def _whole_text(path: str) -> InputRecord:
     content = b""
     try:
         with opened(path) as file:
@@ -127,11 +127,11 @@ def _whole_text(path: str) -> Record:
         text = _decoded(content.removeprefix(_BOM), content.startswith(_BOM) * len(_BOM), whole_file=True)
         if not text:
             raise BadRecord("empty text", "the text is empty")
-        return Record(1, 0, content, [text])
+        return InputRecord(1, 0, content, [text])
     except BadRecord as bad:
-        return Record(1, 0, content, [], bad)
+        return InputRecord(1, 0, content, [], bad)
     except Exception as error:
-        return Record(1, 0, content, [], _damaged(error))
+        return InputRecord(1, 0, content, [], _damaged(error))
 
 
 def _damaged(error: Exception) -> BadRecord:
@@ -142,7 +142,7 @@ def _damaged(error: Exception) -> BadRecord:
     return BadRecord(reason, f"the file is {reason.split()[0]} ({error})")
 
 
-def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
+def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the lines that begin in a span. A line across its start belongs to the span before."""
     number = 0
     with opened(span.path) as file:
@@ -156,17 +156,17 @@ def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
             try:
                 line = file.readline()
             except Exception as error:
-                yield Record(number, offset, b"", [], _damaged(error))
+                yield InputRecord(number, offset, b"", [], _damaged(error))
                 return
             if not line:
                 if offset == 0:
-                    yield Record(number, 0, b"", [], BadRecord("empty file", "the file is empty"))
+                    yield InputRecord(number, 0, b"", [], BadRecord("empty file", "the file is empty"))
                 return
             yield _record_of_line(line, number, offset, keys)
             offset += len(line)
 
 
-def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]) -> Record:
+def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]) -> InputRecord:
     content = line.rstrip(b"\r\n")
     begins = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
     try:
@@ -181,9 +181,9 @@ def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]
             raise BadRecord("invalid JSON", f"no valid JSON ({error})") from None
         if not isinstance(found, dict):
             raise BadRecord("not an object", f"a JSON object is expected, this is a {type(found).__name__}")
-        return Record(number, offset, content, _values(found, keys))
+        return InputRecord(number, offset, content, _values(found, keys))
     except BadRecord as bad:
-        return Record(number, offset, content, [], bad)
+        return InputRecord(number, offset, content, [], bad)
 
 
 def _decoded(content: bytes, offset: int, *, whole_file: bool = False) -> str:
@@ -225,7 +225,7 @@ def _refuse_lone_surrogates(value: str, key: str) -> None:
 # ---- tables
 
 
-def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
+def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     import pyarrow
 
     number = 0
@@ -240,10 +240,10 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[Record]:
         if isinstance(error, OSError) and error.errno:  # of the system; the library's own have no number
             raise
         problem = f"the file is damaged ({str(error).splitlines()[0]})"
-        yield Record(number + 1, None, b"", [], BadRecord("damaged file", problem))
+        yield InputRecord(number + 1, None, b"", [], BadRecord("damaged file", problem))
         return
     if number == 0:
-        yield Record(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
+        yield InputRecord(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
 
 
 def _batches(path: str, keys: tuple[str, ...]) -> Generator[Any, None, None]:
@@ -284,11 +284,11 @@ def _cell(value: Any) -> Any:
         return error
 
 
-def _record_of_row(row: dict[str, Any], number: int, keys: tuple[str, ...]) -> Record:
+def _record_of_row(row: dict[str, Any], number: int, keys: tuple[str, ...]) -> InputRecord:
     try:
         for key, value in row.items():
             if isinstance(value, UnicodeDecodeError):
                 raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")
-        return Record(number, None, b"", _values(row, keys))
+        return InputRecord(number, None, b"", _values(row, keys))
     except BadRecord as bad:
-        return Record(number, None, repr(row)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace"), [], bad)
+        return InputRecord(number, None, repr(row)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace"), [], bad)

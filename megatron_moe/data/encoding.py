@@ -22,7 +22,7 @@ import numpy
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.documents import BadRecord, Record, as_texts, line_number, read_span
+from megatron_moe.data.documents import BadRecord, InputRecord, as_texts, line_number, read_span
 from megatron_moe.data.index_file import token_dtype
 from megatron_moe.data.inputs import Shard, Span
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -94,7 +94,7 @@ def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
 
 
 @dataclass
-class Piece:
+class DocumentPiece:
     """Every `num_pieces`-th document of a part, for one key, while it is written."""
 
     tokens: HashingFile
@@ -154,7 +154,7 @@ class Encoder:
             keys = range(len(self.options.json_keys))
             names = [[f"{key}.{piece}" for piece in range(self.options.num_pieces)] for key in keys]
             pieces = [
-                [Piece(file(f"{name}.bin"), file(f"{name}.lengths"), file(f"{name}.counts")) for name in row]
+                [DocumentPiece(file(f"{name}.bin"), file(f"{name}.lengths"), file(f"{name}.counts")) for name in row]
                 for row in names
             ]
             rejects = file(PART_REJECTS)
@@ -171,7 +171,9 @@ class Encoder:
         }
         write_json(folder / PART_FACTS, facts)
 
-    def _encode(self, span: Span, number: int, pieces: list[list[Piece]], rejects: HashingFile, counts: Counts) -> None:
+    def _encode(
+        self, span: Span, number: int, pieces: list[list[DocumentPiece]], rejects: HashingFile, counts: Counts
+    ) -> None:
         """Write the documents of one span, the part's number `number`."""
         span.require_unchanged()
         counts.records.append(0)
@@ -195,7 +197,7 @@ class Encoder:
             written += 1
         span.require_unchanged()
 
-    def _documents(self, record: Record) -> list[list[list[int]]]:
+    def _documents(self, record: InputRecord) -> list[list[list[int]]]:
         """Return the sequences of ids of a record's document, for each key.
 
         A text without tokens gives no sequence, and the last sequence ends with `eod`.
@@ -216,7 +218,7 @@ class Encoder:
         return documents
 
 
-def _error(span: Span, record: Record, bad: BadRecord) -> ConfigError:
+def _error(span: Span, record: InputRecord, bad: BadRecord) -> ConfigError:
     if record.offset is None:
         place = f"row {record.number}"
     else:
@@ -224,8 +226,8 @@ def _error(span: Span, record: Record, bad: BadRecord) -> ConfigError:
     return ConfigError(f"{span.path}, {place}: {bad.problem}")
 
 
-def _reject(span_number: int, record: Record, bad: BadRecord) -> bytes:
-    """Return the line of a record in the part's rejects: span and line in the span, which are told apart later."""
+def _reject(span_number: int, record: InputRecord, bad: BadRecord) -> bytes:
+    """Return the line of a record in the part's rejects: its line is counted in the span."""
     facts = {
         "span": span_number,
         "line": record.number + bad.lines_before,

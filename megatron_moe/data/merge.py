@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.dataset_writer import Contents, TokenizerFacts, TokenSource, renames, write_dataset
+from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
 from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.data.work_folder import WorkFolder
 
@@ -123,11 +123,11 @@ def _agreeing_sidecars(prefixes: list[str]) -> list[Sidecar]:
     return found
 
 
-def _about(sidecars: list[Sidecar]) -> tuple[TokenizerFacts, Contents]:
+def _about(sidecars: list[Sidecar]) -> tuple[TokenizerFacts, TokenContents]:
     rejected: Counter[str] = Counter()
     for sidecar in sidecars:
         rejected.update(sidecar.rejected)
-    contents = Contents(min(s.min_id for s in sidecars), max(s.max_id for s in sidecars), rejected)
+    contents = TokenContents(min(s.min_id for s in sidecars), max(s.max_id for s in sidecars), rejected)
     return TokenizerFacts(**{name: getattr(sidecars[0], name) for name in _SAME}), contents
 
 

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.dataset_writer import Contents, TokenizerFacts, TokenSource, renames, write_dataset
+from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
 from megatron_moe.data.documents import as_texts, line_number, read_span
 from megatron_moe.data.encoding import PART_REJECTS, SKIP, STOP, PreprocessOptions, tokenizer_of
 from megatron_moe.data.index_file import Sidecar, read_sidecar, token_dtype
@@ -200,7 +200,7 @@ def _texts(options: PreprocessOptions, files: list[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Part:
+class FinishedPart:
     """A finished part: its shard, its folder, and what its `part.json` says."""
 
     shard: Shard
@@ -263,7 +263,7 @@ def _finished_parts(
     planned: Sequence[tuple[Shard, Path]],
     tokenizer: Tokenizer,
     progress: _Progress,
-) -> list[Part]:
+) -> list[FinishedPart]:
     """Return the parts of all shards, after writing those that are not there yet."""
     read = partial(work.facts, itemsize=token_dtype(tokenizer.vocab_size).itemsize)
     todo = []
@@ -281,13 +281,13 @@ def _finished_parts(
         for shard, place in write_parts(options, todo, work.workers_lock):
             progress.add(shard, read(place) or {})
     progress.check()
-    return [Part(shard, place, read(place) or {}) for shard, place in planned]
+    return [FinishedPart(shard, place, read(place) or {}) for shard, place in planned]
 
 
 # ---- from parts to datasets
 
 
-def _join(options: PreprocessOptions, work: WorkFolder, parts: list[Part], tokenizer: Tokenizer) -> None:
+def _join(options: PreprocessOptions, work: WorkFolder, parts: list[FinishedPart], tokenizer: Tokenizer) -> None:
     """Put the datasets and the list of rejects together, and rename them to their places."""
     dtype = token_dtype(tokenizer.vocab_size)
     about = TokenizerFacts(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, options.append_eod)
@@ -296,7 +296,7 @@ def _join(options: PreprocessOptions, work: WorkFolder, parts: list[Part], token
     pairs = []
     for key, prefix in enumerate(options.prefixes):
         pieces = [piece for part in parts for piece in part.facts["pieces"][key] if piece["num_documents"]]
-        contents = Contents(
+        contents = TokenContents(
             min((piece["min_id"] for piece in pieces), default=0),
             max((piece["max_id"] for piece in pieces), default=0),
             rejected,
@@ -313,7 +313,7 @@ def _join(options: PreprocessOptions, work: WorkFolder, parts: list[Part], token
     work.publish(pairs, older)
 
 
-def _in_order(parts: list[Part], key: int, num_pieces: int, itemsize: int) -> list[TokenSource]:
+def _in_order(parts: list[FinishedPart], key: int, num_pieces: int, itemsize: int) -> list[TokenSource]:
     """Return the pieces by partition: document i of all belongs to partition i modulo the number of partitions."""
     sources = []
     for partition in range(num_pieces):
@@ -345,7 +345,7 @@ def _numbers(path: str, total: int) -> numpy.ndarray:
     return numbers
 
 
-def _write_rejects(parts: list[Part], target: Path) -> None:
+def _write_rejects(parts: list[FinishedPart], target: Path) -> None:
     """Join the rejects of all parts, with the file of each and the line in the file."""
     before = 0
     with new_file(target) as out:

@@ -137,9 +137,7 @@ class WorkFolder:
         wanted = set(places)
         others = [path for path in self.parts.iterdir() if path not in wanted]
         if stale := [path for path in others if (path / PART_FACTS).exists() and "." not in path.name]:
-            note(
-                f"preprocess_data.py: {len(stale)} parts in {self.path} are of input that has changed, and are removed"
-            )
+            note(f"{self.path}: {len(stale)} parts are of input that has changed, and are removed")
         for path in others:
             shutil.rmtree(path)
         return places

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.documents import Record, read_span
+from megatron_moe.data.documents import InputRecord, read_span
 from megatron_moe.data.inputs import LARGEST_SHARD, SMALLEST_SHARD, Span, find_inputs, plan_shards
 from tests.helpers.odd_texts import line, packed_by_zstd
 
@@ -24,7 +24,7 @@ TEXTS = [f"text {i} é" for i in range(50)]
 LINES = b"\n".join(map(line, TEXTS)) + b"\n"
 
 
-def records(path: Path, keys: tuple[str, ...] = ("text",)) -> list[Record]:
+def records(path: Path, keys: tuple[str, ...] = ("text",)) -> list[InputRecord]:
     return [record for shard in plan_shards([str(path)]) for span in shard for record in read_span(span, keys)]
 
 
