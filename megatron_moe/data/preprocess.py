@@ -62,7 +62,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
     files = find_inputs(options.input, refuse_empty=options.on_bad_line == STOP)
     if not files:
         raise ConfigError("--input names no files")
-    _check_keys(options, files)
+    _check_files(options, files)
     work = WorkFolder(options.output_prefix)
     command = _command(options, files)
     work.sweep()
@@ -129,7 +129,12 @@ def _check_options(options: PreprocessOptions) -> None:
         )
 
 
-def _check_keys(options: PreprocessOptions, files: list[str]) -> None:
+def _check_files(options: PreprocessOptions, files: list[str]) -> None:
+    written = {os.path.realpath(prefix + suffix) for prefix in options.prefixes for suffix in (".bin", ".idx", ".json")}
+    written.add(os.path.realpath(rejects_path(options.output_prefix)))
+    for path in files:
+        if os.path.realpath(path) in written:
+            raise ConfigError(f"--input: {path} is what this command writes; put --output-prefix into another folder")
     if options.json_keys == ("text",):
         return
     for path in files:

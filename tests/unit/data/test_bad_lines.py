@@ -100,6 +100,16 @@ def test_too_large_a_share_of_bad_lines_stops_the_work(
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_what_the_command_itself_wrote_is_no_input(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(line("good") + b"\nbad\n")
+    run(tmp_path, tmp_path / "out", **SKIP)
+    for path in sorted(tmp_path.glob("out*"))[::-1]:
+        with pytest.raises(ConfigError, match=r"is what this command writes"):
+            run(tmp_path, tmp_path / "out", overwrite=True, **SKIP)
+        path.unlink()
+    run(tmp_path, tmp_path / "out", **SKIP)
+
+
 def test_an_input_without_any_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"bad\n\n")
     with pytest.raises(ConfigError, match="no document"):
