@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -283,8 +284,9 @@ def _finished_parts(
                 if work.assembling:
                     raise RunFault(f"{place} is damaged; remove {work.path} and start over")
                 shutil.rmtree(place)
-        for shard, place in write_parts(options, todo, work.workers_lock):
-            progress.add(shard, read(place) or {})
+        with closing(write_parts(options, todo, work.workers_lock)) as written:
+            for shard, place in written:
+                progress.add(shard, read(place) or {})
     progress.check()
     return [FinishedPart(shard, place, read(place) or {}) for shard, place in planned]
 

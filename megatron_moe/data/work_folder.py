@@ -56,8 +56,11 @@ class WorkFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.path.exists() and not any(self.parts.iterdir()):
-            self.remove()
+        if self.path.exists():
+            for unfinished in self.parts.glob("*.*"):  # of workers that were ended
+                shutil.rmtree(unfinished)
+            if not any(self.parts.iterdir()):
+                self.remove()
         if self._lock is not None:
             self._lock.close()
 

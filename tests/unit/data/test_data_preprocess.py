@@ -151,6 +151,16 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert not [file for file in still_open if file.startswith(str(tmp_path))]
 
 
+def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 3000))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"bad\n" + b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS * 20))
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: "):
+        run([str(source)], tmp_path / "out", workers=2)
+    parts = tmp_path / ".out.parts" / "parts"
+    assert not [path.name for path in (parts.iterdir() if parts.exists() else ()) if "." in path.name]
+
+
 def test_invalid_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"one\ntwo\nthr\xffee\n")
     with pytest.raises(ConfigError, match=r"t\.txt, line 3: invalid UTF-8, byte 0xff at offset 11"):

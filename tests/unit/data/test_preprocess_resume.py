@@ -25,7 +25,7 @@ from megatron_moe.data.merge import merge
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from tests.helpers.odd_texts import line, write_odd_texts
 
-pytestmark = pytest.mark.one_engine
+pytestmark = [pytest.mark.one_engine, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
 ROOT = Path(__file__).parents[3]
 
