@@ -17,7 +17,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -269,7 +269,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive."""
+    """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive.
+
+    `rejected` has the number of records that became no documents, by reason; the file has it where there are some.
+    """
 
     format: int
     tokens: int
@@ -286,10 +289,14 @@ class Sidecar:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
+    rejected: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of the file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        values = dataclasses.asdict(self)
+        if not self.rejected:
+            del values["rejected"]
+        return json.dumps(values, indent=1) + "\n"
 
 
 def sidecar_path(prefix: str) -> str:
@@ -315,7 +322,8 @@ def read_sidecar(prefix: str) -> Sidecar | None:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{path}: format {found!r}, this version reads {FORMAT}; {advice}")
-    kinds = {"int": int, "str": str, "bool": bool}
+    values.setdefault("rejected", {})
+    kinds = {"int": int, "str": str, "bool": bool, "dict[str, int]": dict}
     for f in dataclasses.fields(Sidecar):
         if f.name not in values:
             raise ConfigError(f"{path}: {f.name} is missing; {advice}")
