@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.sentencepiece_file import SentencePieceModel
@@ -23,6 +23,9 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
+
+if TYPE_CHECKING:
+    import tokenizers
 
 JSON, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 TEMPLATE = "chat_template.jinja"
@@ -93,6 +96,7 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
     if unknown := sorted(draft.roles.keys() - known.keys()):
         notes.append(f"{', '.join(unknown)} of {SETTINGS} name no token of {JSON} and are left out")
     settings: dict[str, Any] = {
+        "model_input_names": ["input_ids", "attention_mask"],  # the models know no types of tokens
         **draft.said,
         **known,
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -107,7 +111,7 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
             "add_special_tokens=False to have the ids that the model was trained on"
         )
     ids = {role: model.token_to_id(token) for role, token in known.items()}
-    if ids["eos_token"] != tokenizer.eod or ids.get("bos_token") != tokenizer.bos:
+    if ids.get("eos_token") != tokenizer.eod or ids.get("bos_token") != tokenizer.bos:
         raise ConfigError(
             f"{tokenizer.name}: {JSON} has eos_token {ids['eos_token']} and bos_token {ids.get('bos_token')}, training "
             f"{tokenizer.eod} and {tokenizer.bos}; --no-tokenizer exports the model without a tokenizer"
@@ -132,17 +136,11 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
     if isinstance(tokenizer, SentencePieceTokenizer):
         assert file is not None
         content = file.read_bytes()
-        pieces = SentencePieceModel.parse(content)
-        names = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
-        roles = {role: pieces.pieces[i][0] for role, i in names.items() if i is not None}
-        return _Draft(pieces.library_tokenizer().to_str().encode(), roles, others={PIECES: content})
-    if isinstance(tokenizer, GPT2BPETokenizer):
-        end = tokenizer.library_tokenizer().id_to_token(tokenizer.eod)
-        return _Draft(tokenizer.library_tokenizer().to_str().encode(), dict.fromkeys(("eos_token", "bos_token"), end))
-    if isinstance(tokenizer, RankedTokenizer):
+        model = SentencePieceModel.parse(content).library_tokenizer()
+        return _Draft(model.to_str().encode(), _roles(tokenizer, model), others={PIECES: content})
+    if isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
         model = tokenizer.library_tokenizer()
-        ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
-        return _Draft(model.to_str().encode(), {role: model.id_to_token(i) for role, i in ids.items() if i is not None})
+        return _Draft(model.to_str().encode(), _roles(tokenizer, model))
     return _of_bytes() if isinstance(tokenizer, ByteTokenizer) else None
 
 
@@ -154,13 +152,17 @@ def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
         if (file.parent / name).is_file():
             said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
     roles = {role: _token(said[role]) for role in _ROLES if said.get(role) is not None}
-    model = tokenizer.library_tokenizer()
-    roles["eos_token"] = model.id_to_token(tokenizer.eod)
-    if tokenizer.bos is not None:
-        roles["bos_token"] = model.id_to_token(tokenizer.bos)
+    roles |= _roles(tokenizer, tokenizer.library_tokenizer())
     template = file.parent / TEMPLATE
     others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
     return _Draft(file.read_bytes(), roles, {key: said[key] for key in _KEPT if key in said}, others)
+
+
+def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
+    """Return the tokens that end and begin a document, as a tokenizer of the library writes them."""
+    ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
+    tokens = {role: model.id_to_token(i) for role, i in ids.items() if i is not None}
+    return {role: token for role, token in tokens.items() if token is not None}
 
 
 def _token(entry: Any) -> str:
