@@ -103,13 +103,14 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
+    content = draft.content
     if model.encode("a").ids != model.encode("a", add_special_tokens=False).ids:
-        # transformers 5 then makes a post-processor of its own; before, the one of the file counts.
-        settings |= {"add_bos_token": False, "add_eos_token": False}
+        content = json_bytes({**json.loads(content), "post_processor": None})
         notes.append(
-            f"{JSON} adds special tokens to a text, training here did not; before transformers 5, encode with "
-            "add_special_tokens=False to have the ids that the model was trained on"
+            f"{JSON} is written without its post-processor, which adds special tokens to every text; training here "
+            "adds none, unless the data was made with --tokenizer-hf-include-special-tokens"
         )
+        model = tokenizers.Tokenizer.from_str(content.decode())
     ids = {role: model.token_to_id(token) for role, token in known.items()}
     if ids.get("eos_token") != tokenizer.eod or ids.get("bos_token") != tokenizer.bos:
         raise ConfigError(
@@ -118,7 +119,7 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
         )
     texts = [*_TEXTS, *_texts_of_vocabulary(tokenizer)]
     _require_same_ids(tokenizer, model, texts)
-    contents = {JSON: draft.content, SETTINGS: json_bytes(settings), **draft.others}
+    contents = {JSON: content, SETTINGS: json_bytes(settings), **draft.others}
     return TransformersFiles(
         contents, tokenizer.eod, tokenizer.bos, ids.get("pad_token"), tuple(notes), texts=len(texts)
     )
@@ -145,7 +146,7 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
 
 
 def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
-    """Return the tokenizer.json byte for byte, with the settings of its folder that do not change its ids."""
+    """Return the tokenizer.json as it is, with the settings of its folder that do not change its ids."""
     file = path / JSON if path.is_dir() else path
     said: dict[str, Any] = {}
     for name in ("special_tokens_map.json", SETTINGS):
@@ -198,7 +199,7 @@ def _require_same_ids(tokenizer: Tokenizer, model: Any, texts: list[str]) -> Non
     for text in texts:
         ids = tokenizer.tokenize(text)
         back = tokenizer.detokenize(ids)
-        if model.encode(text, add_special_tokens=False).ids != ids or (back == text and model.decode(ids) != text):
+        if model.encode(text).ids != ids or (back == text and model.decode(ids) != text):
             raise ConfigError(
                 f"{tokenizer.name}: transformers would read {text[:60]!r} as other tokens, or write it otherwise, than "
                 "the tokenizer of the training; --no-tokenizer exports the model without a tokenizer"

@@ -25,6 +25,7 @@ from megatron_moe.data.transformers_files import JSON, PIECES, SETTINGS, TEMPLAT
 from megatron_moe.io.hashing import FileEntry
 
 GENERATION = "generation_config.json"
+_NULL = "NullTokenizer"
 _VOCABULARIES = (JSON, PIECES, KIMI_FILE, "vocab.json")
 _TOKENIZER_FILES = {
     *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -79,10 +80,11 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
     if not given and names & set(_VOCABULARIES):
         _require_trained_with(step, trained_with, came, config)
         return AS_IT_CAME
+    imported = state.get(origin.FOLDER) is not None
+    if not given and imported and trained_with.get("type", _NULL) == _NULL:
+        note = "no tokenizer is written: the model came without one; --tokenizer-type and its files name one"
+        return ExportedTokenizer("none: the model came without one", notes=(note,))
     if not given and not trained_with:
-        if state.get(origin.FOLDER) is not None:
-            note = "no tokenizer is written: the model came without one; --tokenizer-type and its files name one"
-            return ExportedTokenizer("none: the model came without one", notes=(note,))
         raise ConfigError(
             f"--tokenizer-type is missing: --load {step} does not say which tokenizer its model has; name it with its "
             "files, e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or write none: --no-tokenizer"
@@ -139,7 +141,7 @@ def _require_trained_with(
 ) -> None:
     """Check that a model that was trained here on texts was so with the tokenizer that came with it."""
     wanted = trained_with.get("sha256")
-    if wanted is None or trained_with.get("type") == "NullTokenizer":
+    if wanted is None or trained_with.get("type") == _NULL:
         return
     found = {came[name]["sha256"] for name in (JSON, PIECES) if name in came}
     if {"vocab.json", "merges.txt"} <= came.keys():

@@ -60,7 +60,8 @@ def summary(errors: Iterable[dict[str, float]]) -> dict[str, Any]:
 def quantization_config(family: Family, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
-    The code of DeepSeek's models knows which matrices stay as they are; others are told so by name.
+    The code of DeepSeek's models knows which matrices stay as they are; for others
+    they are named.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",

@@ -128,7 +128,7 @@ def _data(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 def _parameters(pieces: Iterable[Piece], routed: float | None) -> int:
     """Return the number of parameters; routed: the share of the routed experts that are counted, None for all."""
     total = 0.0
-    for piece in pieces:
+    for piece in (piece for piece in pieces if not piece.fp32):  # the router's bias is no parameter
         count = sum(map(elements, piece.transform.hf_shapes))
         is_routed = ".mlp.experts." in piece.key
         total += count * routed if routed is not None and is_routed else count
