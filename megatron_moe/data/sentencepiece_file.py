@@ -72,9 +72,9 @@ class SentencePieceModel:
 
         if self.model_type not in (UNIGRAM, BPE) or self.space_after_words or not self.escape_whitespaces:
             raise ConfigError(
-                "the tokenizers library reads SentencePiece models of the types unigram and bpe with a space before a "
-                f"word; this one has type {self.model_type}, space after words {self.space_after_words}, spaces "
-                f"escaped {self.escape_whitespaces}"
+                f"--tokenizer-type SentencePieceTokenizer: the model is of type {self.model_type}, space after words "
+                f"{self.space_after_words}, spaces escaped {self.escape_whitespaces}; the tokenizers library, by which "
+                "transformers reads it, has the types 1 and 2 (unigram and bpe) with an escaped space before a word"
             )
         result = tokenizers.Tokenizer(self._model())
         result.normalizer = self._normalizer()

@@ -100,9 +100,10 @@ def tokenizer_of_step(
     tokenizer = build_tokenizer(data, vocab_size)
     if wanted not in (None, tokenizer.sha256):
         files = " with ".join(str(getattr(data, name)) for name in fields) or tokenizer.name
+        flags = " ".join(f"{all_fields()[name].flag} PATH" for name in fields)
         raise ConfigError(
             f"{where}: was trained with another tokenizer than {files} is now (SHA-256 {wanted[:12]}..., now "
-            f"{tokenizer.sha256[:12]}...); name the right one with --tokenizer-type and its files"
+            f"{tokenizer.sha256[:12]}...); name the right one: --tokenizer-type {trained_with.get('type')} {flags}"
         )
     return tokenizer, data
 

@@ -9,8 +9,6 @@ from typing import Any
 from megatron_moe import __version__
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.families import Family
-from megatron_moe.hf.mapping import Piece
-from megatron_moe.hf.transforms import elements
 
 NAME = "README.md"
 NAME_OF_THE_FIRST = "README_base_model.md"
@@ -36,7 +34,6 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32, do_sample=Fal
 def model_card(
     run: Run,
     family: Family,
-    pieces: Iterable[Piece],
     dtype: str,
     config: Mapping[str, Any],
     state: Mapping[str, Any],
@@ -45,12 +42,12 @@ def model_card(
     """Return a model card in Markdown.
 
     Args:
-        run: the model. pieces: its tensors.
+        run: the model, with its vocabulary.
         dtype: the dtype of the weights as they are written, in words.
         config: the settings of the step, by field. state: its state.
         tokenizer: the tokenizer in words; "none: ..." where the folder has none.
     """
-    name = f"{family.architecture}, {_count(_parameters(pieces, None))} parameters"
+    name = f"{family.architecture}, {_count(run.derived.parameter_count(run.model.vocab_size or 0))} parameters"
     tags = ("megatron_moe", "mixture-of-experts", family.name)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     front += [*(f"- {tag}" for tag in tags), "---"]
@@ -62,7 +59,7 @@ def model_card(
         "what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for its "
         "authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
         "## Model",
-        _table(_model_rows(run, family, list(pieces), dtype, tokenizer)),
+        _table(_model_rows(run, family, dtype, tokenizer)),
         "## Training",
         _table(_training_rows(config, state)),
         loading,
@@ -70,14 +67,14 @@ def model_card(
     return "\n\n".join(parts)
 
 
-def _model_rows(run: Run, family: Family, pieces: list[Piece], dtype: str, tokenizer: str) -> list[tuple[str, str]]:
+def _model_rows(run: Run, family: Family, dtype: str, tokenizer: str) -> list[tuple[str, str]]:
     model, moe = run.model, run.moe
-    routed = moe.moe_router_topk / moe.num_experts if moe.num_experts else 1.0
+    rows_of_tokens = model.vocab_size or 0
     shared = moe.moe_shared_expert_intermediate_size
     rows = [
         ("architecture", f"{family.architecture} (`{family.model_types[0]}`)"),
-        ("parameters", f"{_parameters(pieces, None):,}"),
-        ("parameters used for a token", f"{_parameters(pieces, routed):,}"),
+        ("parameters", f"{run.derived.parameter_count(rows_of_tokens):,}"),
+        ("parameters used for a token", f"{run.derived.active_parameter_count(rows_of_tokens):,}"),
         ("dtype of the weights", dtype),
         ("layers", f"{model.num_layers}, of which {sum(run.derived.moe_layer_pattern)} with experts"),
         ("hidden size", f"{model.hidden_size}"),
@@ -123,16 +120,6 @@ def _data(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         digest = (parts.get(".bin") or {}).get("sha256")
         files.append(f"`{Path(prefix).name}`" + (f" (SHA-256 {digest})" if digest else ""))
     return ", ".join(files) or "not known"
-
-
-def _parameters(pieces: Iterable[Piece], routed: float | None) -> int:
-    """Return the number of parameters; routed: the share of the routed experts that are counted, None for all."""
-    total = 0.0
-    for piece in (piece for piece in pieces if not piece.fp32):  # the router's bias is no parameter
-        count = sum(map(elements, piece.transform.hf_shapes))
-        is_routed = ".mlp.experts." in piece.key
-        total += count * routed if routed is not None and is_routed else count
-    return round(total)
 
 
 def _count(number: int) -> str:

@@ -196,7 +196,7 @@ class ToHF(Conversion):
             return {}
         config = folder.read_json(self.source / folder.CONFIG)
         words = self._dtype_words()
-        card = model_card(self.run, self.family, self.table.pieces, words, config, self.state, self.tokenizer.words)
+        card = model_card(self.run, self.family, words, config, self.state, self.tokenizer.words)
         return {CARD: card.encode()}
 
     def _changed(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
