@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+import yaml
 
 from megatron_moe.apps import generate
 from megatron_moe.apps.convert import cli
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
 from tests.helpers import tiny_models
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
 TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}  # naïve\n" for i in range(60)]
 PROMPT = "def area_7(width"
 NEW = 12
@@ -91,6 +96,37 @@ def theirs(folder: Path) -> tuple[str, Any, Any]:
     return tokenizer.decode(made[0], skip_special_tokens=True), tokenizer, model
 
 
+def loglikelihoods(logits_of: Callable[[torch.Tensor], torch.Tensor], tokenizer: Any) -> list[float]:
+    """The log-likelihood of every choice of the example's task, cut from its text as lm-evaluation-harness does."""
+    task = yaml.safe_load((EXAMPLE / "python_lines.yaml").read_text())
+    assert (task["output_type"], task["doc_to_text"], task["doc_to_choice"]) == (
+        "multiple_choice", "{{code}}", "{{choices}}",
+    )  # fmt: skip
+    found = []
+    for line in (EXAMPLE.parents[1] / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines():
+        row = json.loads(line)
+        assert len(row["choices"]) > row[task["doc_to_target"]] >= 0
+        for choice in row["choices"]:
+            ids = tokenizer(row["code"] + choice)["input_ids"]
+            start = len(tokenizer(row["code"].rstrip())["input_ids"])
+            scores = logits_of(torch.tensor([ids])).float().log_softmax(-1)
+            found.append(sum(float(scores[0, at - 1, ids[at]]) for at in range(start, len(ids))))
+    return found
+
+
+def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
+    def places(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.arange(tokens.shape[1]).unsqueeze(0)
+
+    with torch.no_grad():
+        theirs = loglikelihoods(lambda tokens: model(tokens).logits, tokenizer)
+        with opened(locate(run)) as found:
+            here = loglikelihoods(
+                lambda tokens: found.model(tokens, places(tokens), None)[..., : found.vocab_size], tokenizer
+            )
+    assert len(here) > 10 and here == pytest.approx(theirs, abs=1e-4)
+
+
 @pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
 @pytest.mark.parametrize("kind", MADE)
 def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys, tmp_path, kind):
@@ -114,6 +150,7 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
     assert str(tmp_path) not in card  # what is published names no folder of this machine
     if kind == "HuggingFaceTokenizer":
         assert (folder / "chat_template.jinja").read_bytes() == (file / "chat_template.jinja").read_bytes()
+        same_loglikelihoods(tmp_path / "run", tokenizer, model)
         assert tokenizer.pad_token == "<pad>" and "auto_map" not in (folder / "tokenizer_config.json").read_text()
     if kind == "SentencePieceTokenizer":
         assert (folder / "tokenizer.model").read_bytes() == file.read_bytes()
