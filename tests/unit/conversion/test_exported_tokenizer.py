@@ -25,6 +25,7 @@ pytestmark = pytest.mark.one_engine
 
 ROOT = Path(__file__).resolve().parents[3]
 BYTES = {"type": "ByteTokenizer", "sha256": ByteTokenizer.sha256, "eod": 256, "bos": None}
+MADE_UP = {"type": "NullTokenizer", "sha256": "0" * 64, "eod": 299, "bos": None}
 IMPORTED = {"family": "deepseek-v3", "copies": [], "dropped": []}
 
 
@@ -83,7 +84,7 @@ def test_made_up_tokens_have_an_end_and_no_tokenizer(tmp_path):
 def test_what_came_with_a_model_goes_out_again_unless_it_was_trained_with_another(tmp_path):
     came, other = words(tmp_path / "came.json", "a", "b"), words(tmp_path / "other.json", "b", "a")
     files = {"tokenizer.json": came.read_bytes(), "tokenizer_config.json": b"{}", "LICENSE": b"free"}
-    for name, trained_with in {"converted": {}, "same": facts(came), "made up": {"type": "NullTokenizer"}}.items():
+    for name, trained_with in {"converted": {}, "same": facts(came), "made up": MADE_UP}.items():
         step = a_step(tmp_path / name, trained_with, files, imported=True)
         assert exported_tokenizer(step, {}, False) is AS_IT_CAME, name
     step = a_step(tmp_path / "other", facts(other), files, imported=True, tokenizer_model=str(other))
