@@ -15,9 +15,9 @@ from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
-from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder
+from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
 from megatron_moe.data.tokenizers import (
     REPLACEMENT,
     Tokenizer,
@@ -173,17 +173,8 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
             "--tokenizer-type and --tokenizer-model"
         )
     config = folder.read_json(source.path / folder.CONFIG)
-    named = {name: config[name] for name in TOKENIZER_FIELDS if name in config}
-    tokenizer = build_tokenizer(schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data, vocab_size)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
-    if trained_with.get("sha256", tokenizer.sha256) != tokenizer.sha256:
-        files = " with ".join(str(named[name]) for name in TOKENIZER_FILES[tokenizer.name])
-        raise ConfigError(
-            f"--load {source.path}: was trained with another tokenizer than {files} is now (SHA-256 "
-            f"{trained_with['sha256'][:12]}..., now {tokenizer.sha256[:12]}...); name the right one with "
-            "--tokenizer-type and its files"
-        )
-    return tokenizer
+    return tokenizer_of_step(config, trained_with, {}, vocab_size or 0, f"--load {source.path}")[0]
 
 
 def _is_native(source: ModelSource) -> bool:

@@ -146,6 +146,31 @@ def find_step(
     return None, []
 
 
+def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Path, list[str]] | None:
+    """Return the step that a path and `--ckpt-step` name, and notes; None for a folder that is no checkpoint.
+
+    Args:
+        path: a run's folder, or one step of it.
+        flag: the flag that named the path, for messages.
+
+    Raises:
+        ConfigError: there is no such folder or step, or none is sound.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no such folder")
+    name = path.absolute().name
+    is_step = _STEP.fullmatch(name) is not None and (path / STATE).exists()
+    if not (is_step or steps(path) or (path / OWNER).exists() or (path / LATEST).exists()):
+        return None
+    root, wanted = (path.absolute().parent, int(name[5:])) if is_step else (path, ckpt_step)
+    if is_step and ckpt_step not in (None, wanted):
+        raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
+    step, notes = find_step(root, wanted)
+    if step is None:
+        raise ConfigError(f"{flag} {path}: has no step yet")
+    return step, notes
+
+
 def is_of_megatron(step: Path) -> bool:
     """Return whether a folder is one step of Megatron-LM's: it has tensors, and none of the small files of ours."""
     if not step.is_dir() or any((step / name).exists() for name in (MANIFEST, STATE, CONFIG)):

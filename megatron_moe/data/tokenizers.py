@@ -122,6 +122,10 @@ class _LibraryTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(ids, self.vocab_size, self._model.decode)
 
+    def library_tokenizer(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer of the tokenizers library."""
+        return self._model
+
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer of a `tokenizer.json` file of the tokenizers library, or of a folder that contains one.

@@ -28,7 +28,6 @@ from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Shape
 
-_STEP = re.compile(r"iter_\d{7,}", re.ASCII)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OPTIMIZER = "optimizer."
 _COMPANIONS = f"{origin.FOLDER}/"
@@ -93,16 +92,9 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
     Raises:
         ConfigError: the folder is none of these, or damaged.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder")
-    is_step = _STEP.fullmatch(path.absolute().name) and (path / folder.STATE).exists()
-    if is_step or folder.steps(path) or (path / folder.OWNER).exists() or (path / folder.LATEST).exists():
-        root, wanted = (path.absolute().parent, int(path.absolute().name[5:])) if is_step else (path, ckpt_step)
-        if is_step and ckpt_step not in (None, wanted):
-            raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
-        step, notes = folder.find_step(root, wanted)
-        if step is None:
-            raise ConfigError(f"{flag} {path}: has no step yet")
+    found = folder.step_of(path, ckpt_step, flag)
+    if found is not None:
+        step, notes = found
         return _native(step, family, tuple(notes))
     if not (path / "config.json").exists():
         raise ConfigError(

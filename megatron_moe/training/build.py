@@ -91,7 +91,12 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
         splits=splits,
         vocab_size=planned.vocab_size,
         padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
-        tokenizer={"type": planned.tokenizer.name, "sha256": planned.tokenizer.sha256},
+        tokenizer={
+            "type": planned.tokenizer.name,
+            "sha256": planned.tokenizer.sha256,
+            "eod": planned.tokenizer.eod,
+            "bos": planned.tokenizer.bos,
+        },
         data=planned.data,
         reporter=reporter,
         guard=built.guard,
