@@ -105,6 +105,11 @@ class HFFolder:
         """
         return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every tensor except the scales of weights in fp8, in the order of files and bytes."""
+        scales = set(self.scales.values())
+        return {name: stored.shape for name, stored in self.tensors.items() if name not in scales}
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors as they are stored."""

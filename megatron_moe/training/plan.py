@@ -14,7 +14,7 @@ from megatron_moe.data.checks import check_data
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
-from megatron_moe.hf.importing import Import, plan_import
+from megatron_moe.hf.import_plan import Import, plan_import
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 
 
