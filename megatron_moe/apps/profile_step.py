@@ -9,7 +9,6 @@ station whose operation it is the backward of: autograd numbers both alike. The 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.profiler import profile
 
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.schema import Run, replace
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Profile what the flags name, and return the exit status."""
-    return run_program("profile_step.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
+    return run_program("profile_step.py", _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
         if (number := getattr(flags, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {number}: it has to be at least 1")
     require_writable("--trace", flags.trace)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world_size = launched_world()
     run = with_made_up_data(cli.parse(rest, filled_in, world_size))
     rules.check(run, world_size)
     profiler = profiled(run, flags.profile_warmup, flags.profile_steps)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import yaml
 from megatron_moe.config import deepspeed, megatron_defaults, megatron_flags, schema
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
+from megatron_moe.config.launch import rank_that_prints
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules.ignored import as_megatron_reads
 from megatron_moe.config.schema import Run
@@ -192,7 +192,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if rank_that_prints() == 0:
             super().print_help(file)
 
 

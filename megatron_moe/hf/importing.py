@@ -22,7 +22,7 @@ from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, p
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.import_plan import Import
-from megatron_moe.hf.mapping import Piece
+from megatron_moe.hf.mapping import Mapping, Piece
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
 from megatron_moe.model.fully_sharded import local

@@ -22,6 +22,7 @@ from megatron_moe import platform
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
 from megatron_moe.hf.source import Block, ModelSource
@@ -102,7 +103,7 @@ def opened(
     """
     if dist.is_initialized():
         raise RuntimeError("a checkpoint is opened in a process that is in no process group")
-    if groups.launched_world()[1] != 1:
+    if launched_world()[1] != 1:
         raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
     run = one_process(source.run, dtype, layers)
     _require_memory(source, run, gradients, working_bytes)

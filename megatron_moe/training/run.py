@@ -14,6 +14,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.kernels import compiled
@@ -89,7 +90,7 @@ def recorded(run: Run) -> list[dict[str, Any]]:
 
 def _check(run: Run, audit: StepAudit | None) -> None:
     """Refuse what cannot work, by the flags alone."""
-    rules.check(run, int(os.environ.get("WORLD_SIZE", "1")))
+    rules.check(run, launched_world()[1])
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
             "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
