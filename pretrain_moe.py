@@ -19,7 +19,6 @@ from megatron_moe.hf import architecture
 from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
-from megatron_moe.training.plan import check_start
 from megatron_moe.training.signals import die_with_launcher
 
 
@@ -39,8 +38,10 @@ def _main(argv: list[str]) -> int:
                 say(_asked_for(run, world_size))
             return DONE
         rules.check(run, world_size)
+        from megatron_moe.training.plan import check_start
+
         check_start(run, world_size)
-        # Not before the flags are right: loading torch and the engine takes seconds.
+        # Not before flags and files are right: loading torch and the engine takes seconds.
         from megatron_moe.training.run import pretrain
 
         if run.precision.audit_precision:

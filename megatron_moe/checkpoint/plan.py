@@ -110,15 +110,15 @@ def _require_other_start(run: Run, root: Path) -> None:
     The command of a run that goes on after each restart names the folder of its own steps, which is empty at first.
     """
     options = run.checkpoint
-    demands = [name for name in ("exit_on_missing_checkpoint", "finetune") if getattr(options, name)]
+    demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
+    demands += ["--finetune"] if options.finetune else []
     own = options.save is not None and Path(options.save).resolve() == root.resolve()
     if not demands and (own or options.load_hf is not None):
         return
     there = "holds no checkpoint" if root.exists() else "does not exist"
-    flags = " and ".join(f"--{name.replace('_', '-')}" for name in demands)
     works = "to start afresh, leave out --load, or name this folder in --save, too"
     if own:
-        works = f"leave out {flags} to start afresh"
+        works = f"leave out {' and '.join(demands)} to start afresh"
     raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
 
 

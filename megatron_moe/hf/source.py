@@ -23,6 +23,7 @@ from megatron_moe.hf.families import FAMILIES, Family, family_of, family_of_run
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.hf.transforms import Shape
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 if TYPE_CHECKING:  # what a folder is, is found out before torch is loaded
     from torch import Tensor
@@ -93,7 +94,8 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
         ConfigError: the folder is none of these, or damaged.
     """
     if not path.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder")
+        hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
+        raise ConfigError(f"{flag} {path}: there is no such folder{hub}")
     is_step = _STEP.fullmatch(path.absolute().name) and (path / folder.STATE).exists()
     if is_step or folder.steps(path) or (path / folder.OWNER).exists() or (path / folder.LATEST).exists():
         root, wanted = (path.absolute().parent, int(path.absolute().name[5:])) if is_step else (path, ckpt_step)

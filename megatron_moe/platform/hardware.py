@@ -18,9 +18,6 @@ import torch
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import devices, host, optional_libraries
 
-# The kinds of machine; the first is the one of large runs.
-DEVICE_KINDS = ("cuda", "cpu")
-
 
 @dataclass(frozen=True)
 class _Imagined:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+# The kinds of machine; the first is the one of large runs.
+DEVICE_KINDS = ("cuda", "cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILES = (Path("/dev"), "nvidia[0-9]*")
 # Other ways to a GPU: of WSL, of a Jetson, and of AMD, whose devices torch calls cuda, too.

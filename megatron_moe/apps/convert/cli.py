@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
@@ -25,7 +27,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="convert_checkpoint.py",
         description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
         "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
@@ -83,6 +85,8 @@ def _main(argv: list[str]) -> int:
     args, words = parser().parse_known_args(argv)
     _check_flags(args)
     args.given = _given(args, words)
+    if not Path(args.load).is_dir():  # the same for all kinds, before torch is loaded
+        locate(Path(args.load))
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
@@ -198,7 +202,6 @@ def _planned(args: argparse.Namespace) -> Any:
     from megatron_moe.apps.convert.to_hf import ToHF
     from megatron_moe.apps.convert.to_native import ToNative
     from megatron_moe.hf.folder import HFFolder
-    from megatron_moe.hf.source import locate
 
     dtype = None if args.dtype is None else certificate.DTYPES[args.dtype]
     options = ConversionOptions(dtype, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
@@ -249,7 +252,6 @@ def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -
 def _require_verifiable(args: argparse.Namespace) -> None:
     """Check that there is memory for the model, before hours of conversion."""
     from megatron_moe.apps.convert.parity import require_memory
-    from megatron_moe.hf.source import locate
 
     require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_dict, table, worst
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
@@ -17,7 +18,7 @@ from megatron_moe.report.summary import versions
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = cli.Parser(
+    p = Parser(
         prog="preflight.py",
         usage="[torchrun ...] preflight.py [--json FILE] [options] [pretrain_moe.py's flags]",
         description="Can this node, or under torchrun all nodes of a job, train? Checks software, GPUs, limits, disk, "

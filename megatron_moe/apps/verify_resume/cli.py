@@ -19,6 +19,7 @@ from megatron_moe.apps.verify_resume.replay import (
 )
 from megatron_moe.checkpoint import folder
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, build, flatten
@@ -33,7 +34,7 @@ _COMPARED = ("loss_hex", "grad_norm_hex")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="verify_resume.py",
         usage="[torchrun ...] verify_resume.py CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
         description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
