@@ -63,9 +63,9 @@ def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     for name in ("output", "grad_norms"):
         require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
+    source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     if not Path(flags.tokens).is_file():
         raise ConfigError(f"--tokens {flags.tokens}: is no file; give a safetensors file with {_INPUT} [B, S]")
-    source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     from megatron_moe.hf.opened import opened
     from megatron_moe.hf.trace import trace, working_bytes
 

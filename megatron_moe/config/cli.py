@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
-from megatron_moe.config.command_line import Formatter, Parser
+from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
 from megatron_moe.config.presets import PRESETS
@@ -258,8 +258,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
 class _Converter:
     """A conversion by `from_text` for one field, in the form that argparse needs.
 
-    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours. Our parser's
-    `error` would then repeat the flag, so it is removed from the message.
+    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours.
     """
 
     def __init__(self, field: Field) -> None:
@@ -269,7 +268,7 @@ class _Converter:
         try:
             return from_text(self.field, text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(self.field.flag).strip()) from None
+            raise argparse.ArgumentTypeError(f"{WHOLE_MESSAGE}{error}") from None
 
 
 def _help(field: Field) -> str:

@@ -14,6 +14,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import FREE_TEXT, suggestion
 from megatron_moe.config.launch import rank_that_prints
 
+WHOLE_MESSAGE = "\0"
+"""What begins an error of a conversion that names its flag: argparse puts the flag before each."""
 _SWITCH_WORDS = frozenset("true false on off yes no 1 0".split())
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 _PASTED_FLAG = re.compile(rf"-*[{_DASHES}][-{_DASHES}]*[\w.][^\s]*")
@@ -44,7 +46,8 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        before, _, whole = message.partition(WHOLE_MESSAGE)
+        raise ConfigError(whole or before.removeprefix("argument "))
 
     def print_help(self, file: Any = None) -> None:
         if rank_that_prints() == 0:
@@ -61,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         if extra:
             flag = extra[0].partition("=")[0]
             if megatron_flags.is_flag(extra[0]):
-                raise ConfigError(f"unknown flag {flag}{suggestion(flag, self._option_string_actions)}")
+                raise ConfigError(f"unknown flag {flag}{suggestion(flag, self._every_option())}")
             raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
         return found
 
@@ -95,6 +98,14 @@ class Parser(argparse.ArgumentParser):
             if action.dest in typed and not isinstance(action, argparse._AppendAction):
                 raise ConfigError(f"{typed[action.dest]}, {shown}: is given twice; keep one")
             typed[action.dest] = shown
+
+    def _every_option(self) -> list[str]:
+        """Return the options of this parser and of its commands."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [option for parser in action.choices.values() for option in parser._option_string_actions]
+        return found
 
     def _options_of(self, dest: str) -> list[str]:
         return [option for action in self._actions if action.dest == dest for option in action.option_strings]

@@ -12,8 +12,9 @@ from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import check_data
+from megatron_moe.data.checks import check_data, require_sequence
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
+from megatron_moe.data.sources import SPLITS, read_sources
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.hf.import_plan import Import, plan_import
@@ -85,8 +86,15 @@ def check_start(run: Run, world_size: int) -> None:
         raise ConfigError(
             "--distributed-backend nccl: needs a CUDA device and this machine has none; leave the flag out or use gloo"
         )
+    require_profiler(run, has_gpu=not host.cannot_have_a_gpu(os.environ))
     planned = plan_run(run, deep=False)
     _require_room(run, planned.vocab_size, world_size)
+
+
+def require_profiler(run: Run, *, has_gpu: bool) -> None:
+    """Refuse CUDA's profiler without a GPU."""
+    if run.logging.profile and not run.logging.use_pytorch_profiler and not has_gpu:
+        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
 
 
 def _require_room(run: Run, vocab_size: int, world_size: int) -> None:
@@ -133,6 +141,8 @@ def plan_run(run: Run, *, deep: bool | None = None) -> RunPlan:
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size)  # refused here where it does not fit
     data_notes = check_data(run, tokenizer, deep=deep)
+    if evaluates_test_split(run):
+        require_sequence(read_sources(run.data), SPLITS.index("test"), run.model.seq_length)
     data = data_fingerprint(run, deep=deep)
     if deep is not False:
         data_notes += same_data_notes(run, data, start_from)

@@ -28,7 +28,7 @@ from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.garbage import collector_off
 from megatron_moe.training.loop import StepAudit, agreed_stop, train
-from megatron_moe.training.plan import evaluates_test_split, plan_run
+from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.trainer import Trainer
 
@@ -97,8 +97,7 @@ def _check(run: Run, audit: StepAudit | None) -> None:
             "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
-    if run.logging.profile and not run.logging.use_pytorch_profiler and not platform.has_cuda():
-        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
+    require_profiler(run, has_gpu=platform.has_cuda())
     if run.training.deterministic_mode:
         switches.deterministic_environment()
 

@@ -123,7 +123,7 @@ TEXTS = {
     "truth.yaml": "bf16: 1\n",
     "negative.yaml": "lr: -0.1\n",
     "range.yaml": "num_layers: 0\n",
-    "ds_unknown.json": '{"train_micro_batch_size": 1, "zero_optimzation": {"stage": 1}}',
+    "ds_unknown.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimzation": {"stage": 1}}',
 }
 
 
@@ -189,7 +189,10 @@ def test_the_scripts_do_the_same(program, files, tmp_path):
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ("--preset tiny --mock-data --vocab-size 1000 --expert-model-parallel-size 4", ["--expert-model-parallel-size"]),
+        (
+            "--preset tiny --mock-data --vocab-size 1000 --expert-model-parallel-size 4",
+            ["--expert-model-parallel-size"],
+        ),
         ("--preset tiny --tokenizer-type ByteTokenizer --data-path nowhere", ["--data-path nowhere"]),
     ],
 )
