@@ -13,6 +13,7 @@ import signal
 import sys
 
 from megatron_moe.config import cli, rules
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
 from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
@@ -24,12 +25,12 @@ from megatron_moe.training.signals import die_with_launcher
 def main(argv: list[str]) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
     die_with_launcher()
-    return run_program("pretrain_moe.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
+    return run_program("pretrain_moe.py", _main, argv)
 
 
 def _main(argv: list[str]) -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        rank, world_size = launched_world()
         run = cli.parse(argv, architecture.filled_in, world_size)
         if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
@@ -37,7 +38,10 @@ def _main(argv: list[str]) -> int:
                 say(_asked_for(run, world_size))
             return DONE
         rules.check(run, world_size)
-        # Not before the flags are right: loading torch and the engine takes seconds.
+        from megatron_moe.training.plan import check_start
+
+        check_start(run, world_size)
+        # Not before flags and files are right: loading torch and the engine takes seconds.
         from megatron_moe.training.run import pretrain
 
         if run.precision.audit_precision:
@@ -48,7 +52,7 @@ def _main(argv: list[str]) -> int:
             pretrain(run)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if rank == 0:
+        if rank_that_prints() == 0:
             note("pretrain_moe.py: interrupted")
         # Leaving in good order would wait for ranks that are gone.
         sys.stdout.flush()

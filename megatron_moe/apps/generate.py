@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
@@ -22,18 +22,18 @@ from megatron_moe.data.tokenizers import (
     REPLACEMENT,
     Tokenizer,
 )
-from megatron_moe.hf.opened import Opened, opened
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
-from megatron_moe.model.generate import Sampling
-from megatron_moe.model.key_value_cache import continuation, numbers_per_token
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
+    from megatron_moe.hf.opened import Opened
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="generate.py",
         description="Generate text from a checkpoint, for a quick look: one process, one prompt after the other, a "
         "key-value cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
@@ -99,7 +99,11 @@ def _main(argv: list[str]) -> int:
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
         note(f"generate.py: {text}")
-    dtype = _DTYPES[flags.dtype]
+    import torch
+
+    from megatron_moe.hf.opened import opened
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
     with opened(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
@@ -117,6 +121,8 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
         new: tokens to generate.
         width: bytes of a number of the model.
     """
+    from megatron_moe.model.key_value_cache import numbers_per_token
+
     cache = (prompt + new) * numbers_per_token(run) * width
     vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
     # Logits as computed and in fp32; within a layer, a few tensors of the widest kind.
@@ -125,6 +131,8 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
+    if not Path(flags.load).is_dir():
+        locate(Path(flags.load))  # the mistake to report first
     if not flags.prompts:
         raise ConfigError("--prompt is missing: give a text to continue, or a file that holds one (--prompt-file)")
     if flags.max_new_tokens < 1:
@@ -222,6 +230,9 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 def _continue(
     found: Opened, tokenizer: Tokenizer, prompt: str, prompt_ids: Sequence[int], flags: argparse.Namespace
 ) -> None:
+    from megatron_moe.model.generate import Sampling
+    from megatron_moe.model.key_value_cache import continuation
+
     stream = TextStream(tokenizer, prompt_ids)
     tokens = continuation(
         found.model,

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.megatron_flags import groups, parts, table, translate
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
@@ -44,7 +45,7 @@ _ANSWERED = frozenset(
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one flag per field of `PreprocessOptions`."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="preprocess_data.py",
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,

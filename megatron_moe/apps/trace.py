@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.safetensors_file import StreamedFile
 from megatron_moe.hf.source import ModelSource, locate
-from megatron_moe.hf.tensors import layout_of, write_tensor
-from megatron_moe.hf.trace import Trace, trace, working_bytes
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
+
+if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
+    from torch import Tensor
+
+    from megatron_moe.hf.trace import Trace
 
 _INPUT = "input_ids"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="trace_forward.py",
         description="Run a checkpoint in fp32 on given tokens and write what it computed, to compare two "
         "implementations. One process, on this machine's device.",
@@ -65,6 +64,11 @@ def _main(argv: list[str]) -> int:
     for name in ("output", "grad_norms"):
         require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
+    if not Path(flags.tokens).is_file():
+        raise ConfigError(f"--tokens {flags.tokens}: is no file; give a safetensors file with {_INPUT} [B, S]")
+    from megatron_moe.hf.opened import opened
+    from megatron_moe.hf.trace import trace, working_bytes
+
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
         note(f"trace_forward.py: {text}")
@@ -87,6 +91,9 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
     Raises:
         ConfigError: the file is not of this kind, or its tokens are not the model's.
     """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
     where = f"--tokens {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -115,6 +122,9 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
 
 
 def _write(result: Trace, path: Path, norms: str | None) -> None:
+    from megatron_moe.hf.safetensors_file import StreamedFile
+    from megatron_moe.hf.tensors import layout_of, write_tensor
+
     tensors = result.tensors()
     with written_aside(path) as aside, StreamedFile(aside, layout_of(tensors.items())) as file:
         for name, tensor in tensors.items():

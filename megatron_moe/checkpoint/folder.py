@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG = "config.json"
@@ -157,7 +158,8 @@ def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Pa
         ConfigError: there is no such folder or step, or none is sound.
     """
     if not path.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder")
+        hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
+        raise ConfigError(f"{flag} {path}: there is no such folder{hub}")
     name = path.absolute().name
     is_step = _STEP.fullmatch(name) is not None and (path / STATE).exists()
     if not (is_step or steps(path) or (path / OWNER).exists() or (path / LATEST).exists()):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from megatron_moe.config import deepspeed, megatron_defaults, megatron_flags, schema
+from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
+from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
 from megatron_moe.config.presets import PRESETS
@@ -113,6 +112,8 @@ def parse(
         SystemExit: with status 0, after printing the help.
     """
     parser = _build_parser()
+    flag_help.answer(argv, parser)
+    parser.require_sound(argv)
     options = [option for action in parser._actions for option in action.option_strings]
     translated = megatron_flags.translate(argv, options)
     if translated.problems:
@@ -126,6 +127,7 @@ def parse(
     below = _preset(preset) if preset is not None else {}
     above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    typed = {name for name in given if above[name] is not None}
     below, above = _whole_steps(below, above)
     read = deepspeed.MergedSettings({**below, **above}, (), {})
     if deepspeed_path is not None:
@@ -139,9 +141,11 @@ def parse(
         flat, of_defaults = megatron_defaults.taken(flat, closed)
     elif defaults is None and translated.notes:  # flags that Megatron-LM alone has: it is one of its commands
         of_defaults = megatron_defaults.note_of_open(flat, closed)
+    as_given = flat
     flat, ignored = as_megatron_reads(flat)
+    unchanged = (name for name in typed if flat.get(name) == as_given.get(name))
     notes = (*translated.notes, *of_defaults, *ignored, *read.notes)
-    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins)
+    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins, typed=frozenset(unchanged))
 
 
 def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
@@ -185,24 +189,6 @@ def _deepspeed_path(given: dict[str, Any]) -> str | None:
     return path or switch or None
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would print and exit: every rank parses, and one prints."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
-class _Formatter(argparse.HelpFormatter):
-    """A formatter of help in two columns as wide as the terminal, with each flag's text next to it."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
-
-
 def _build_parser() -> Parser:
     """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
@@ -214,8 +200,9 @@ def _build_parser() -> Parser:
         " --defaults. The word `none` unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
     )
+    parser.checks_words = False  # `parse` checks what was typed, not its translation
     start = parser.add_argument_group("start from")
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
     start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
@@ -271,8 +258,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
 class _Converter:
     """A conversion by `from_text` for one field, in the form that argparse needs.
 
-    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours. Our parser's
-    `error` would then repeat the flag, so it is removed from the message.
+    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours.
     """
 
     def __init__(self, field: Field) -> None:
@@ -282,7 +268,7 @@ class _Converter:
         try:
             return from_text(self.field, text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(self.field.flag).strip()) from None
+            raise argparse.ArgumentTypeError(f"{WHOLE_MESSAGE}{error}") from None
 
 
 def _help(field: Field) -> str:

@@ -18,6 +18,9 @@ from typing import Any
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 
+FREE_TEXT = frozenset({"sample_prompt", "prompts"})
+"""Names of settings whose values are prose: they may be empty, and have any dashes and quotation marks."""
+
 _NOUN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -146,6 +149,8 @@ def from_file(field: Field, value: Any, where: str) -> Any:
 
 
 def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
+    if isinstance(value, str) and not value.strip() and field.name not in FREE_TEXT:
+        raise ConfigError(f"{where}: {value!r} is empty; give a value, or leave the key out")
     for kind in field.kinds:
         if type(value) is kind:
             return _chosen(field, value, where)

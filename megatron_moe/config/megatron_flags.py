@@ -18,7 +18,7 @@ from megatron_moe.config.fields import suggestion
 
 ANSWERS = ("taken", "alias", "always", "ignored", "refused", "unknown")
 TABLE = Path(__file__).with_name("megatron_flags.tsv")
-_NUMBER = re.compile(r"-\.?\d")
+_NUMBER = re.compile(r"-(\.?\d|inf|nan)")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.index_file import Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
-from megatron_moe.data.sources import SPLITS, Sources, read_sources
+from megatron_moe.data.sources import SPLITS, Sources, flag_of, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file
 
@@ -48,7 +48,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
             "evaluation off"
         )
-    indices = {prefix: open_index(prefix) for prefix in sources.prefixes()}
+    indices = {prefix: open_index(prefix, flag_of(run.data, prefix)) for prefix in sources.prefixes()}
     _check_cache_folder(run, sources)
     sidecars = {prefix: read_sidecar(prefix) for prefix in indices}
     hash_bin = deep and within_verify_limit(run, list(indices))

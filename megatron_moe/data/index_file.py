@@ -36,6 +36,7 @@ DTYPES: dict[int, numpy.dtype] = {
 }
 SMALL_VOCABULARY = 65_500  # the format's bound for two bytes per token
 _CHUNK_TOKENS = 1 << 24
+_TEXT_ENDINGS = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst", ".arrow")
 
 
 def token_dtype(vocab_size: int) -> numpy.dtype:
@@ -84,8 +85,11 @@ class TokenIndex:
         return document, token_number - (int(ends[first - 1]) if first else 0)
 
 
-def open_index(prefix: str) -> TokenIndex:
+def open_index(prefix: str, flag: str = "") -> TokenIndex:
     """Open `PREFIX.idx` and check all of it, and the size of `PREFIX.bin`.
+
+    Args:
+        flag: the flag that names the prefix, for the message where a file is missing.
 
     Raises:
         ConfigError: a file is missing, empty, truncated, too long, or inconsistent; the message names the file and,
@@ -94,7 +98,7 @@ def open_index(prefix: str) -> TokenIndex:
     for suffix in (".idx", ".bin"):
         path = prefix + suffix
         if not os.path.isfile(path):
-            raise ConfigError(_missing(prefix, path))
+            raise ConfigError(_missing(prefix, path, flag))
         if os.path.getsize(path) == 0:
             raise ConfigError(f"{path} is empty; write the dataset again with tools/preprocess_data.py")
     path = f"{prefix}.idx"
@@ -122,13 +126,22 @@ def open_index(prefix: str) -> TokenIndex:
     return TokenIndex(prefix, dtype, lengths, documents)
 
 
-def _missing(prefix: str, path: str) -> str:
+def _missing(prefix: str, path: str, flag: str) -> str:
+    where = f"{flag} {prefix}: " if flag else ""
     hint = ""
     if prefix.endswith((".bin", ".idx")):
         hint = f"; give the prefix without the ending: {prefix[:-4]}"
     elif os.path.isfile(f"{prefix}_text_document.idx"):
         hint = f"; did you mean {prefix}_text_document?"
-    return f"data file {path} does not exist{hint}"
+    elif prefix.endswith(_TEXT_ENDINGS) or os.path.isfile(prefix):
+        stem = os.path.basename(prefix).partition(".")[0]
+        return (
+            f"{where}is text and not an indexed dataset; make one: python tools/preprocess_data.py --input {prefix} "
+            f"--output-prefix {stem} --tokenizer-type ... , then give {flag or 'the flag'} {stem}_text_document"
+        )
+    elif os.path.isdir(prefix):
+        hint = f"; {prefix} is a folder: give the path of a dataset in it, without .bin or .idx"
+    return f"{where}data file {path} does not exist{hint}"
 
 
 def _read_header(path: str) -> tuple[numpy.dtype, int, int]:

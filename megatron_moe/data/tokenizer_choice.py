@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,7 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+from megatron_moe.io.texts import is_hub_name
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -139,7 +137,7 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
         advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
-        elif _HUB_NAME.fullmatch(str(given)):
+        elif is_hub_name(str(given)):
             advice = _download(flag, str(given), needs_file)
         raise ConfigError(f"{flag} {given} does not exist; {advice}")
     if needs_file and not path.is_file():

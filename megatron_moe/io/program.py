@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
+from megatron_moe.config.launch import rank_that_prints
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
@@ -22,7 +23,7 @@ def run_program(
     *,
     interrupted: str = "interrupted",
     errors: tuple[type[Exception], ...] = (ConfigError,),
-    rank: int = 0,
+    rank: int | None = None,
 ) -> int:
     """Call `main` and return its exit status, or the one of the error that it raised.
 
@@ -30,12 +31,13 @@ def run_program(
         name: of the program, before each line.
         interrupted: what is printed after Ctrl-C.
         errors: mistakes of the user's; OSError is one for programs that fail over files alone.
-        rank: the caller's rank; rank 0 prints, for all ranks find the same error. One about a machine is printed by
-            the first rank there, too.
+        rank: the caller's rank, the launcher's where None; rank 0 prints, for all ranks find the same error. One about
+            a machine is printed by the first rank there, too.
 
     Returns:
         USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
     """
+    rank = rank_that_prints() if rank is None else rank
 
     def report(text: str, of_machine: bool = False) -> bool:
         speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")

@@ -24,7 +24,8 @@ from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
-from megatron_moe.hf.importing import Import, fill
+from megatron_moe.hf.import_plan import Import
+from megatron_moe.hf.importing import fill
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
 from megatron_moe.model.frozen import count_frozen

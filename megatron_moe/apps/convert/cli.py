@@ -13,9 +13,13 @@ from typing import Any
 
 from megatron_moe.checkpoint import folder
 from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
+from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
@@ -27,7 +31,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="convert_checkpoint.py",
         description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
         "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
@@ -88,6 +92,7 @@ def _main(argv: list[str]) -> int:
     args, words = parser().parse_known_args(argv)
     _check_flags(args)
     args.given = _given(args, words)
+    _require_source(args)
     args.exported = _tokenizer(args)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
@@ -214,6 +219,19 @@ def _size(text: str) -> int:
     return number
 
 
+def _require_source(args: argparse.Namespace) -> None:
+    """Check --load by its small files and headers, before torch is loaded."""
+    load = Path(args.load)
+    if args.origin == "hf" and load.is_dir():
+        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or folder.steps(load):
+            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
+        settings_of(HFFolder.open(load), f"--load {load}")
+    elif args.origin == "native" and (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
+        raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif args.origin == "native" or not load.is_dir():
+        locate(load, args.ckpt_step, args.family)
+
+
 def _planned(args: argparse.Namespace) -> Any:
     """Return the conversion that the flags ask for; the source's small files and headers are read."""
     from megatron_moe.apps.convert import certificate
@@ -221,8 +239,6 @@ def _planned(args: argparse.Namespace) -> Any:
     from megatron_moe.apps.convert.reshard import Reshard
     from megatron_moe.apps.convert.to_hf import ToHF
     from megatron_moe.apps.convert.to_native import ToNative
-    from megatron_moe.hf.folder import HFFolder
-    from megatron_moe.hf.source import locate
 
     fp8 = args.dtype == "fp8"
     dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
@@ -234,11 +250,7 @@ def _planned(args: argparse.Namespace) -> Any:
 
         return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
     if args.origin == "hf":
-        if (load / folder.OWNER).exists() or (load / folder.STATE).exists():
-            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         return ToNative(HFFolder.open(load), options)
-    if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
-        raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
     source = locate(load, args.ckpt_step, args.family)
     if args.target == "megatron":
         from megatron_moe.apps.convert.to_megatron import ToMegatron
@@ -274,7 +286,6 @@ def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -
 def _require_verifiable(args: argparse.Namespace) -> None:
     """Check that there is memory for the model, before hours of conversion."""
     from megatron_moe.apps.convert.parity import require_memory
-    from megatron_moe.hf.source import locate
 
     require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
 

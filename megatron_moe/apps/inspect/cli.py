@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.apps.inspect import steps
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import note, run_program, say
@@ -19,7 +20,7 @@ WELL, NOT_WELL = 0, 1
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one sub-parser per command; DIR is a folder of steps or a single iter_* folder."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="inspect_checkpoint.py",
         description="Look at checkpoints, check them, compare them, remove those that are not needed. No GPU, no "
         "process group, no model.",

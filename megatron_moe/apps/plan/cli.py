@@ -10,24 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_moe import platform
-from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked, recommended_stage
-from megatron_moe.apps.plan.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
+from megatron_moe.apps.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
 from megatron_moe.apps.plan.report import comparison_report, text_report
-from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.platform import host
 
 _logger = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = cli.Parser(
+    p = Parser(
         prog="plan.py",
         usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     p.add_argument(
         "--device",
-        choices=platform.DEVICE_KINDS,
+        choices=host.DEVICE_KINDS,
         default=Machine.device,
         help=f"device that the run is planned for (default: {Machine.device})",
     )
@@ -121,6 +120,10 @@ def _check(run: Run, world_size: int) -> None:
 
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
+    # Not before the flags are right: loading torch and the engine takes seconds.
+    from megatron_moe.apps.plan.alternatives import ranked, recommended_stage
+    from megatron_moe.apps.plan.plan import make_plan, peak_gib
+
     machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
@@ -129,7 +132,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
         mfu=flags.mfu,
         imbalance=flags.imbalance,
     )
-    known: dict[Any, RankTrace] = {}
+    known: dict[Any, Any] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)
     _logger.info("comparing recomputation, routing and layouts nearby")

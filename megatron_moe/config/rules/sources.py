@@ -184,7 +184,8 @@ def written_paths_are_writable(run: Run, world_size: int) -> None:
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         if not existing.is_dir():
             raise refuse(run, (name,), f"{existing} is a file; name a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
+        # The superuser may write everywhere, says the system, also where there are no files.
+        if not os.access(existing, os.W_OK | os.X_OK) or existing.parts[1:2] in (("proc",), ("sys",)):
             raise refuse(run, (name,), f"{existing} is not writable; name a folder that is")
 
 

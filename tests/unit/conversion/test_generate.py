@@ -14,6 +14,7 @@ from megatron_moe.apps import generate
 from megatron_moe.apps.convert import cli
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
+from megatron_moe.model import key_value_cache
 from megatron_moe.model.key_value_cache import continuation
 from tests.helpers import tiny_models
 
@@ -155,7 +156,7 @@ def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "continuation", interrupted)
+    monkeypatch.setattr(key_value_cache, "continuation", interrupted)
     assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
 
 

@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.apps.plan import tracing
-from megatron_moe.apps.plan.alternatives import legal, nearest_legal, neighbours
-from megatron_moe.apps.plan.plan import Machine, bubble_share, make_plan, schedule
+from megatron_moe.apps.plan.neighbours import Machine, legal, nearest_legal, neighbours
+from megatron_moe.apps.plan.plan import bubble_share, make_plan, schedule
 from megatron_moe.apps.plan.report import text_report
 from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic

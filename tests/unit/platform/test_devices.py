@@ -11,7 +11,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io.program import USER_ERROR, run_program
 from megatron_moe.parallel import groups
-from megatron_moe.platform import devices, hardware
+from megatron_moe.platform import hardware, host
 from megatron_moe.training.run import pretrain
 
 LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
@@ -29,8 +29,8 @@ def machine(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         for name in files:
             (tmp_path / name).touch()
-        devices._device_files.cache_clear()
-        monkeypatch.setattr(devices, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
+        host.device_files.cache_clear()
+        monkeypatch.setattr(host, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: reason is None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count if reason is None else 0)
 
@@ -40,7 +40,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "init", init)
 
     yield imitate
-    devices._device_files.cache_clear()
+    host.device_files.cache_clear()
 
 
 @pytest.mark.claim("A machine whose CUDA devices cannot be used does not train on its CPU, unless they are hidden.")

@@ -1,0 +1,125 @@
+"""The parser of every program: mistakes that can be made with any flag are found here, before a value is read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from megatron_moe.config import megatron_flags
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import FREE_TEXT, suggestion
+from megatron_moe.config.launch import rank_that_prints
+
+WHOLE_MESSAGE = "\0"
+"""What begins an error of a conversion that names its flag: argparse puts the flag before each."""
+_SWITCH_WORDS = frozenset("true false on off yes no 1 0".split())
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+_PASTED_FLAG = re.compile(rf"-*[{_DASHES}][-{_DASHES}]*[\w.][^\s]*")
+_QUOTES = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
+_SPACES = "\u00a0\u202f\u2009\u200b\ufeff"
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|-(inf|nan)$")
+
+
+class Formatter(argparse.HelpFormatter):
+    """A formatter of help in two columns as wide as the terminal, with each flag's text next to it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError where argparse would print and exit: every rank parses, and one prints.
+
+    Negative numbers may have an exponent. A flag that is given twice, an empty value, a value of a switch, and
+    characters that a web page has in place of `-` and `"` are errors.
+    """
+
+    checks_words = True
+    """Whether the words are checked here; not where they are a translation of what was typed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = _NEGATIVE_NUMBER
+
+    def error(self, message: str) -> NoReturn:
+        before, _, whole = message.partition(WHOLE_MESSAGE)
+        raise ConfigError(whole or before.removeprefix("argument "))
+
+    def print_help(self, file: Any = None) -> None:
+        if rank_that_prints() == 0:
+            super().print_help(file)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        if self.checks_words:
+            self.require_sound(words)
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            flag = extra[0].partition("=")[0]
+            if megatron_flags.is_flag(extra[0]):
+                raise ConfigError(f"unknown flag {flag}{suggestion(flag, self._every_option())}")
+            raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
+        return found
+
+    def require_sound(self, words: Sequence[str]) -> None:
+        """Check the words of a command line as far as the flags are this parser's.
+
+        Raises:
+            ConfigError: a flag is given twice, has an empty value or is a switch with a value, or was pasted.
+        """
+        typed: dict[str, str] = {}
+        for group in megatron_flags.groups(words):
+            flag, given = megatron_flags.parts(group)
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.dest in FREE_TEXT:
+                continue
+            _refuse_pasted(group)
+            if action is None:
+                continue
+            for value in given:
+                if not value.strip():
+                    raise ConfigError(
+                        f"{flag} {value!r}: is empty, as an unset variable is; give a value, or leave the flag out"
+                    )
+            if action.nargs == 0 and given and ("=" in group[0] or given[0].lower() in _SWITCH_WORDS):
+                off = [option for option in self._options_of(action.dest) if option.startswith("--no-")]
+                no = f", or {off[0]}" if off and flag not in off else ""
+                raise ConfigError(
+                    f"{flag} {given[0]}: is a switch and takes no value; write {flag}{no}, or leave it out"
+                )
+            shown = " ".join([flag, *given])
+            if action.dest in typed and not isinstance(action, argparse._AppendAction):
+                raise ConfigError(f"{typed[action.dest]}, {shown}: is given twice; keep one")
+            typed[action.dest] = shown
+
+    def _every_option(self) -> list[str]:
+        """Return the options of this parser and of its commands."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [option for parser in action.choices.values() for option in parser._option_string_actions]
+        return found
+
+    def _options_of(self, dest: str) -> list[str]:
+        return [option for action in self._actions if action.dest == dest for option in action.option_strings]
+
+
+def _refuse_pasted(words: Iterable[str]) -> None:
+    """Refuse dashes, quotation marks and spaces that web pages and word processors write."""
+    for word in words:
+        if _PASTED_FLAG.fullmatch(word):
+            plain = re.sub(rf"^[-{_DASHES}]+", "-" if word.lstrip(_DASHES + "-")[:1].isdigit() else "--", word)
+            raise ConfigError(f"{word}: begins with a dash that was pasted from a text; type {plain}")
+        if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
+            plain = "".join(letter for letter in word if letter not in _QUOTES)
+            raise ConfigError(f"{word}: has quotation marks that were pasted from a text; type '{plain}'")
+        if any(letter in _SPACES for letter in word):
+            shown = "".join(" " if letter in _SPACES else letter for letter in word)
+            raise ConfigError(f"{word!r}: has a space that was pasted from a text; type {shown}")
