@@ -231,9 +231,12 @@ def _check_is_root(root: Path) -> None:
     names = {entry.name for entry in root.iterdir()}
     ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
     if names and not ours:
+        works = "give the folder that an earlier run named with --save"
+        if "config.json" in names:
+            works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
         raise ConfigError(
             f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; "
-            "give the folder that an earlier run named with --save"
+            + works
         )
 
 

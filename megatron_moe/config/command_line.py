@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from megatron_moe.config import megatron_flags
 from megatron_moe.config.accidents import FREE_TEXT, require_expanded, require_typed
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import suggestion
+from megatron_moe.config.fields import choice_suggestion, number_meant, suggestion
 from megatron_moe.config.launch import rank_that_prints
 
 WHOLE_MESSAGE = "\0"
@@ -44,7 +44,34 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         before, _, whole = message.partition(WHOLE_MESSAGE)
-        raise ConfigError(whole or before.removeprefix("argument "))
+        text = whole or before.removeprefix("argument ")
+        flag, _, expected = text.partition(": expected ")
+        if expected in ("one argument", "at least one argument"):
+            raise ConfigError(
+                f"{flag}: needs a value, which an unset variable does not give; write {flag} VALUE, or {flag}=VALUE if "
+                "it begins with -"
+            )
+        raise ConfigError(text)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if WHOLE_MESSAGE in str(error) or not action.option_strings:
+                raise
+            shown, text = f"{action.option_strings[0]} {arg_string}", str(error.message)
+            if not text.startswith("invalid "):  # the conversion has said what is wrong, after the value
+                raise ConfigError(f"{shown}: {text.removeprefix(f'{arg_string}: ')}") from None
+            whole = action.type is int or getattr(action.type, "__name__", "") == "int"
+            noun, kind = ("a whole number", int) if whole else ("a number", float)
+            raise ConfigError(f"{shown}: not {noun}{number_meant(arg_string, (kind,))}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.option_strings and action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = choice_suggestion(str(value), known)
+            raise ConfigError(f"{action.option_strings[0]} {value}: not one of {', '.join(known)}{near}")
+        super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:
         if rank_that_prints() == 0:

@@ -124,14 +124,18 @@ def from_text(field: Field, text: str) -> Any:
             raise
         except ValueError:
             continue
-    raise ConfigError(f"{field.flag} {text}: not {_nouns(field)}{_meant(field, text) or _example(field)}")
+    raise ConfigError(f"{field.flag} {text}: not {_nouns(field)}{number_meant(text, field.kinds) or _example(field)}")
 
 
 _SUFFIXES = {"k": (1000, 1024), "m": (10**6,), "b": (10**9,), "g": (10**9,)}
 
 
-def _meant(field: Field, text: str) -> str:
-    """Return `; write 2048` for a number in another notation: 2,048, 2e3, 2.0, 4K, 10%; else an empty string."""
+def number_meant(text: str, kinds: tuple[type, ...]) -> str:
+    """Return `; write 2048` for a number in another notation: 2,048, 2e3, 2.0, 4K, 10%; else an empty string.
+
+    Args:
+        kinds: the types that the value may have; it is translated where one of them is int or float alone.
+    """
     plain = text.strip().lower()
     scales: tuple[float, ...] = (1,)
     if plain[-1:] in _SUFFIXES:
@@ -147,11 +151,11 @@ def _meant(field: Field, text: str) -> str:
         return ""
     if not all(math.isfinite(number) for number in numbers):
         return ""
-    if field.kinds == (int,):
+    if kinds == (int,):
         if not all(number.is_integer() for number in numbers):
             return ""
         numbers = [int(number) for number in numbers]
-    elif float not in field.kinds:
+    elif float not in kinds:
         return ""
     return f"; write {' or '.join(f'{number:d}' if isinstance(number, int) else f'{number:g}' for number in numbers)}"
 

@@ -42,7 +42,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     work.sweep()
     command = {"merge": [_state(prefix) for prefix in prefixes]}
     _check_output(prefixes, output_prefix, overwrite or (work.publishing and work.holds(command)))
-    indices = [open_index(prefix) for prefix in prefixes]
+    indices = [open_index(prefix, "--input") for prefix in prefixes]
     for index in indices:
         _require_text(index)
         if index.dtype != indices[0].dtype:
