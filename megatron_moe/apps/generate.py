@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Continue the prompts and return the exit status."""
-    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError))
+    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:

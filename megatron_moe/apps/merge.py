@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_moe.config.command_line import Parser
 from megatron_moe.data.merge import merge
 from megatron_moe.io.program import DONE, run_program, say
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="merge_datasets.py",
         description="Join indexed datasets of one tokenizer into one: what preprocessing all of their inputs writes.",
         allow_abbrev=False,
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
         stderr), or 130 after Ctrl-C.
     """
-    return run_program("merge_datasets.py", _main, argv, interrupted="interrupted; nothing was written")
+    return run_program("merge_datasets.py", _main, argv, interrupted="interrupted; nothing was written", rank=0)
 
 
 def _main(argv: list[str]) -> int:

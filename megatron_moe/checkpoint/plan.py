@@ -11,6 +11,7 @@ from megatron_moe.checkpoint import compare, folder
 from megatron_moe.checkpoint.origin import is_converted
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def _require_other_start(run: Run, root: Path) -> None:
         return
     there = "holds no checkpoint" if root.exists() else "does not exist"
     works = "to start afresh, leave out --load, or name this folder in --save, too"
+    if is_hub_name(str(root)):
+        works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
     if own:
         works = f"leave out {' and '.join(demands)} to start afresh"
     raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")

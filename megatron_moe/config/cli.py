@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
-from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser
+from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser, unexpected
 from megatron_moe.config.errors import ConfigError, listing
-from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
+from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
+from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules.ignored import as_megatron_reads
 from megatron_moe.config.schema import Run
@@ -37,6 +38,22 @@ class _Loader(yaml.SafeLoader):
             raise ConfigError(f"key {twice[0]} is given twice, near line {node.start_mark.line + 1}; keep one")
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Read decimal digits alone: in YAML 1.1 `010` is 8 and `1:30` is 90, which nobody means here."""
+        text = str(node.value)
+        if not _DECIMAL.fullmatch(text):
+            meaning = f", for {text} is {super().construct_yaml_int(node)} in YAML" if len(text) < 40 else ""
+            raise ConfigError(
+                f"{text[:40]}, near line {node.start_mark.line + 1}: write at most 1000 decimal digits{meaning}"
+            )
+        return int(text)
+
+
+_UNNAMED = 'in "<unicode string>",'
+"""How YAML calls a text that has no file."""
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]{0,999})")
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Read the file's settings as a flat dict, field name -> value of the field's type.
@@ -48,15 +65,14 @@ def read_yaml(path: str) -> dict[str, Any]:
         ConfigError: if the file cannot be read, is not a YAML mapping, or has an unknown key, a key twice or a value of
             the wrong type; the message names file and key.
     """
+    text = read_settings("--config", path, "YAML")
     try:
-        with Path(path).open(encoding="utf-8") as stream:
-            document = yaml.load(stream, Loader=_Loader)  # _Loader is a SafeLoader
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path}: cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from error
+        document = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split()).replace(_UNNAMED, "in")
+        raise ConfigError(f"--config {path}: is not YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(f"--config {path}: is not YAML of settings: its brackets are nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     if document is None:
@@ -120,7 +136,7 @@ def parse(
         raise ConfigError(_all_of(translated.problems))
     words, extra = parser.parse_known_args(translated.argv)
     if extra:
-        raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
+        raise ConfigError(unexpected(extra[0], options))
     given = vars(words)
     preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
     defaults = _defaults(given.pop("defaults", None), deepspeed_path)
@@ -171,6 +187,11 @@ def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str
         raise ConfigError(
             f"--train-samples {samples}, --train-iters {above['train_iters']}: both say how long the training is;"
             " keep one"
+        )
+    if 0 < samples < batch:
+        raise ConfigError(
+            f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
+            f"--train-samples {batch}"
         )
     return below, {**above, "train_iters": samples // batch}
 
@@ -303,5 +324,5 @@ def _as_tuple(field: Field, value: Any) -> Any:
 
 def _preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
+        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{choice_suggestion(name, PRESETS)}")
     return PRESETS[name]

@@ -6,21 +6,18 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_moe.config import megatron_flags
+from megatron_moe.config.accidents import FREE_TEXT, require_expanded, require_typed
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import FREE_TEXT, suggestion
+from megatron_moe.config.fields import choice_suggestion, number_meant, suggestion
 from megatron_moe.config.launch import rank_that_prints
 
 WHOLE_MESSAGE = "\0"
 """What begins an error of a conversion that names its flag: argparse puts the flag before each."""
 _SWITCH_WORDS = frozenset("true false on off yes no 1 0".split())
-_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-_PASTED_FLAG = re.compile(rf"-*[{_DASHES}][-{_DASHES}]*[\w.][^\s]*")
-_QUOTES = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
-_SPACES = "\u00a0\u202f\u2009\u200b\ufeff"
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|-(inf|nan)$")
 
 
@@ -47,7 +44,34 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         before, _, whole = message.partition(WHOLE_MESSAGE)
-        raise ConfigError(whole or before.removeprefix("argument "))
+        text = whole or before.removeprefix("argument ")
+        flag, _, expected = text.partition(": expected ")
+        if expected in ("one argument", "at least one argument"):
+            raise ConfigError(
+                f"{flag}: needs a value, which an unset variable does not give; write {flag} VALUE, or {flag}=VALUE if "
+                "it begins with -"
+            )
+        raise ConfigError(text)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if WHOLE_MESSAGE in str(error) or not action.option_strings:
+                raise
+            shown, text = f"{action.option_strings[0]} {arg_string}", str(error.message)
+            if not text.startswith("invalid "):  # the conversion has said what is wrong, after the value
+                raise ConfigError(f"{shown}: {text.removeprefix(f'{arg_string}: ')}") from None
+            whole = action.type is int or getattr(action.type, "__name__", "") == "int"
+            noun, kind = ("a whole number", int) if whole else ("a number", float)
+            raise ConfigError(f"{shown}: not {noun}{number_meant(arg_string, (kind,))}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.option_strings and action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = choice_suggestion(str(value), known)
+            raise ConfigError(f"{action.option_strings[0]} {value}: not one of {', '.join(known)}{near}")
+        super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:
         if rank_that_prints() == 0:
@@ -65,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             flag = extra[0].partition("=")[0]
             if megatron_flags.is_flag(extra[0]):
                 raise ConfigError(f"unknown flag {flag}{suggestion(flag, self._every_option())}")
-            raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
+            raise ConfigError(unexpected(extra[0], self._every_option()))
         return found
 
     def require_sound(self, words: Sequence[str]) -> None:
@@ -80,14 +104,16 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(flag)
             if action is not None and action.dest in FREE_TEXT:
                 continue
-            _refuse_pasted(group)
+            for word in group:
+                require_typed(word)
             if action is None:
                 continue
-            for value in given:
+            for place, value in enumerate(given):
                 if not value.strip():
                     raise ConfigError(
                         f"{flag} {value!r}: is empty, as an unset variable is; give a value, or leave the flag out"
                     )
+                require_expanded(action.dest, value, f"{flag} " if place == 0 or action.nargs == "+" else "")
             if action.nargs == 0 and given and ("=" in group[0] or given[0].lower() in _SWITCH_WORDS):
                 off = [option for option in self._options_of(action.dest) if option.startswith("--no-")]
                 no = f", or {off[0]}" if off and flag not in off else ""
@@ -111,15 +137,21 @@ class Parser(argparse.ArgumentParser):
         return [option for action in self._actions if action.dest == dest for option in action.option_strings]
 
 
-def _refuse_pasted(words: Iterable[str]) -> None:
-    """Refuse dashes, quotation marks and spaces that web pages and word processors write."""
-    for word in words:
-        if _PASTED_FLAG.fullmatch(word):
-            plain = re.sub(rf"^[-{_DASHES}]+", "-" if word.lstrip(_DASHES + "-")[:1].isdigit() else "--", word)
-            raise ConfigError(f"{word}: begins with a dash that was pasted from a text; type {plain}")
-        if word[:1] in tuple(_QUOTES) or word[-1:] in tuple(_QUOTES):
-            plain = "".join(letter for letter in word if letter not in _QUOTES)
-            raise ConfigError(f"{word}: has quotation marks that were pasted from a text; type '{plain}'")
-        if any(letter in _SPACES for letter in word):
-            shown = "".join(" " if letter in _SPACES else letter for letter in word)
-            raise ConfigError(f"{word!r}: has a space that was pasted from a text; type {shown}")
+def unexpected(word: str, options: Sequence[str]) -> str:
+    """Return the error for a word that is no flag and no flag's value, with what it was meant to be.
+
+    Args:
+        options: the flags of the program.
+    """
+    flag = "--" + word.lstrip("-").partition("=")[0].partition(" ")[0].replace("_", "-")
+    if " " in word and word.startswith("-"):
+        hint = "it is one word with a space in it; take the quotation marks away"
+    elif word == "\\":
+        hint = "behind the backslash that continues a line is a space; remove it"
+    elif word.startswith("#"):
+        hint = "a comment ends at the line that `\\` continues; put it above the command"
+    elif word != "--" and flag in options:
+        hint = f"a flag begins with two dashes: {flag}"
+    else:
+        hint = "every value follows its flag"
+    return f"unexpected argument {word!r}: {hint}"

@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_readable
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -97,6 +98,7 @@ def open_index(prefix: str, flag: str = "") -> TokenIndex:
     """
     for suffix in (".idx", ".bin"):
         path = prefix + suffix
+        require_readable(f"{flag or 'dataset'} {prefix}: file", path)
         if not os.path.isfile(path):
             raise ConfigError(_missing(prefix, path, flag))
         if os.path.getsize(path) == 0:

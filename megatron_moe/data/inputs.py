@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.paths import require_readable
 from megatron_moe.io.program import note
 
 SMALLEST_SHARD, LARGEST_SHARD = 1 << 20, 1 << 28
@@ -109,6 +110,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         else:
             raise ConfigError(f"--input {item} does not exist")
     for path in found:
+        require_readable("--input", path)
         if refuse_empty and os.path.getsize(path) == 0:
             raise ConfigError(f"{path}, line 1: the file is empty; take it out of --input, or add --on-bad-line skip")
         name = _uncompressed_name(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_file
 from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
 from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.data.work_folder import WorkFolder
@@ -41,7 +42,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     work.sweep()
     command = {"merge": [_state(prefix) for prefix in prefixes]}
     _check_output(prefixes, output_prefix, overwrite or (work.publishing and work.holds(command)))
-    indices = [open_index(prefix) for prefix in prefixes]
+    indices = [open_index(prefix, "--input") for prefix in prefixes]
     for index in indices:
         _require_text(index)
         if index.dtype != indices[0].dtype:
@@ -93,6 +94,7 @@ def _check_output(prefixes: list[str], output_prefix: str, overwrite: bool) -> N
         raise ConfigError(f"--output-prefix {output_prefix} is a folder; give a name in it, e.g. {output_prefix}merged")
     if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
+    require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
     existing = [output_prefix + suffix for suffix in _SUFFIXES if os.path.exists(output_prefix + suffix)]
     if existing and not overwrite:
         raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.paths import require_writable_file
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
 from megatron_moe.data.documents import as_texts, line_number, read_span
@@ -127,6 +128,18 @@ def _check_options(options: PreprocessOptions) -> None:
     if not os.path.basename(options.output_prefix):
         raise ConfigError(
             f"--output-prefix {options.output_prefix} is a folder; give a name in it, e.g. {options.output_prefix}train"
+        )
+    for prefix in options.prefixes:
+        require_writable_file("--output-prefix", f"{prefix}.bin", in_new_folder=True)
+    if options.tokenizer_vocab_size != PreprocessOptions.tokenizer_vocab_size and not options.train_tokenizer:
+        raise ConfigError(
+            f"--tokenizer-vocab-size {options.tokenizer_vocab_size} is of a tokenizer that is trained; add "
+            "--train-tokenizer, or drop it"
+        )
+    if options.vocab_size is not None and options.tokenizer_type != "NullTokenizer":
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size} is for --tokenizer-type NullTokenizer; other tokenizers have their "
+            "own: drop it"
         )
 
 

@@ -11,6 +11,7 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import ModelConfig
+from megatron_moe.config.paths import require_readable
 from megatron_moe.config.rules.sources import tokenizer_files_go_with_their_type
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES, DataConfig
 from megatron_moe.config.schema import Run
@@ -133,6 +134,7 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
         ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
     """
     path = Path(str(given))
+    require_readable(flag, str(given))
     if not path.exists():
         advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
         if flag != "--tokenizer-model":

@@ -61,9 +61,3 @@ def _check_ranks(environment: Mapping[str, str], devices: int) -> None:
             f"WORLD_SIZE={environment['WORLD_SIZE']} without LOCAL_RANK: all ranks of {socket.gethostname()} would use "
             f"its first CUDA device; start them with torchrun, which sets LOCAL_RANK, or {_ON_THE_CPU}"
         )
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "WORLD_SIZE" not in environment:
-        raise MachineError(
-            f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']} without WORLD_SIZE: each task of srun would "
-            "be a run of its own, on the first CUDA device; let srun start one torchrun on each node "
-            f"(examples/slurm/launch.sh), use srun --ntasks 1, or {_ON_THE_CPU}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
@@ -20,6 +21,7 @@ from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.hf.import_plan import Import, plan_import
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host
+from megatron_moe.report.jsonl import require_metrics
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 
 WORKERS_PER_CORE = 4
@@ -87,6 +89,8 @@ def check_start(run: Run, world_size: int) -> None:
             "--distributed-backend nccl: needs a CUDA device and this machine has none; leave the flag out or use gloo"
         )
     require_profiler(run, has_gpu=not host.cannot_have_a_gpu(os.environ))
+    if run.logging.metrics_file is not None:
+        require_metrics(Path(run.logging.metrics_file))
     planned = plan_run(run, deep=False)
     _require_room(run, planned.vocab_size, world_size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,13 +56,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Audit what the flags name, write the reports, and return the exit status."""
-    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written")
+    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written", rank=0)
 
 
 def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
+    taken: dict[str, str] = {}
     for name in ("json", "html", "text"):
-        require_writable(f"--{name}", getattr(flags, name))
+        path = getattr(flags, name)
+        require_writable(f"--{name}", path)
+        if path is not None and taken.setdefault(os.path.realpath(path), name) != name:
+            raise ConfigError(
+                f"--{taken[os.path.realpath(path)]}, --{name} {path}: one would overwrite the other; give each its own"
+            )
+    if not flags.max_gib > 0:
+        raise ConfigError(f"--max-gib {flags.max_gib:g}: has to be above 0; the default is 8")
     if flags.module is not None or flags.hf is not None:
         audit = _foreign(flags, rest)
     else:
@@ -129,8 +138,8 @@ def _require_foreign_files(flags: argparse.Namespace) -> None:
     """Check the paths of --module and --hf before torch is loaded."""
     if flags.module is not None:
         name, _, factory = flags.module.rpartition(":")
-        if not Path(name).is_file() or not factory:
-            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a file that exists")
+        if not Path(name).is_file() or not name.endswith(".py") or not factory:
+            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
     elif not (Path(flags.hf) / "config.json").is_file():
         raise ConfigError(f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model")
 

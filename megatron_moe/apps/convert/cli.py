@@ -15,6 +15,7 @@ from megatron_moe.checkpoint import folder
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
@@ -85,6 +86,7 @@ def main(argv: list[str]) -> int:
         argv,
         interrupted="interrupted; the same command goes on from here",
         errors=(ConfigError, OSError),
+        rank=0,
     )
 
 
@@ -93,6 +95,7 @@ def _main(argv: list[str]) -> int:
     _check_flags(args)
     args.given = _given(args, words)
     _require_source(args)
+    _require_target(args)
     args.exported = _tokenizer(args)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
@@ -214,6 +217,8 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(KB|MB|GB|TB|)", text.strip().upper())
     number = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    if found and not found.group(2) and number < 1000:
+        raise ConfigError(f"--max-shard-size {text}: is {number} bytes without a unit; write {text.strip()}GB")
     if number < 1:
         raise ConfigError(f"--max-shard-size {text}: is no size; 5GB, 500MB and 1000000 are")
     return number
@@ -228,8 +233,23 @@ def _require_source(args: argparse.Namespace) -> None:
         settings_of(HFFolder.open(load), f"--load {load}")
     elif args.origin == "native" and (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif args.origin == "megatron" and ((load / folder.OWNER).exists() or (load / folder.STATE).exists()):
+        raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
     elif args.origin == "native" or not load.is_dir():
         locate(load, args.ckpt_step, args.family)
+
+
+def _require_target(args: argparse.Namespace) -> None:
+    """Check --save before torch is loaded, unless an earlier start of a conversion has left work there."""
+    from megatron_moe.apps.convert.workspace import hidden_folder, require_free
+
+    save = Path(os.path.abspath(args.save))
+    if args.verify_only:
+        if not save.is_dir():
+            raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
+    elif not hidden_folder(save).is_dir():
+        require_writable_folder("--save", args.save)
+        require_free(save, Path(args.load))
 
 
 def _planned(args: argparse.Namespace) -> Any:

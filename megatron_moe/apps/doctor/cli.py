@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import threading
 from pathlib import Path
 
 from megatron_moe.apps.doctor.default_layouts import default_choice, model
@@ -60,8 +61,8 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
-    if flags.steps < 1 or flags.timeout <= 0:
-        raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0")
+    if flags.steps < 1 or not 0 < flags.timeout <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")
     require_writable("--json", flags.json)
     if rest:
         own = cli.parse(rest, filled_in)

@@ -58,12 +58,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run one command and return the exit status."""
-    return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError))
+    return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     require_writable("--json", flags.json)
+    _ = _regex(getattr(flags, "match", None))
     try:
         found = [steps.resolve(path) for path in flags.folders]
         lines, result, well = _COMMANDS[flags.command](flags, found)

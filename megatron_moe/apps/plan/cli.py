@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan and return the exit status."""
-    return run_program("plan.py", _main, argv)
+    return run_program("plan.py", _main, argv, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -76,6 +76,10 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if flags.mfu > 1:
         raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
+    if flags.imbalance < 1:
+        raise ConfigError(f"--imbalance {flags.imbalance:g}: is the most over the mean; use 1 or more")
+    if flags.alternatives < 0:
+        raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
     run = _traceable(cli.parse(rest, filled_in, flags.world_size))
     for note in run.notes:
         say(note)

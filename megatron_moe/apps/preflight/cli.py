@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_dict, table, worst
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
@@ -59,6 +60,8 @@ def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
     if _rank() == 0:  # which writes it; its folder need not be on the other nodes
         require_writable("--json", flags.json)
+    if flags.least_share > 1:
+        raise ConfigError(f"--least-share {flags.least_share:g}: is a share, at most 1; e.g. --least-share 0.5")
     _, world_size = launched_world()
     run = cli.parse(rest, filled_in, world_size)
     if rest:
@@ -88,6 +91,6 @@ def _rank() -> int:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: has to be above 0")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: has to be above 0, and finite")
     return value

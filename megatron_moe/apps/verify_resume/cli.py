@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe.data.checks import check_data
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from megatron_moe.io.program import run_program, say
@@ -67,6 +70,8 @@ def _main(argv: list[str]) -> int:
     speaks = _rank() == 0
     replay = _planned(flags, rest)
     rules.check(replay.run, replay.ranks)
+    # Found here, and not by ranks that have loaded torch.
+    check_data(replay.run, build_tokenizer(replay.run.data, replay.run.model.vocab_size), deep=False)
     if speaks:
         say(
             f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
@@ -97,6 +102,8 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name in ("steps", "ranks"):
         if (number := getattr(flags, name)) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: has to be above 0")
+    if not 0 < flags.timeout <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"--timeout {flags.timeout:g}: has to be above 0, and finite; the default is 600")
     require_writable("--json", flags.json)
     metrics = None if flags.metrics_file is None else Path(flags.metrics_file)
     if metrics is not None and not metrics.is_file():

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import all_fields, suggestion
+from megatron_moe.config.fields import all_fields, choice_suggestion
 from megatron_moe.config.rules.wording import origin, value
 from megatron_moe.config.schema import Run
 
@@ -31,7 +31,7 @@ class Range:
 
     def __str__(self) -> str:
         words = [
-            f"{word} {bound:.10g}"
+            f"{word} {bound:.15g}"
             for word, bound in (
                 ("at least", self.low),
                 ("above", self.above),
@@ -136,7 +136,7 @@ RANGES: dict[str, Range] = {
     "micro_batch_size": Range(low=1, high=2**24),
     "global_batch_size": Range(low=1, high=2**24),
     "rampup_batch_size": _POSITIVE_COUNT,
-    "train_iters": _POSITIVE_COUNT,
+    "train_iters": Range(low=1, high=10**12),
     "eval_interval": _COUNT,
     "eval_iters": _COUNT,
     "seed": Range(low=0, below=2**31),
@@ -171,7 +171,7 @@ def numbers_are_in_range(run: Run, world_size: int) -> None:
         given = value(run, name)
         for number in given if isinstance(given, tuple) else (given,):
             if number is not None and not allowed.holds(number):
-                finite = "finite and " if float in all_fields()[name].kinds else ""
+                finite = "" if math.isfinite(number) else "finite and "
                 raise ConfigError(
                     f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {finite}{allowed};"
                     f" e.g. {_working(name, allowed)}"
@@ -185,7 +185,7 @@ def choices_are_known(run: Run, world_size: int) -> None:
         for word in given if isinstance(given, tuple) else (given,):
             if field.choices is not None and word is not None and word not in field.choices:
                 listed = ", ".join(map(str, field.choices))
-                near = suggestion(str(word), map(str, field.choices))
+                near = choice_suggestion(str(word), map(str, field.choices))
                 raise ConfigError(f"{field.flag} {word}: not one of {listed}{near}")
 
 
