@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.merge import merge
 from megatron_moe.io.program import DONE, run_program, say
 
@@ -36,7 +37,8 @@ def main(argv: list[str]) -> int:
         The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
         stderr), or 130 after Ctrl-C.
     """
-    return run_program("merge_datasets.py", _main, argv, interrupted="interrupted; nothing was written")
+    interrupted = "interrupted; nothing was written"
+    return run_program("merge_datasets.py", _main, argv, interrupted=interrupted, errors=(ConfigError, OSError))
 
 
 def _main(argv: list[str]) -> int:

@@ -79,7 +79,7 @@ def find_datasets(inputs: Sequence[str]) -> list[str]:
                 raise ConfigError(f"--input {item} is a folder without .bin and .idx files")
             found += [os.path.join(item, stem) for stem in stems]
         elif glob.has_magic(item) and not os.path.exists(f"{item}.idx"):
-            matched = sorted(glob.glob(f"{item.removesuffix('.idx')}.idx"))
+            matched = sorted(glob.glob(f"{item.removesuffix('.idx')}.idx", recursive=True))
             if not matched:
                 raise ConfigError(f"--input {item} matches no .idx file")
             found += [path.removesuffix(".idx") for path in matched]
