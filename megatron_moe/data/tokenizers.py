@@ -171,6 +171,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.eod = eod
         self.bos = _special_token(file.parent, "bos_token", self._USUAL_BOS, vocabulary)
 
+    def begins_with_bos(self) -> bool:
+        """Return whether the post-processor of the file puts `bos` before a text."""
+        return self.bos is not None and self._model.encode("", add_special_tokens=True).ids[:1] == [self.bos]
+
 
 class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE of a `vocab.json` and a `merges.txt`.
