@@ -252,7 +252,12 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 
 
 def _continue(
-    found: Opened, tokenizer: Tokenizer, prompt: str, prompt_ids: Sequence[int], ends: set[int], flags: argparse.Namespace
+    found: Opened,
+    tokenizer: Tokenizer,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    ends: set[int],
+    flags: argparse.Namespace,
 ) -> None:
     from megatron_moe.model.generate import Sampling
     from megatron_moe.model.key_value_cache import continuation

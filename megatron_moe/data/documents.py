@@ -6,7 +6,7 @@ A record that is no document is yielded too, with the reason: what to do with it
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +76,8 @@ def as_texts(value: str | list[str]) -> list[str]:
 def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the records of a span, good and bad. A text file is one document with the key "text".
 
-    Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no JSON object, missing
-    keys, values that are neither a text nor a list of texts, and empty texts.
+    Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no
+    JSON object, missing keys, values that are neither a text nor a list of texts, and empty texts.
     """
     kind = kind_of(span.path)
     if span.size == 0:
@@ -223,8 +223,7 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
     values: list[str | list[str]] = []
     for key in keys:
         if key not in record:
-            there = ", ".join(map(repr, record)) or "no keys"
-            raise BadRecord("missing key", f"key {key!r} is missing (it has: {there}); see --json-keys")
+            raise _missing(key, record)
         value = record[key]
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             kind = type(value).__name__
@@ -236,6 +235,11 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
             raise BadRecord("empty text", f"the text of {key!r} is empty")
         values.append(value)
     return values
+
+
+def _missing(key: str, there: Iterable[str]) -> BadRecord:
+    names = ", ".join(map(repr, there)) or "no keys"
+    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); see --json-keys")
 
 
 def _refuse_lone_surrogates(value: str, key: str) -> None:
@@ -255,11 +259,12 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     number = 0
     try:
         with closing(_batches(span.path, keys)) as batches:
-            for batch in batches:
+            for batch, there in batches:
                 columns = {key: _column(batch, key) for key in keys if key in batch.schema.names}
                 for row in range(batch.num_rows):
                     number += 1
-                    yield _record_of_row({key: column[row] for key, column in columns.items()}, number, keys)
+                    values = {key: column[row] for key, column in columns.items()}
+                    yield _record_of_row(values, there, number, keys)
     except (pyarrow.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # of the system; the library's own have no number
             raise
@@ -270,8 +275,8 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
         yield InputRecord(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
 
 
-def _batches(path: str, keys: tuple[str, ...]) -> Generator[Any, None, None]:
-    """Yield the rows of a table, a batch after the other, with the columns that are needed."""
+def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[Any, list[str]], None, None]:
+    """Yield the rows of a table, a batch after the other, with the columns that are needed; and the names of all."""
     import pyarrow
 
     if kind_of(path) == ARROW:
@@ -280,17 +285,20 @@ def _batches(path: str, keys: tuple[str, ...]) -> Generator[Any, None, None]:
             if file.read(6) == b"ARROW1":
                 reader = pyarrow.ipc.open_file(file)
                 for i in range(reader.num_record_batches):
-                    yield reader.get_batch(i)
+                    yield reader.get_batch(i), reader.schema.names
             else:
                 file.seek(0)
-                yield from pyarrow.ipc.open_stream(file)
+                for batch in pyarrow.ipc.open_stream(file):
+                    yield batch, batch.schema.names
         return
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
         # A table without any of the keys is read for its rows.
-        there = [key for key in keys if key in table.schema_arrow.names]
-        yield from table.iter_batches(_ROWS, columns=there or table.schema_arrow.names[:1])
+        names = table.schema_arrow.names
+        needed = [key for key in keys if key in names] or names[:1]
+        for batch in table.iter_batches(_ROWS, columns=needed):
+            yield batch, names
 
 
 def _column(batch: Any, key: str) -> list[Any]:
@@ -311,8 +319,11 @@ def _cell(value: Any) -> Any:
         return error
 
 
-def _record_of_row(row: dict[str, Any], number: int, keys: tuple[str, ...]) -> InputRecord:
+def _record_of_row(row: dict[str, Any], there: list[str], number: int, keys: tuple[str, ...]) -> InputRecord:
     try:
+        for key in keys:
+            if key not in row:
+                raise _missing(key, there)
         for key, value in row.items():
             if isinstance(value, UnicodeDecodeError):
                 raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")

@@ -1,8 +1,8 @@
 """Finds the input files of preprocessing, opens them, and divides them into shards that a worker reads independently.
 
 A file's name says what it is, in small letters or capitals: `.jsonl`, `.ndjson` and `.json` hold a JSON object a line,
-`.parquet` and `.arrow` tables, and any other file is one document. All but tables may be compressed (`.gz`, `.zst`). A folder that Hugging Face's `datasets`
-wrote, or that was downloaded from its hub, is read for its data files.
+`.parquet` and `.arrow` tables, and any other file is one document. All but tables may be compressed (`.gz`, `.zst`). A
+folder that Hugging Face's `datasets` wrote, or that was downloaded from its hub, is read for its data files.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
     """Return the input files in the order given.
 
     A folder is replaced by the files in it and in its subfolders, sorted, without hidden names; one of Hugging Face's
-    by its data files; a pattern with `*`, `?` or `[` that is no name itself, by what it matches, sorted, where `**`
-    stands for folders at any depth.
+    by its data files; a pattern with `*`, `?` or `[` that is no name itself, by what it matches, sorted.
 
     Args:
         refuse_empty: refuse files in a folder that are empty or no files, such as broken links; otherwise the first
@@ -116,7 +115,9 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         elif os.path.isfile(item):
             found.append(item)
         elif os.path.exists(item):
-            raise ConfigError(f"--input {item} is no regular file: texts are read from files, not from pipes or devices")
+            raise ConfigError(
+                f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
+            )
         else:
             raise ConfigError(f"--input {item} does not exist")
     for path in found:
@@ -132,14 +133,22 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
 def _matched(inputs: tuple[str, ...] | list[str]) -> list[str]:
     found: list[str] = []
     for item in inputs:
-        if os.path.exists(item):
-            found.append(item)
-            continue
-        matched = sorted(glob.glob(item, recursive=True))
-        if "**" in item:  # matches the files of a folder and the folder itself
-            matched = [path for path in matched if not os.path.isdir(path)]
-        found += matched or [item]
+        found += [item] if os.path.exists(item) else matches(item) or [item]
     return found
+
+
+def matches(pattern: str) -> list[str]:
+    """Return what a pattern of `--input` matches, sorted.
+
+    Raises:
+        ConfigError: it has `**`, which shells read in different ways, and Python as a walk through every loop of links.
+    """
+    if "**" in pattern:
+        raise ConfigError(
+            f"--input {pattern}: ** is not read; give the folder, which is read with its subfolders, or a * for each "
+            "level, e.g. 'data/*/*.jsonl'"
+        )
+    return sorted(glob.glob(pattern))
 
 
 def _regular(paths: list[str], refuse: bool) -> list[str]:
@@ -173,7 +182,10 @@ def _files_of_folder(folder: str) -> list[str]:
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Yield what is in a folder and in its subfolders and is no folder. Links to folders are followed, loops are not."""
+    """Yield what is in a folder and in its subfolders and is no folder.
+
+    Links to folders are followed, but not to one that the link is in.
+    """
     above = (*above, os.path.realpath(folder))
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
