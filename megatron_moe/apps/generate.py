@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
@@ -18,10 +18,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
-from megatron_moe.data.tokenizers import (
-    REPLACEMENT,
-    Tokenizer,
-)
+from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
 
@@ -71,14 +68,14 @@ def parser() -> argparse.ArgumentParser:
         "--stop-at-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="stop after the end-of-document token",
+        help="stop after the end-of-document token, and after those that end a text of an imported model",
     )
     p.add_argument(
         "--add-bos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json that came with "
-        "an imported model says, otherwise not)",
+        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json or the "
+        "tokenizer.json that came with an imported model says, otherwise not)",
     )
     add_flags(p.add_argument_group("tokenizer", "by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
@@ -96,6 +93,7 @@ def _main(argv: list[str]) -> int:
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
     begin = _begin(source, tokenizer, flags.add_bos)
+    ends = _ends(source, tokenizer, flags)
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
         note(f"generate.py: {text}")
@@ -108,7 +106,7 @@ def _main(argv: list[str]) -> int:
     with opened(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
             sys.stdout.write("\n" if number else "")
-            _continue(found, tokenizer, prompt, prompt_ids, flags)
+            _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
     return DONE
 
 
@@ -169,8 +167,7 @@ def _read(path: str | None, text: str) -> str:
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
     vocab_size = source.run.model.vocab_size
-    chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-    if chosen:
+    if chosen := _chosen(flags):
         return build_tokenizer(schema.build(chosen).data, vocab_size)
     came_along = tokenizer_of_folder(_companions(source), source.companions)
     if came_along is not None:
@@ -185,6 +182,10 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     return tokenizer_of_step(config, trained_with, {}, vocab_size or 0, f"--load {source.path}")[0]
 
 
+def _chosen(flags: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
+
+
 def _is_native(source: ModelSource) -> bool:
     return (source.path / folder.STATE).is_file()
 
@@ -194,19 +195,42 @@ def _companions(source: ModelSource) -> Path:
 
 
 def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
-    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none."""
+    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none.
+
+    Without a flag, the files that came with an imported model decide: `add_bos_token`, and where that is not there the
+    post-processor of `tokenizer.json`, as in transformers.
+    """
     file = _companions(source) / "tokenizer_config.json"
     if wanted is None:
         came_along = tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file()
-        wanted = came_along and _says_bos(file)
+        wanted = _says_bos(file) if came_along else False
+        if wanted is None:
+            wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
     elif wanted and tokenizer.bos is None:
         raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
     return [tokenizer.bos] if wanted and tokenizer.bos is not None else []
 
 
-def _says_bos(file: Path) -> bool:
+def _says_bos(file: Path) -> bool | None:
+    said = _said(file, "add_bos_token")
+    return said if isinstance(said, bool) else None
+
+
+def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) -> set[int]:
+    """Return the tokens to stop after: the tokenizer's end, and those that an imported model came with."""
+    if not flags.stop_at_eod:
+        return set()
+    file = source.companions.get("generation_config.json")
+    if file is None or _chosen(flags):  # ids of the tokenizer that came along
+        return {tokenizer.eod}
+    said = _said(file, "eos_token_id")
+    ids = said if isinstance(said, list) else [said]
+    return {tokenizer.eod, *(i for i in ids if isinstance(i, int))}
+
+
+def _said(file: Path, key: str) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("add_bos_token") is True
+        return json.loads(file.read_text(encoding="utf-8")).get(key)
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from error
 
@@ -228,7 +252,12 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 
 
 def _continue(
-    found: Opened, tokenizer: Tokenizer, prompt: str, prompt_ids: Sequence[int], flags: argparse.Namespace
+    found: Opened,
+    tokenizer: Tokenizer,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    ends: set[int],
+    flags: argparse.Namespace,
 ) -> None:
     from megatron_moe.model.generate import Sampling
     from megatron_moe.model.key_value_cache import continuation
@@ -241,7 +270,7 @@ def _continue(
         vocab_size=found.vocab_size,
         sampling=Sampling(flags.temperature, flags.top_k, 1.0 if flags.top_p is None else flags.top_p),
         seed=flags.seed,
-        end_id=tokenizer.eod if flags.stop_at_eod else None,
+        end_ids=ends,
     )
     times = [time.perf_counter()]
     _write(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.merge import merge
 from megatron_moe.io.program import DONE, run_program, say
 
@@ -37,7 +38,14 @@ def main(argv: list[str]) -> int:
         The exit status: 0, 1 for data that changed after it was written, 2 for a wrong flag or input (one line on
         stderr), or 130 after Ctrl-C.
     """
-    return run_program("merge_datasets.py", _main, argv, interrupted="interrupted; nothing was written", rank=0)
+    return run_program(
+        "merge_datasets.py",
+        _main,
+        argv,
+        interrupted="interrupted; nothing was written",
+        errors=(ConfigError, OSError),
+        rank=0,
+    )
 
 
 def _main(argv: list[str]) -> int:

@@ -122,7 +122,8 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
     """
-    return run_program("preprocess_data.py", _main, argv, interrupted=_INTERRUPTED, rank=0)
+    errors = (ConfigError, OSError)
+    return run_program("preprocess_data.py", _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ A record that is no document is yielded too, with the reason: what to do with it
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,20 @@ from typing import Any
 from megatron_moe.data.inputs import ARROW, LINES, TEXT, Span, damage, is_compressed, kind_of, opened
 
 _BOM = b"\xef\xbb\xbf"
+_FORMATS = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
+    b"\xfd7zX": ("xz", ""),
+    b"PK\x03\x04": ("zip", ""),
+    b"BZh": ("bzip2", ""),
+    b"PAR1": ("Parquet", ".parquet"),
+    b"ARRO": ("Arrow", ".arrow"),
+}
+"""How files begin whose name should say what they are -> format, and the end of a name with which it is read."""
 _EXCERPT = 80
 """Characters of a record in a report."""
 _ROWS = 1024
+_ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
 
 
 class BadRecord(Exception):
@@ -65,15 +76,15 @@ def as_texts(value: str | list[str]) -> list[str]:
 def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     """Yield the records of a span, good and bad. A text file is one document with the key "text".
 
-    Bad are empty and cut files, damaged compression, UTF-16, invalid UTF-8, lines that are no JSON object, missing
-    keys, values that are neither a text nor a list of texts, and empty texts.
+    Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no
+    JSON object, missing keys, values that are neither a text nor a list of texts, and empty texts.
     """
     kind = kind_of(span.path)
     if span.size == 0:
         yield InputRecord(1, 0, b"", [], BadRecord("empty file", "the file is empty"))
     elif kind not in (LINES, TEXT):
         yield from _rows(span, keys)
-    elif (other := _other_encoding(span.path)) is not None:
+    elif (other := _other_format(span.path, kind)) is not None:
         if span.start == 0:
             yield InputRecord(1, 0, b"", [], other)
     elif kind == TEXT:
@@ -101,8 +112,11 @@ def line_number(span: Span, record: InputRecord) -> int:
 # ---- texts and lines
 
 
-def _other_encoding(path: str) -> BadRecord | None:
-    """Return what is wrong with a file in UTF-16 or UTF-32: it begins with a mark, or has zeros in its first bytes."""
+def _other_format(path: str, kind: str) -> BadRecord | None:
+    """Return what is wrong with a file that is compressed or a table against its name, or in UTF-16 or UTF-32.
+
+    The latter begin with a mark, or have zeros in their first bytes.
+    """
     try:
         with opened(path) as file:
             first = file.read(4)
@@ -110,6 +124,13 @@ def _other_encoding(path: str) -> BadRecord | None:
         if damage(error) is None:
             raise
         return None
+    for begin, (name, suffix) in _FORMATS.items():
+        # A text may begin with letters.
+        if first.startswith(begin) and (kind == LINES or not begin.isalnum()):
+            advice = f"unpack it, or let its name end in {suffix}" if suffix else "unpack it"
+            if is_compressed(path):
+                advice = "it was packed twice; unpack it"
+            return BadRecord("other format", f"the content is {name}; {advice}")
     if first in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or first.count(0) == 3:
         name = "UTF-32"
     elif first[:2] in (b"\xff\xfe", b"\xfe\xff") or first.count(0) == 2:
@@ -178,9 +199,12 @@ def _record_of_line(line: bytes, number: int, offset: int, keys: tuple[str, ...]
         except (ValueError, RecursionError) as error:
             if not line.endswith(b"\n"):
                 raise BadRecord("cut line", f"the file ends within the line, no valid JSON ({error})") from None
-            raise BadRecord("invalid JSON", f"no valid JSON ({error})") from None
+            advice = _ONE_A_LINE if text.strip() in ("[", "{") else ""
+            raise BadRecord("invalid JSON", f"no valid JSON ({error}){advice}") from None
         if not isinstance(found, dict):
-            raise BadRecord("not an object", f"a JSON object is expected, this is a {type(found).__name__}")
+            advice = _ONE_A_LINE if isinstance(found, list) else ""
+            problem = f"a JSON object is expected, this is a {type(found).__name__}{advice}"
+            raise BadRecord("not an object", problem)
         return InputRecord(number, offset, content, _values(found, keys))
     except BadRecord as bad:
         return InputRecord(number, offset, content, [], bad)
@@ -199,8 +223,7 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
     values: list[str | list[str]] = []
     for key in keys:
         if key not in record:
-            there = ", ".join(map(repr, record)) or "no keys"
-            raise BadRecord("missing key", f"key {key!r} is missing (it has: {there}); see --json-keys")
+            raise _missing(key, record)
         value = record[key]
         if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
             kind = type(value).__name__
@@ -212,6 +235,11 @@ def _values(record: dict[str, Any], keys: tuple[str, ...]) -> list[str | list[st
             raise BadRecord("empty text", f"the text of {key!r} is empty")
         values.append(value)
     return values
+
+
+def _missing(key: str, there: Iterable[str]) -> BadRecord:
+    names = ", ".join(map(repr, there)) or "no keys"
+    return BadRecord("missing key", f"key {key!r} is missing (it has: {names}); see --json-keys")
 
 
 def _refuse_lone_surrogates(value: str, key: str) -> None:
@@ -231,11 +259,12 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
     number = 0
     try:
         with closing(_batches(span.path, keys)) as batches:
-            for batch in batches:
-                columns = {key: _column(batch.column(key)) for key in keys if key in batch.schema.names}
+            for batch, there in batches:
+                columns = {key: _column(batch, key) for key in keys if key in batch.schema.names}
                 for row in range(batch.num_rows):
                     number += 1
-                    yield _record_of_row({key: column[row] for key, column in columns.items()}, number, keys)
+                    values = {key: column[row] for key, column in columns.items()}
+                    yield _record_of_row(values, there, number, keys)
     except (pyarrow.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # of the system; the library's own have no number
             raise
@@ -246,8 +275,8 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
         yield InputRecord(1, None, b"", [], BadRecord("empty file", "the table has no rows"))
 
 
-def _batches(path: str, keys: tuple[str, ...]) -> Generator[Any, None, None]:
-    """Yield the rows of a table, a batch after the other, with the columns that are needed."""
+def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[Any, list[str]], None, None]:
+    """Yield the rows of a table, a batch after the other, with the columns that are needed; and the names of all."""
     import pyarrow
 
     if kind_of(path) == ARROW:
@@ -256,39 +285,50 @@ def _batches(path: str, keys: tuple[str, ...]) -> Generator[Any, None, None]:
             if file.read(6) == b"ARROW1":
                 reader = pyarrow.ipc.open_file(file)
                 for i in range(reader.num_record_batches):
-                    yield reader.get_batch(i)
+                    yield reader.get_batch(i), reader.schema.names
             else:
                 file.seek(0)
-                yield from pyarrow.ipc.open_stream(file)
+                for batch in pyarrow.ipc.open_stream(file):
+                    yield batch, batch.schema.names
         return
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
         # A table without any of the keys is read for its rows.
-        there = [key for key in keys if key in table.schema_arrow.names]
-        yield from table.iter_batches(_ROWS, columns=there or table.schema_arrow.names[:1])
+        names = table.schema_arrow.names
+        needed = [key for key in keys if key in names] or names[:1]
+        for batch in table.iter_batches(_ROWS, columns=needed):
+            yield batch, names
 
 
-def _column(column: Any) -> list[Any]:
-    """Return the values of a column; one that is no UTF-8 is the error instead."""
+def _column(batch: Any, key: str) -> list[Any]:
+    """Return the values of a column; one that Python has not, such as a text that is no UTF-8, is the error instead."""
+    if batch.schema.names.count(key) > 1:
+        return [ValueError("there are several columns of that name")] * batch.num_rows
+    column = batch.column(key)
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         return [_cell(value) for value in column]
 
 
 def _cell(value: Any) -> Any:
     try:
         return value.as_py()
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
         return error
 
 
-def _record_of_row(row: dict[str, Any], number: int, keys: tuple[str, ...]) -> InputRecord:
+def _record_of_row(row: dict[str, Any], there: list[str], number: int, keys: tuple[str, ...]) -> InputRecord:
     try:
+        for key in keys:
+            if key not in row:
+                raise _missing(key, there)
         for key, value in row.items():
             if isinstance(value, UnicodeDecodeError):
                 raise BadRecord("invalid UTF-8", f"the text of {key!r} has invalid UTF-8")
+            if isinstance(value, Exception):
+                raise BadRecord("not a text", f"the value of {key!r} is not a text: {value}")
         return InputRecord(number, None, b"", _values(row, keys))
     except BadRecord as bad:
         return InputRecord(number, None, repr(row)[: 4 * _EXCERPT].encode("utf-8", "backslashreplace"), [], bad)

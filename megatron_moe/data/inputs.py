@@ -1,8 +1,8 @@
 """Finds the input files of preprocessing, opens them, and divides them into shards that a worker reads independently.
 
-A file's name says what it is: `.jsonl` and `.json` hold a JSON object a line, `.parquet` and `.arrow` tables, and any
-other file is one document. All but tables may be compressed (`.gz`, `.zst`). A folder that Hugging Face's `datasets`
-wrote, or that was downloaded from its hub, is read for its data files.
+A file's name says what it is, in small letters or capitals: `.jsonl`, `.ndjson` and `.json` hold a JSON object a line,
+`.parquet` and `.arrow` tables, and any other file is one document. All but tables may be compressed (`.gz`, `.zst`). A
+folder that Hugging Face's `datasets` wrote, or that was downloaded from its hub, is read for its data files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARDS = 256
 """Shards of an input that lets them be neither smaller nor larger than the bounds."""
 
 LINES, TEXT, PARQUET, ARROW = "lines", "text", "parquet", "arrow"
-_KINDS = {".jsonl": LINES, ".json": LINES, ".parquet": PARQUET, ".arrow": ARROW}
+_KINDS = {".jsonl": LINES, ".jsonlines": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 _COMPRESSED = (".gz", ".zst")
 _NOT_READ = (".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz")
 _LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow", ".arrow": "pyarrow"}
@@ -76,12 +76,16 @@ Shard = tuple[Span, ...]
 
 def kind_of(path: str) -> str:
     """Return LINES, TEXT, PARQUET or ARROW."""
-    return _KINDS.get(os.path.splitext(_uncompressed_name(path))[1], TEXT)
+    return _KINDS.get(_suffix(_uncompressed_name(path)), TEXT)
 
 
 def is_compressed(path: str) -> bool:
     """Return whether a file's name says that it is compressed."""
-    return path.endswith(_COMPRESSED)
+    return _suffix(path) in _COMPRESSED
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
 
 def _uncompressed_name(path: str) -> str:
@@ -97,16 +101,24 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
     A folder is replaced by the files in it and in its subfolders, sorted, without hidden names; one of Hugging Face's
     by its data files; a pattern with `*`, `?` or `[` that is no name itself, by what it matches, sorted.
 
+    Args:
+        refuse_empty: refuse files in a folder that are empty or no files, such as broken links; otherwise the first
+            are kept, and the second left out with a note.
+
     Raises:
-        ConfigError: a path does not exist, a folder has no files or several splits, a file is empty (where
-            `refuse_empty`), is of a kind that is not read, or needs a library that is missing.
+        ConfigError: a path does not exist, a folder has no files or several splits, a file is of a kind that is not
+            read, or needs a library that is missing.
     """
     found: list[str] = []
     for item in _matched(inputs):
         if os.path.isdir(item):
-            found += _files_of_folder(item)
+            found += _regular(_files_of_folder(item), refuse_empty)
         elif os.path.isfile(item):
             found.append(item)
+        elif os.path.exists(item):
+            raise ConfigError(
+                f"--input {item} is no regular file: texts are read from files, not from pipes or devices"
+            )
         else:
             raise ConfigError(f"--input {item} does not exist")
     for path in found:
@@ -114,7 +126,7 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
         if refuse_empty and os.path.getsize(path) == 0:
             raise ConfigError(f"{path}, line 1: the file is empty; take it out of --input, or add --on-bad-line skip")
         name = _uncompressed_name(path)
-        if name.endswith(_NOT_READ) or (name != path and kind_of(path) in (PARQUET, ARROW)):
+        if _suffix(name) in _NOT_READ or (name != path and kind_of(path) in (PARQUET, ARROW)):
             raise ConfigError(f"--input {path}: is not read; .gz and .zst of JSON lines and of texts are, so unpack it")
     _require_libraries(found)
     return found
@@ -123,7 +135,37 @@ def find_inputs(inputs: tuple[str, ...] | list[str], *, refuse_empty: bool = Tru
 def _matched(inputs: tuple[str, ...] | list[str]) -> list[str]:
     found: list[str] = []
     for item in inputs:
-        found += [item] if os.path.exists(item) else sorted(glob.glob(item)) or [item]
+        found += [item] if os.path.exists(item) else matches(item) or [item]
+    return found
+
+
+def matches(pattern: str) -> list[str]:
+    """Return what a pattern of `--input` matches, sorted.
+
+    Raises:
+        ConfigError: it has `**`, which shells read in different ways, and Python as a walk through every loop of links.
+    """
+    if "**" in pattern:
+        raise ConfigError(
+            f"--input {pattern}: ** is not read; give the folder, which is read with its subfolders, or a * for each "
+            "level, e.g. 'data/*/*.jsonl'"
+        )
+    return sorted(glob.glob(pattern))
+
+
+def _regular(paths: list[str], refuse: bool) -> list[str]:
+    """Return the paths that are files or links to one; the others of a folder are refused, or left out with a note."""
+    found = []
+    for path in paths:
+        if os.path.isfile(path):
+            found.append(path)
+            continue
+        if not os.path.lexists(path):
+            raise ConfigError(f"--input {path} does not exist, which the dataset's description names")
+        what = "a link that leads nowhere" if os.path.islink(path) and not os.path.exists(path) else "no regular file"
+        if refuse:
+            raise ConfigError(f"--input {path} is {what}; take it out, or add --on-bad-line skip")
+        note(f"{path} is {what}, and is left out")
     return found
 
 
@@ -135,13 +177,26 @@ def _files_of_folder(folder: str) -> list[str]:
         folder = os.path.join(folder, splits[0])
     if os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(os.path.join(folder, "dataset_info.json")):
         return [os.path.join(folder, entry["filename"]) for entry in _described(folder, "state.json", "_data_files")]
-    inside = []
-    for place, subfolders, names in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        inside += [os.path.join(place, name) for name in names if not name.startswith(".")]
+    inside = list(_walk(folder, ()))
     if not inside:
         raise ConfigError(f"--input {folder} is a folder without files")
     return _data_files(folder, sorted(inside)) if _is_from_hub(folder) else sorted(inside)
+
+
+def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
+    """Yield what is in a folder and in its subfolders and is no folder.
+
+    Links to folders are followed, but not to one that the link is in.
+    """
+    above = (*above, os.path.realpath(folder))
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            continue
+        if not os.path.isdir(path):
+            yield path
+        elif os.path.realpath(path) not in above:
+            yield from _walk(path, above)
 
 
 def _described(folder: str, name: str, key: str) -> list[Any]:
@@ -190,7 +245,7 @@ def _refuse_splits(folder: str, lines: list[str]) -> None:
 def _require_libraries(files: list[str]) -> None:
     needed: dict[str, str] = {}
     for path in files:
-        library = _LIBRARIES.get(os.path.splitext(path)[1])
+        library = _LIBRARIES.get(_suffix(path))
         if library is not None:
             needed.setdefault(library, path)
     missing = [library for library in needed if importlib.util.find_spec(library) is None]
@@ -242,9 +297,9 @@ def _shard_bytes(total: int) -> int:
 
 def opened(path: str) -> IO[bytes]:
     """Open a file of lines or of one text, decompressed."""
-    if path.endswith(".gz"):
+    if _suffix(path) == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.endswith(".zst"):
+    if _suffix(path) == ".zst":
         return io.BufferedReader(_ZstdFile(path))
     return open(path, "rb")
 

@@ -15,6 +15,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.data.dataset_writer import TokenContents, TokenizerFacts, TokenSource, renames, write_dataset
 from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
+from megatron_moe.data.inputs import matches
 from megatron_moe.data.work_folder import WorkFolder
 
 _SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod")
@@ -80,7 +81,7 @@ def find_datasets(inputs: Sequence[str]) -> list[str]:
                 raise ConfigError(f"--input {item} is a folder without .bin and .idx files")
             found += [os.path.join(item, stem) for stem in stems]
         elif glob.has_magic(item) and not os.path.exists(f"{item}.idx"):
-            matched = sorted(glob.glob(f"{item.removesuffix('.idx')}.idx"))
+            matched = matches(f"{item.removesuffix('.idx')}.idx")
             if not matched:
                 raise ConfigError(f"--input {item} matches no .idx file")
             found += [path.removesuffix(".idx") for path in matched]

@@ -160,10 +160,12 @@ def _check_files(options: PreprocessOptions, files: list[str]) -> None:
 
 
 def _refuse_existing(options: PreprocessOptions) -> None:
-    for prefix in options.prefixes:
-        existing = [prefix + suffix for suffix in (".bin", ".idx", ".json") if os.path.exists(prefix + suffix)]
-        if existing and not options.overwrite:
-            raise ConfigError(f"{existing[0]} exists; choose another --output-prefix or add --overwrite")
+    outputs = [prefix + suffix for prefix in options.prefixes for suffix in (".bin", ".idx", ".json")]
+    for path in [*outputs, rejects_path(options.output_prefix)]:
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder; choose another --output-prefix")
+        if os.path.exists(path) and not options.overwrite:
+            raise ConfigError(f"{path} exists; choose another --output-prefix or add --overwrite")
 
 
 def _command(options: PreprocessOptions, files: list[str]) -> dict[str, Any]:
@@ -312,6 +314,12 @@ def _join(options: PreprocessOptions, work: WorkFolder, parts: list[FinishedPart
     dtype = token_dtype(tokenizer.vocab_size)
     about = TokenizerFacts(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, options.append_eod)
     rejected: Counter[str] = sum((Counter(part.facts["rejected"]) for part in parts), Counter())
+    if not any(part.facts["documents"] for part in parts):
+        work.restart()
+        raise ConfigError(
+            f"no document was found in the input, and a dataset has at least one ({_by_reason(rejected)}); look at the "
+            "input and at --json-keys"
+        )
     work.begin_assembling([part.place for part in parts])
     pairs = []
     for key, prefix in enumerate(options.prefixes):

@@ -128,7 +128,8 @@ class SentencePieceModel:
             steps.append(tokenizers.normalizers.Precompiled(self.charsmap))
         if self.remove_extra_whitespaces:
             steps += [
-                tokenizers.normalizers.Strip(),
+                # Strip would take any white space, such as U+0085 and the line breaks of an identity normalisation.
+                tokenizers.normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),
                 tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
             ]
         if self.add_dummy_prefix:

@@ -45,6 +45,13 @@ _TEXTS = (
     "\n",
     "",
 )
+_ODD_TEXTS = {
+    "decomposed Hangul": "\u1112\u1161\u11ab",
+    "half-width katakana with a mark": "\uff76\uff9e",
+    "the spelling of a byte such as <0x41>": "<0x41>",
+    "U+2581": "\u2581",
+}
+"""Texts that the tokenizers library is known to read in other ways than SentencePiece."""
 _PIECES_A_TEXT, _MOST_PIECES, _STRIDE = 32, 2048, 7919
 
 
@@ -119,6 +126,8 @@ def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> 
         )
     texts = [*_TEXTS, *_texts_of_vocabulary(tokenizer)]
     _require_same_ids(tokenizer, model, texts)
+    if odd := [name for name, text in _ODD_TEXTS.items() if model.encode(text).ids != tokenizer.tokenize(text)]:
+        notes.append(f"{JSON}: in transformers other tokens than in training stand for {', '.join(odd)}")
     contents = {JSON: content, SETTINGS: json_bytes(settings), **draft.others}
     return TransformersFiles(
         contents, tokenizer.eod, tokenizer.bos, ids.get("pad_token"), tuple(notes), texts=len(texts)

@@ -34,6 +34,10 @@ class WorkFolder:
     """
 
     def __init__(self, output_prefix: str) -> None:
+        try:
+            output_prefix.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"--output-prefix {output_prefix!r} is not UTF-8; choose another name") from error
         prefix = Path(output_prefix).absolute()
         self.path = prefix.with_name(f".{prefix.name}.parts")
         self.parts, self.whole = self.path / "parts", self.path / "whole"

@@ -116,6 +116,9 @@ def write_odd_texts(folder: Path, *, large: int = 0) -> OddTexts:
     odd.write("c0-no-gzip.jsonl.gz", b"plain text")
     odd.write("c1-damaged.parquet", b"PAR1 and no more")
     odd.reject("damaged file", 3)
+    odd.write("c1-in-gzip.jsonl", gzip.compress(line("a") + b"\n"))
+    odd.write("c1-in-zstd.txt", zstandard.compress(b"a text"))
+    odd.reject("other format", 2)
     rows = [json.loads(row)["text"] for row in odd.good(4)]
     table = pyarrow.table({"id": [1, 2, 3, 4, 5, 6], "text": [*rows[:2], None, "", *rows[2:]]})
     pyarrow.parquet.write_table(table, folder / "c2.parquet")

@@ -57,6 +57,25 @@ def summary(errors: Iterable[dict[str, float]]) -> dict[str, Any]:
     return {"weights": len(found), **worst, "block": list(BLOCK), "dtype": "float8_e4m3fn"}
 
 
+def uneven_blocks(pieces: Iterable[Piece]) -> list[str]:
+    """Return a note where weights end within a block; the format has scales for the rest of one, as our importer.
+
+    transformers 5.23 divides a weight evenly among its scales instead: 192 rows of two scales become blocks of 96.
+    """
+    sizes = [(name, shape) for p in pieces if p.is_linear for name, shape in zip(p.hf, p.transform.hf_shapes)]
+    uneven = [
+        name
+        for name, shape in sizes
+        if any(size > edge and size % edge for size, edge in zip(shape, BLOCK, strict=True))
+    ]
+    if not uneven:
+        return []
+    return [
+        f"{len(uneven)} weights in fp8, such as {uneven[0]}, end within a block of {BLOCK[0]} x {BLOCK[1]}: "
+        "transformers up to 5.23 dequantises these to wrong numbers or refuses them; for it, export in bf16"
+    ]
+
+
 def quantization_config(family: Family, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 

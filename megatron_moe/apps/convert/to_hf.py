@@ -13,7 +13,7 @@ from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
 from megatron_moe.apps.convert.exported_tokenizer import AS_IT_CAME, GENERATION, ExportedTokenizer, generation_ids
-from megatron_moe.apps.convert.fp8_weights import quantization_config, rounded
+from megatron_moe.apps.convert.fp8_weights import quantization_config, rounded, uneven_blocks
 from megatron_moe.apps.convert.fp8_weights import summary as fp8_summary
 from megatron_moe.apps.convert.model_card import NAME as CARD
 from megatron_moe.apps.convert.model_card import NAME_OF_THE_FIRST as CARD_OF_THE_FIRST
@@ -72,6 +72,8 @@ class ToHF(Conversion):
         self.state = folder.read_json(source.path / folder.STATE)
         self.run = self._with_stored_padding(source)
         self.table: Mapping = mapping(self.run, self.family.names)
+        if options.fp8:
+            self.notes += uneven_blocks(self.table.pieces)
         self._require_tensors()
         self.copies = self._copies()
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(), **self._generation(), **self._card()}

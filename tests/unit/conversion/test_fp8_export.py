@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_moe.apps.convert.cli import main
-from megatron_moe.apps.convert.fp8_weights import rounded
+from megatron_moe.apps.convert.fp8_weights import rounded, uneven_blocks
+from megatron_moe.hf.mapping import Piece
+from megatron_moe.hf.transforms import Copy
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.one_engine
@@ -68,6 +70,16 @@ def test_blocks_of_zeros_stay_zeros_and_tiny_ones_keep_their_numbers():
     assert torch.equal(found.values[128:, 128:], slowly(weight)[128:, 128:].bfloat16())
     zeros = rounded(torch.zeros(3, 5))
     assert not zeros.values.any() and zeros.error["relative_rms"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_named"), [((128, 64), False), ((256, 384), False), ((192, 64), True), ((8, 200), True)]
+)
+def test_weights_that_end_within_a_block_are_named(shape, is_named):
+    """transformers reads their scales as those of other blocks."""
+    pieces = [Piece(key, (0, 0), ("w",), Copy(shape)) for key in ("a.linear_proj.weight", "a.router.weight")]
+    assert bool(uneven_blocks(pieces)) is is_named
+    assert not uneven_blocks(pieces[1:])
 
 
 def convert(origin: str, target: str, load: Path, save: Path, *flags: str) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
@@ -113,9 +114,37 @@ def test_what_the_command_itself_wrote_is_no_input(tmp_path: Path) -> None:
 
 def test_an_input_without_any_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"bad\n\n")
-    with pytest.raises(ConfigError, match="no document"):
+    with pytest.raises(ConfigError, match="no document.*1 empty line, 1 invalid JSON"):
         run(tmp_path / "in.jsonl", tmp_path / "out", **SKIP)
-    assert not list(tmp_path.glob("out*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]  # no parts that another --json-keys would meet
+
+
+def test_what_a_tokenizer_cannot_read_is_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "ids.jsonl").write_bytes(b"\n".join(map(line, ["1 0002", "9" * 5000, "7"])))
+    (tmp_path / "words.jsonl").write_bytes(b"\n".join(map(line, ["a", "b", "a a"])))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))  # without a token for the unknown
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "tokenizer.json")}
+    for name, flags in {"ids": {"tokenizer_type": "NullTokenizer", "vocab_size": 99}, "words": own}.items():
+        facts = read_sidecar(run(tmp_path / f"{name}.jsonl", tmp_path / name, **flags, **SKIP))
+        assert facts is not None and (facts.documents, facts.rejected) == (2, {"refused by the tokenizer": 1})
+
+
+def test_what_is_in_the_way_of_an_output_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(line("good") + b"\n")
+    (tmp_path / "a_rejects.jsonl").write_bytes(b"somebody's")
+    (tmp_path / "b_text_document.bin").mkdir()
+    before = sorted(tmp_path.iterdir())
+    places = ("a", "in.jsonl/c", "d" * 250, "\udce9", *(("b", "--overwrite"),))
+    for place in places:
+        name, *flags = [place] if isinstance(place, str) else place
+        command = ["--input", f"{tmp_path}/in.jsonl", "--output-prefix", f"{tmp_path}/{name}", *flags]
+        assert main([*command, "--tokenizer-type", "ByteTokenizer", "--workers", "1"]) == 2, name
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1, name
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -82,6 +83,78 @@ def test_a_file_in_another_encoding_is_named_once(encoding: str, name: str, tmp_
     assert found[0].bad is not None and "iconv" in found[0].bad.problem
 
 
+def test_capitals_and_other_usual_names_say_the_same(tmp_path: Path) -> None:
+    for name in ("a.JSONL", "b.ndjson", "c.jsonlines", "d.Json"):
+        assert texts(write(tmp_path / name, LINES)) == TEXTS, name
+    assert texts(write(tmp_path / "e.NDJSON.GZ", gzip.compress(LINES))) == TEXTS
+    assert texts(write(tmp_path / "f.jsonl.ZST", zstandard.compress(LINES))) == TEXTS
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "g.PARQUET")
+    assert texts(tmp_path / "g.PARQUET") == TEXTS
+    with pytest.raises(ConfigError, match="a.ZIP"):
+        find_inputs([str(write(tmp_path / "a.ZIP", b"x"))])
+
+
+def test_a_file_of_another_format_than_its_name_says_is_named_once(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table")
+    contents = {
+        "a.jsonl": gzip.compress(LINES), "b.jsonl": zstandard.compress(LINES), "c.txt": gzip.compress(LINES),
+        "d.json": (tmp_path / "table").read_bytes(), "e.jsonl.gz": gzip.compress(gzip.compress(LINES)),
+    }  # fmt: skip
+    for name, content in contents.items():
+        assert texts(write(tmp_path / name, content)) == ["other format"], name
+    assert texts(write(tmp_path / "f.txt", b"PAR1 is how a text may begin")) == ["PAR1 is how a text may begin"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_columns_that_are_no_texts_are_named(suffix: str, tmp_path: Path) -> None:
+    """Also those whose values Python has not, such as nanoseconds, and two of one name."""
+    number, ns, us = pyarrow.array([1]), pyarrow.timestamp("ns"), pyarrow.timestamp("us")
+    columns = [pyarrow.array([1], ns), pyarrow.array([1 << 62], us), number, number]
+    table = pyarrow.table(columns, names=["ns", "far", "twice", "twice"])
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    for key in ("ns", "far", "twice"):
+        (record,) = records(path, (key,))
+        assert record.bad is not None and record.bad.reason == "not a text", key
+    (record,) = records(path)
+    assert record.bad is not None and "'ns', 'far', 'twice'" in record.bad.problem
+
+
+# ---- folders
+
+
+def test_links_are_followed_and_what_is_no_file_is_refused_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for path in (folder / "a.jsonl", folder / "x" / "b.jsonl", elsewhere / "c.jsonl"):
+        write(path, LINES)
+    (folder / "loop").symlink_to(".")
+    (folder / "x" / "up").symlink_to("..")
+    (folder / "y").symlink_to(elsewhere)
+    expected = [str(folder / name) for name in ("a.jsonl", "x/b.jsonl", "y/c.jsonl")]
+    assert find_inputs([str(folder)]) == expected
+    assert find_inputs([f"{folder}/[ay]*"]) == [expected[0], expected[2]]
+    with pytest.raises(ConfigError, match=r"\*\*"):  # which Python would follow through the loops
+        find_inputs([f"{folder}/**/b.jsonl"])
+    os.mkfifo(folder / "pipe")
+    (folder / "broken.jsonl").symlink_to("nowhere")
+    (folder / "self.jsonl").symlink_to("self.jsonl")
+    assert find_inputs([str(folder)], refuse_empty=False) == expected
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("pipe", "broken.jsonl", "self.jsonl"))
+    for name in ("broken.jsonl", "pipe", "self.jsonl"):
+        with pytest.raises(ConfigError, match=name):
+            find_inputs([str(folder)])
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="regular file"):
+        find_inputs(["/dev/null"])
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file"])
 def test_tables_are_read_row_by_row(kind: str, tmp_path: Path) -> None:
     column = pyarrow.array([*TEXTS[:3], None, ""])
@@ -131,6 +204,9 @@ def test_a_saved_dataset_is_its_data_files_in_their_order(tmp_path: Path) -> Non
     found = find_inputs([str(tmp_path / "one")])
     assert [Path(path).name for path in found] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     assert [text for path in found for text in texts(Path(path))] == ["a", "b", "c"]
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ConfigError, match="00001"):  # also where bad lines are skipped
+        find_inputs([str(tmp_path / "one")], refuse_empty=False)
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state\.json"):
         find_inputs([str(tmp_path / "one")])

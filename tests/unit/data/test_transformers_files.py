@@ -81,7 +81,7 @@ def test_transformers_gives_the_ids_of_the_run(tmp_path, kind):
     for name, content in made.contents.items():
         (out / name).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    for text in WORDS[::7] + TEXTS:
+    for text in [*WORDS[::7], *TEXTS, "\x85 a\x85", "\u2028a  \n"]:
         ids = tokenizer.tokenize(text)
         assert theirs(text)["input_ids"] == ids
         if tokenizer.detokenize(ids) == text:
