@@ -160,6 +160,8 @@ def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Pa
         ConfigError: there is no such folder or step, or none is sound.
     """
     require_readable(flag, str(path))
+    if path.is_file():
+        raise ConfigError(f"{flag} {path}: is a file; name the folder of a run, of a step or of a model")
     if not path.is_dir():
         hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
         raise ConfigError(f"{flag} {path}: there is no such folder{hub}")

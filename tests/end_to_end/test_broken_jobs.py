@@ -30,7 +30,7 @@ def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
 @pytest.mark.slow
 def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
     world_size, flags = kills.LAYOUTS["EP2"]
-    argv = kills.flags(ITERATIONS, *flags, "--eval-interval", "4")
+    argv = kills.flags(ITERATIONS, *flags, eval_interval=4)
     hasty = ["--save-interval", "2", "--distributed-timeout-minutes", str(TIMEOUT / 60)]
     oracle = kills.undisturbed_job(launcher, tmp_path / "oracle", argv, world_size)
     for kind, phase, rank in CASES:

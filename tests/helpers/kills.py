@@ -82,13 +82,14 @@ class Job:
         return max((kill.reached - kill.resumed for kill in self.kills if kill.resumed >= 0), default=0)
 
 
-def flags(iterations: int, *more: str) -> list[str]:
+def flags(iterations: int, *more: str, eval_interval: int = 8) -> list[str]:
     """A tiny MoE with sigmoid routing, bias and dropout in bf16 on made-up tokens; all paths are relative."""
     return [
         "--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer", "--bf16", "--num-layers", "2",
         "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "2",
         "--micro-batch-size", "1", "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3",
-        "--eval-interval", "8", "--eval-iters", "1", "--health-interval", "0", "--train-iters", str(iterations),
+        "--eval-interval", str(eval_interval), "--eval-iters", "1", "--health-interval", "0",
+        "--train-iters", str(iterations),
         "--metrics-file", "metrics.jsonl", "--save", "checkpoints", "--load", "checkpoints", *more,
     ]  # fmt: skip
 

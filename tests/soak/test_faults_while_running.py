@@ -97,7 +97,7 @@ def test_sound_replicas_raise_no_alarm(gloo: Any, scaled: Scaled, figure: Figure
 def broken(launcher: Any, folder: Path, faults: list[dict[str, Any]], layout: str) -> tuple[list[Any], list[float]]:
     """One job for each fault, and its continuation; what is not as it should be, and the seconds to the end."""
     world_size, flags = kills.LAYOUTS[layout]
-    argv = kills.flags(8, *flags, "--eval-interval", "4")
+    argv = kills.flags(8, *flags, eval_interval=4)
     hasty = ["--save-interval", "2", "--distributed-timeout-minutes", str(TIMEOUT / 60)]
     oracle = kills.undisturbed_job(launcher, folder / "oracle", argv, world_size)
     found, seconds = [], []

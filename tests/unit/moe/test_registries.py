@@ -41,7 +41,7 @@ def registered(registry: Registry, name: str, entry: Any) -> Iterator[None]:
 )
 def test_a_registered_name_is_a_value_of_its_flag(registry: Registry, flag: str, name: str) -> None:
     words = ["--preset", "tiny", "--mock-data", "--vocab-size", "100", flag, name]
-    with pytest.raises(ConfigError, match=f"{flag}: {name}: not one of {', '.join(registry)}"):
+    with pytest.raises(ConfigError, match=f"{flag} {name}: not one of {', '.join(registry)}"):
         cli.parse(words)
     with registered(registry, name, object()):
         cli.parse(words)
