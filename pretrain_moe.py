@@ -19,6 +19,7 @@ from megatron_moe.hf import architecture
 from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
+from megatron_moe.report import legend
 from megatron_moe.training.signals import die_with_launcher
 
 
@@ -32,6 +33,10 @@ def _main(argv: list[str]) -> int:
     try:
         rank, world_size = launched_world()
         run = cli.parse(argv, architecture.filled_in, world_size)
+        if run.logging.log_legend:
+            if rank == 0:
+                say(legend.text())
+            return DONE
         if run.precision.print_precision or run.logging.list_advisories:
             rules.check_model(run, world_size)
             if rank == 0:

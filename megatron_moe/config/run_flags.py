@@ -185,6 +185,13 @@ class LoggingConfig:
     """Log lines, metrics files, measurements and samples."""
 
     log_interval: int = flag(1, "iterations between log lines")
+    log_legend: bool = mute(False, "print what the words of a log line mean, and stop")
+    console: str = mute(
+        "auto",
+        "what a terminal shows below the lines: a panel or one line that follow every step, nothing (plain), or what "
+        "fits (auto)",
+        choices=("auto", "panel", "line", "plain"),
+    )
     tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard's events")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's events in memory before they are written, at most")

@@ -16,7 +16,8 @@ Records = Sequence[StepRecord]
 
 
 # Parts of a log line: losses are means over the steps that were applied, speeds are over the time of all steps, and
-# everything else is the last step's.
+# everything else is the last step's. What is not in every line comes last, so that the columns stay where they are; a
+# narrow terminal cuts a line there, so what must be seen comes first.
 
 
 def _taken(records: Records) -> list[StepRecord]:
@@ -71,11 +72,8 @@ def _health(records: Records) -> str | None:
 
 
 def _load(records: Records) -> str | None:
-    """Return the load and the experts without a token; None where health was measured, which says more."""
     last = records[-1]
-    if last.expert_load is None or _last_health(records) is not None:
-        return None
-    return f"load {last.expert_load:.2f} | empty {last.empty_experts}"
+    return None if last.expert_load is None else f"load {last.expert_load:.2f} | empty {last.empty_experts}"
 
 
 def dropped_share(record: StepRecord) -> float | None:
@@ -162,7 +160,7 @@ BUILT_IN: tuple[Metric, ...] = (
     _required("learning_rate", console="lr {:.2e}", console_rank=20, tensorboard="optimizer/learning_rate"),
     _required("grad_norm", exact=True, console=_grad_norm, console_rank=30, tensorboard="optimizer/grad_norm"),
     _required("loss_scale", tensorboard="optimizer/loss_scale"),
-    _required("skipped", console=_skipped, console_rank=90, tensorboard="optimizer/skipped"),
+    _required("skipped", console=_skipped, console_rank=16, tensorboard="optimizer/skipped"),
     _required("tokens", unit="tokens"),
     _required("seconds", unit="s", tensorboard="speed/step_seconds"),
     Metric(
@@ -223,7 +221,7 @@ BUILT_IN: tuple[Metric, ...] = (
     Metric(
         "health",
         console=_health,
-        console_rank=65,
+        console_rank=110,
         tensorboard=_health_scalars,
         to_json=dataclasses.asdict,
         from_json=health.health_from_json,

@@ -1,4 +1,4 @@
-"""The lines of a log, in ASCII except a user's own text, and on a terminal a progress line below them."""
+"""The lines of a log, in ASCII except a user's own text, and on a terminal a panel or a progress line below them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,29 @@ class Interval:
         """Take one more step."""
         self._records.append(record)
 
-    def line(self, train_iters: int | None) -> str:
-        """Return the log line of the interval, which holds at least one step: each metric's part of it."""
-        width = len(str(train_iters)) if train_iters else 6
-        head = f"iteration {self._records[-1].iteration:>{width}}" + (f"/{train_iters}" if train_iters else "")
+    def line(self, train_iters: int | None, width: int | None = None) -> str:
+        """Return the log line of the interval, which holds at least one step: each metric's part of it.
+
+        With a width in characters, the parts at the end that do not fit are left out.
+        """
+        digits = len(str(train_iters)) if train_iters else 6
+        head = f"iteration {self._records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
         by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
         texts = [metric.console_text(self._records) for metric in by_rank]
-        return " | ".join([head, *(text for text in texts if text)])
-
-
-def status(record: StepRecord, expert_load: float | None) -> str:
-    """Return the figures of one step, short enough for a progress line; `expert_load` is the last one known."""
-    parts = [f"loss {record.loss:.3f}", f"{record.tokens_per_second:,.0f} tok/s"]
-    if record.grad_norm is not None:
-        parts.append(f"gnorm {record.grad_norm:.2f}")
-    if expert_load is not None:
-        parts.append(f"load {expert_load:.2f}")
-    parts.append("SKIPPED" if record.skipped else f"left {duration_text(record.seconds_left)}")
-    return " ".join(parts)
+        line = " | ".join([head, *(text for text in texts if text)])
+        while width is not None and len(line) > width and " | " in line:
+            line = line.rpartition(" | ")[0]
+        return line
 
 
 class ConsoleSink(Sink):
     """A sink that prints a line at the first step of this process, every `log_interval` steps and at the last one.
 
     It prints plain lines, for a file, a pipe, a Slurm log and a terminal without cursor control. A character that the
-    stream's encoding lacks is written as its escape.
+    stream's encoding lacks is written as its escape. Lines of steps and evaluations begin with the local time.
     """
+
+    _CLOCK = "%Y-%m-%d %H:%M:%S"
 
     def __init__(self, stream: TextIO, *, train_iters: int | None, log_interval: int) -> None:
         self._stream = stream
@@ -60,92 +57,124 @@ class ConsoleSink(Sink):
     def start(self, facts: dict[str, Any]) -> None:
         width = max((len(key) for key in facts), default=0)
         for key, value in facts.items():
-            self.message(f"{key:<{width}}  {_fact(value)}")
+            self._write(f"{key:<{width}}  {_fact(value)}")
 
     def step(self, record: StepRecord) -> None:
         self._interval.add(record)
         due = record.iteration % self._log_interval == 0 or record.iteration == self._train_iters
         if due or not self._seen_a_step:
-            self.message(self._interval.line(self._train_iters))
+            clock, width = time.strftime(self._CLOCK), self._width()
+            room = None if width is None else width - len(clock) - 1
+            self._write(f"{clock} {self._interval.line(self._train_iters, room)}")
             self._interval = Interval()
         self._seen_a_step = True
 
     def evaluation(self, record: EvalRecord) -> None:
+        clock = time.strftime(self._CLOCK)
         if not record.tokens:
-            self.message(f"{record.split} loss: none, no token of what was evaluated counts for it (all are masked)")
+            self._write(
+                f"{clock} {record.split} loss: none, no token of what was evaluated counts for it (all are masked)"
+            )
             return
         perplexity = math.exp(min(record.loss, 700.0))
-        self.message(
-            f"{record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "
+        self._write(
+            f"{clock} {record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "
             f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration_text(record.seconds)})"
         )
 
     def message(self, text: str) -> None:
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._stream.write(encodable(text, self._stream) + "\n")
         self._stream.flush()
 
+    def _width(self) -> int | None:
+        """Return the characters of a line, None where it may have any number."""
+        return None
+
 
 class LiveConsoleSink(ConsoleSink):
-    """A sink for a terminal that prints the same lines, with a progress line below them that follows every step.
+    """A sink for a terminal that prints the same lines, cut to its width, and draws below them what follows every step.
 
-    The line is drawn by this thread at a step, at most ten times a second: no second thread holds a lock while a
-    checkpoint writer forks.
+    It is drawn by this thread at a step, at most ten times a second: no second thread holds a lock while a checkpoint
+    writer forks.
+
+    Args:
+        panel: draw a panel where the terminal is large enough, otherwise one line.
     """
 
+    _CLOCK = "%H:%M:%S"
     _MIN_SECONDS = 0.1
 
-    def __init__(self, stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int) -> None:
+    def __init__(
+        self, stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int, panel: bool
+    ) -> None:
         super().__init__(stream, train_iters=train_iters, log_interval=log_interval)
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.live import Live
+
+        from megatron_moe.report.panel import View
 
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._progress = Progress(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-        )
-        self._task = self._progress.add_task("train", total=train_iters, completed=start_iteration, status="")
+        self._view = View(panel, train_iters, start_iteration)
+        self._live = Live(self._view, console=self._console, auto_refresh=False, transient=True)
         self._drawn = -math.inf
-        self._expert_load: float | None = None
-        self._live = False
+
+    def start(self, facts: dict[str, Any]) -> None:
+        self._view.start(facts)
+        super().start(facts)
 
     def step(self, record: StepRecord) -> None:
-        if not self._live:
-            self._progress.start()
-            self._live = True
-        if record.expert_load is not None:
-            self._expert_load = record.expert_load
-        self._progress.update(self._task, completed=record.iteration, status=status(record, self._expert_load))
+        if not self._live.is_started:
+            self._live.start()
+        self._view.step(record)
         super().step(record)
         now = time.monotonic()
         if now - self._drawn >= self._MIN_SECONDS or record.iteration == self._train_iters:
-            self._progress.refresh()
+            self._live.refresh()
             self._drawn = now
 
+    def evaluation(self, record: EvalRecord) -> None:
+        self._view.evaluation(record)
+        super().evaluation(record)
+
     def message(self, text: str) -> None:
+        self._view.event(text)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._console.print(encodable(text, self._stream))
+
+    def _width(self) -> int | None:
+        return self._console.size.width
 
     def close(self, summary: dict[str, Any] | None) -> None:
         self.hide()
 
     def hide(self) -> None:
-        """Take the progress line away and give the cursor back; the next step shows it again."""
-        if self._live:
-            self._progress.stop()
-            self._live = False
+        """Take what is below the lines away and give the cursor back; the next step shows it again."""
+        self._live.stop()
 
 
-def console_sink(stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int) -> ConsoleSink:
-    """Return the live console where `stream` is a terminal that can move its cursor, plain lines anywhere else."""
-    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-        return LiveConsoleSink(
-            stream, train_iters=train_iters, log_interval=log_interval, start_iteration=start_iteration
-        )
-    return ConsoleSink(stream, train_iters=train_iters, log_interval=log_interval)
+def console_sink(
+    stream: TextIO, *, train_iters: int | None, log_interval: int, start_iteration: int, style: str = "auto"
+) -> ConsoleSink:
+    """Return the live console where `stream` is a terminal that can move its cursor, plain lines anywhere else.
+
+    Args:
+        style: `--console`. A panel needs a terminal that writes UTF-8.
+    """
+    if style == "plain" or not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return ConsoleSink(stream, train_iters=train_iters, log_interval=log_interval)
+    utf_8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return LiveConsoleSink(
+        stream,
+        train_iters=train_iters,
+        log_interval=log_interval,
+        start_iteration=start_iteration,
+        panel=utf_8 and style != "line",
+    )
 
 
 def encodable(text: str, stream: TextIO) -> str:

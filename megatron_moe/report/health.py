@@ -136,13 +136,16 @@ def scalars(health: Health) -> dict[str, float]:
 
 
 def glance(health: Health) -> list[str]:
-    """Return the parts of a log line: the figures to see at once, those of the worst layer."""
+    """Return the parts of a log line: the figures to see at once, those of the worst layer.
+
+    MaxVio and dead experts are not among them: every line has the load and the empty experts.
+    """
     worst = health.worst
     parts = []
-    if "max_violation" in worst:
-        parts.append(f"MaxVio {worst['max_violation']:.2f}")
+    if health.gradient_swallowed:
+        parts.append(f"LOST {100 * health.gradient_swallowed / health.gradient_additions:.2g}% of gradient additions")
+    if "effective_experts" in worst:
         parts.append(f"effective {worst['effective_experts']:.1f}")
-        parts.append(f"dead {worst['dead_experts']:.0f}")
     if "flip_rate" in worst:
         parts.append(f"flips {100 * worst['flip_rate']:.1f}%")
     if any(layer.sampled_tokens for layer in health.layers.values()):
@@ -150,8 +153,6 @@ def glance(health: Health) -> list[str]:
         parts.append("max logit inf" if broken else f"max logit {worst['max_logit']:.3g}")
     if health.expert_grad_norm is not None and health.dense_grad_norm is not None:
         parts.append(f"dense/expert norm {health.dense_grad_norm:.2g}/{health.expert_grad_norm:.2g}")
-    if health.gradient_swallowed:
-        parts.append(f"LOST {100 * health.gradient_swallowed / health.gradient_additions:.2g}% of gradient additions")
     return parts
 
 

@@ -124,7 +124,8 @@ class Metric:
     """Its part of a log line: a format string for the last value of the line's steps, such as "share {:.3f}", or a
     function of these steps' records that returns the part. Nothing is shown for None."""
     console_rank: int = 85
-    """The parts of a log line are sorted by it: 10 is the loss, 80 the dropped share, 90 what was skipped."""
+    """The parts of a log line are sorted by it: 10 is the loss, 80 the dropped share, 100 the time left, and 110 what
+    only some lines have."""
     tensorboard: str | Callable[[StepRecord], Mapping[str, float | None]] | None = None
     """The tag of its TensorBoard scalar, or a function that returns several, tag -> number."""
     plot: bool = False

@@ -87,6 +87,7 @@ class Reporter:
                 train_iters=run.training.train_iters,
                 log_interval=flags.log_interval,
                 start_iteration=start_iteration,
+                style=flags.console,
             )
         )
         for note in notes:

@@ -1,11 +1,12 @@
-"""A log has plain lines; a terminal has the same lines and a progress line, and never a mixture."""
+"""A log has plain lines; a terminal has the same lines and what follows each step below them, and never a mixture."""
 
 import io
 import os
+import re
 
 import pytest
 
-from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink
+from megatron_moe.report.console import ConsoleSink, Interval, LiveConsoleSink, console_sink
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 
@@ -47,6 +48,13 @@ def text(stream):
     return stream.buffer.getvalue().decode(stream.encoding)
 
 
+def without_clock(lines):
+    """Take the date and the time of day away, with which each line has to begin."""
+    stripped = [re.subn(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in lines.splitlines(keepends=True)]
+    assert all(count == 1 for _, count in stripped)
+    return "".join(line for line, _ in stripped)
+
+
 class Terminal:
     """A real pseudo terminal: what is written to `stream` can be read back from `output()`."""
 
@@ -70,13 +78,14 @@ class Terminal:
 def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "30")
     return Terminal()
 
 
 def test_a_line_names_everything_a_reader_steers_by():
     stream, sink = plain()
     steps(sink, 1, 1)
-    assert text(stream) == (
+    assert without_clock(text(stream)) == (
         "iteration   1/100 | loss 3.0000 | lr 1.00e-03 | grad norm 0.500 | 2,000 tok/s | 0.25 TFLOP/s | MFU 12.5% | "
         "load 1.25 | empty 3 | left 1m12s\n"
     )
@@ -103,7 +112,7 @@ def test_a_dense_model_without_a_peak_has_a_line_without_experts_and_mfu():
 def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
     stream, sink = plain(log_interval=10, train_iters=25)
     steps(sink, 4, 25)
-    assert [line.split("|")[0].strip() for line in text(stream).splitlines()] == [
+    assert [line.split("|")[0].strip() for line in without_clock(text(stream)).splitlines()] == [
         "iteration  4/25",
         "iteration 10/25",
         "iteration 20/25",
@@ -147,8 +156,9 @@ def test_only_a_terminal_that_can_move_its_cursor_gets_the_progress_line(termina
     assert isinstance(sink, LiveConsoleSink) is live
 
 
-def test_a_terminal_gets_whole_lines_and_a_progress_line_that_is_taken_away(terminal):
-    sink = console_sink(terminal.stream, train_iters=20, log_interval=10, start_iteration=0)
+@pytest.mark.parametrize("style", ["panel", "line"])
+def test_a_terminal_gets_whole_lines_and_what_follows_below_them_is_taken_away(terminal, style):
+    sink = console_sink(terminal.stream, train_iters=20, log_interval=10, start_iteration=0, style=style)
     steps(sink, 1, 20)
     sink.message("saved [bold]iter_0000020[/bold]")
     sink.close(None)
@@ -157,14 +167,34 @@ def test_a_terminal_gets_whole_lines_and_a_progress_line_that_is_taken_away(term
     # A log line starts at a cleared line and ends with a line break, so that the progress line can't run into it.
     for line in ("iteration 10/20 ", "iteration 20/20 ", "saved [bold]iter_0000020[/bold]"):
         before, after = output.split(line, 1)
+        before = re.sub(r"\d\d:\d\d:\d\d $", "", before)
         assert before.endswith(("\x1b[2K", "\n"))
         assert "\x1b" not in after.split("\r\n", 1)[0]
-    assert output.rstrip("\r\n").endswith("\x1b[2K")  # the progress line is cleared
+    assert output.rstrip("\r\n").endswith("\x1b[2K")  # what was below the lines is cleared
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # and the cursor is back
 
 
+def test_a_terminal_that_is_told_to_be_plain_gets_no_control_characters(terminal):
+    sink = console_sink(terminal.stream, train_iters=2, log_interval=1, start_iteration=0, style="plain")
+    steps(sink, 1, 2)
+    assert "\x1b" not in terminal.output()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_line_is_cut_between_its_parts_where_the_terminal_is_narrow(terminal, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    sink = console_sink(terminal.stream, train_iters=2, log_interval=1, start_iteration=0, style="line")
+    sink.step(STEP.replace(skipped=True))
+    line = re.search(r"\d iteration [^\r\n]*", terminal.output())[0]
+    parts = without_clock("2026-01-01 00:00:00 " + line.partition(" ")[2]).split(" | ")
+    whole = Interval()
+    whole.add(STEP.replace(skipped=True))
+    assert parts == whole.line(2).split(" | ")[: len(parts)] and len(line) + 7 <= columns
+    assert ("SKIPPED" in line) is (columns > 40) and ("left" in line) is False
+
+
 def test_the_progress_line_keeps_the_last_known_load_between_counted_steps(terminal):
-    sink = console_sink(terminal.stream, train_iters=3, log_interval=100, start_iteration=0)
+    sink = console_sink(terminal.stream, train_iters=3, log_interval=100, start_iteration=0, style="line")
     steps(sink, 1, 2)
     sink.step(STEP.replace(iteration=3, expert_load=None))
     last_drawn = terminal.output().rsplit("3/3", 1)[1]
