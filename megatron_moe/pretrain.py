@@ -15,31 +15,28 @@ import sys
 from megatron_moe.config import cli, rules
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
-from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
+from megatron_moe.io import launched
+from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say, stage
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
 from megatron_moe.training.signals import die_with_launcher
-
-NAME = "pretrain_moe.py"
 
 
 def main(argv: list[str]) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
     die_with_launcher()
-    return run_program(NAME, _main, argv, rank=int(os.environ.get("RANK", "0")))
+    return run_program(launched.name(), _main, argv, rank=int(os.environ.get("RANK", "0")))
 
 
 def _main(argv: list[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        run = cli.parse(argv, architecture.filled_in, world_size)
-        if run.precision.print_precision or run.logging.list_advisories:
-            rules.check_model(run, world_size)
-            if rank == 0:
-                say(_asked_for(run, world_size))
+        run = checked(argv, world_size)
+        if run is None:
             return DONE
-        rules.check(run, world_size)
-        # Not before the flags are right: loading torch and the engine takes seconds.
+        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+        # The launcher has said what it starts.
+        stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")
         from megatron_moe.training.run import pretrain
 
         if run.precision.audit_precision:
@@ -51,11 +48,29 @@ def _main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:
-            note(f"{NAME}: interrupted")
+            note(f"{launched.name()}: interrupted")
         # Leaving in good order would wait for ranks that are gone.
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     return DONE
+
+
+def checked(argv: list[str], world_size: int) -> Run | None:
+    """Return the run of a command line that can work on so many ranks, without loading torch, which takes seconds.
+
+    None: the flags ask for a table or a list, which rank 0 has printed.
+
+    Raises:
+        ConfigError: a mistake in the flags.
+    """
+    run = cli.parse(argv, architecture.filled_in, world_size)
+    if run.precision.print_precision or run.logging.list_advisories:
+        rules.check_model(run, world_size)
+        if os.environ.get("RANK", "0") == "0":
+            say(_asked_for(run, world_size))
+        return None
+    rules.check(run, world_size)
+    return run
 
 
 def _asked_for(run: Run, world_size: int) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
+from megatron_moe.io import launched
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
@@ -41,6 +42,7 @@ def run_program(
         speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")
         if speaks:
             print(f"{name}: {text}", file=sys.stderr, flush=True)
+            launched.leave(launched.REPORTED, text)
         return speaks
 
     try:
@@ -74,3 +76,9 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Print one line for the person who waits, apart from the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def stage(text: str) -> None:
+    """Say on rank 0 what a run is doing before the first line of its log."""
+    if os.environ.get("RANK", "0") == "0":
+        note(f"{launched.name()}: {text} ...")

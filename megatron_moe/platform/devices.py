@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from megatron_moe.config.errors import MachineError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -31,6 +29,8 @@ def check() -> None:
         MachineError: torch cannot use the machine's NVIDIA devices and they are not hidden, or it can, and the launcher
             gave this machine more ranks than it has devices, or did not number them.
     """
+    import torch  # here, and not above: a launcher that counts devices needs no torch
+
     if torch.cuda.is_available():
         _check_ranks(os.environ, torch.cuda.device_count())
     elif (expected := _expected(os.environ)) is not None:
@@ -39,6 +39,14 @@ def check() -> None:
             f"{_why_unavailable()}; make them usable (the driver, the container's devices, a torch that is built for "
             f"this CUDA), or {_ON_THE_CPU}"
         )
+
+
+def visible_count() -> int:
+    """Return how many NVIDIA devices a process started here would see, by its environment and the driver's files."""
+    named = os.environ.get(_VISIBLE)
+    if _expected(os.environ) is None:
+        return 0
+    return len((_device_files() or "").split(", ")) if named is None else len(named.split(","))
 
 
 def _expected(environment: Mapping[str, str]) -> str | None:
@@ -58,6 +66,8 @@ def _device_files() -> str | None:
 
 def _why_unavailable() -> str:
     """Return what torch says when it is made to use CUDA."""
+    import torch
+
     try:
         with warnings.catch_warnings():  # the error repeats them
             warnings.simplefilter("ignore")
