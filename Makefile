@@ -45,12 +45,13 @@ test: $(STAMP) ## run the test suite (ARGS="tests/unit -k router" narrows it, WO
 soak: $(STAMP) ## the long runs of docs/reliability.md: kills, faults, corruption (ARGS="tests/soak/test_kills.py --soak-scale 0.1")
 	$(QUIET_THREADS) $(RUN) -m pytest -q --durations=0 $(if $(filter tests/%,$(ARGS)),,tests/soak) $(ARGS)
 
-check: $(STAMP) ## style, format, types, architecture, the page of what is verified
+check: $(STAMP) ## style, format, types, architecture, the pages of flags and of what is verified
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/unit/test_architecture.py tests/unit/test_sizes_and_names.py
 	$(RUN) -m tests.helpers.verification --check
+	$(RUN) -m tests.helpers.flags_page --check
 
 BENCH ?= moe_layer
 bench: $(STAMP) ## compare our MoE layer with others' on this machine (BENCH=whole_step: a training step with transformers')

@@ -6,6 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# What tools/preprocess_data.py reads .zst and tables with.
+DATA = ["zstandard>=0.22", "pyarrow>=15"]
 
 
 def version() -> str:
@@ -60,7 +62,8 @@ setup(
             "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",
         ],
         "hf": ["transformers>=4.56"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56"],
+        "data": DATA,
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -13,6 +13,7 @@ import signal
 import sys
 
 from megatron_moe.config import cli, rules
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
 from megatron_moe.io import launched
@@ -25,12 +26,12 @@ from megatron_moe.training.signals import die_with_launcher
 def main(argv: list[str]) -> int:
     """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
     die_with_launcher()
-    return run_program(launched.name(), _main, argv, rank=int(os.environ.get("RANK", "0")))
+    return run_program(launched.name(), _main, argv)
 
 
 def _main(argv: list[str]) -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        _, world_size = launched_world()
         run = checked(argv, world_size)
         if run is None:
             return DONE
@@ -47,7 +48,7 @@ def _main(argv: list[str]) -> int:
             pretrain(run)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if rank == 0:
+        if rank_that_prints() == 0:
             note(f"{launched.name()}: interrupted")
         # Leaving in good order would wait for ranks that are gone.
         sys.stdout.flush()
@@ -61,15 +62,18 @@ def checked(argv: list[str], world_size: int) -> Run | None:
     None: the flags ask for a table or a list, which rank 0 has printed.
 
     Raises:
-        ConfigError: a mistake in the flags.
+        ConfigError: a mistake in the flags, or in files or settings of this machine.
     """
     run = cli.parse(argv, architecture.filled_in, world_size)
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, world_size)
-        if os.environ.get("RANK", "0") == "0":
+        if rank_that_prints() == 0:
             say(_asked_for(run, world_size))
         return None
     rules.check(run, world_size)
+    from megatron_moe.training.plan import check_start
+
+    check_start(run, world_size)
     return run
 
 

@@ -16,7 +16,7 @@ from megatron_moe.io import launched
 from megatron_moe.io.program import note, run_program
 from megatron_moe.launch import options
 from megatron_moe.launch.start import start
-from megatron_moe.platform import devices
+from megatron_moe.platform import host
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +40,7 @@ def _of_nodes(launch: options.LaunchOptions) -> str:
 
 
 def _backend(run: Run) -> str:
-    return run.parallel.distributed_backend or ("nccl" if devices.visible_count() else "gloo")
+    return run.parallel.distributed_backend or ("nccl" if host.visible_devices() else "gloo")
 
 
 if __name__ == "__main__":

@@ -8,32 +8,29 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
-from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder
-from megatron_moe.data.tokenizers import (
-    REPLACEMENT,
-    Tokenizer,
-)
-from megatron_moe.hf.opened import Opened, opened
+from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
+from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
-from megatron_moe.model.generate import Sampling
-from megatron_moe.model.key_value_cache import continuation, numbers_per_token
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
+    from megatron_moe.hf.opened import Opened
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="generate.py",
         description="Generate text from a checkpoint, for a quick look: one process, one prompt after the other, a "
         "key-value cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
@@ -71,14 +68,14 @@ def parser() -> argparse.ArgumentParser:
         "--stop-at-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="stop after the end-of-document token",
+        help="stop after the end-of-document token, and after those that end a text of an imported model",
     )
     p.add_argument(
         "--add-bos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json that came with "
-        "an imported model says, otherwise not)",
+        help="begin with the tokenizer's begin-of-sequence token (default: as the tokenizer_config.json or the "
+        "tokenizer.json that came with an imported model says, otherwise not)",
     )
     add_flags(p.add_argument_group("tokenizer", "by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
@@ -86,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Continue the prompts and return the exit status."""
-    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError))
+    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -96,15 +93,20 @@ def _main(argv: list[str]) -> int:
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
     begin = _begin(source, tokenizer, flags.add_bos)
+    ends = _ends(source, tokenizer, flags)
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
         note(f"generate.py: {text}")
-    dtype = _DTYPES[flags.dtype]
+    import torch
+
+    from megatron_moe.hf.opened import opened
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[flags.dtype])
     working = working_bytes(source.run, max(map(len, ids)), flags.max_new_tokens, dtype.itemsize)
     with opened(source, dtype=dtype, working_bytes=working) as found:
         for number, (prompt, prompt_ids) in enumerate(zip(prompts, ids)):
             sys.stdout.write("\n" if number else "")
-            _continue(found, tokenizer, prompt, prompt_ids, flags)
+            _continue(found, tokenizer, prompt, prompt_ids, ends, flags)
     return DONE
 
 
@@ -117,6 +119,8 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
         new: tokens to generate.
         width: bytes of a number of the model.
     """
+    from megatron_moe.model.key_value_cache import numbers_per_token
+
     cache = (prompt + new) * numbers_per_token(run) * width
     vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
     # Logits as computed and in fp32; within a layer, a few tensors of the widest kind.
@@ -125,6 +129,8 @@ def working_bytes(run: Run, prompt: int, new: int, width: int) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
+    if not Path(flags.load).is_dir():
+        locate(Path(flags.load))  # the mistake to report first
     if not flags.prompts:
         raise ConfigError("--prompt is missing: give a text to continue, or a file that holds one (--prompt-file)")
     if flags.max_new_tokens < 1:
@@ -161,8 +167,7 @@ def _read(path: str | None, text: str) -> str:
 def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer of the flags, else the one that came with the model, else the one of the run's flags."""
     vocab_size = source.run.model.vocab_size
-    chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-    if chosen:
+    if chosen := _chosen(flags):
         return build_tokenizer(schema.build(chosen).data, vocab_size)
     came_along = tokenizer_of_folder(_companions(source), source.companions)
     if came_along is not None:
@@ -173,17 +178,12 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
             "--tokenizer-type and --tokenizer-model"
         )
     config = folder.read_json(source.path / folder.CONFIG)
-    named = {name: config[name] for name in TOKENIZER_FIELDS if name in config}
-    tokenizer = build_tokenizer(schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data, vocab_size)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
-    if trained_with.get("sha256", tokenizer.sha256) != tokenizer.sha256:
-        files = " with ".join(str(named[name]) for name in TOKENIZER_FILES[tokenizer.name])
-        raise ConfigError(
-            f"--load {source.path}: was trained with another tokenizer than {files} is now (SHA-256 "
-            f"{trained_with['sha256'][:12]}..., now {tokenizer.sha256[:12]}...); name the right one with "
-            "--tokenizer-type and its files"
-        )
-    return tokenizer
+    return tokenizer_of_step(config, trained_with, {}, vocab_size or 0, f"--load {source.path}")[0]
+
+
+def _chosen(flags: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
 
 
 def _is_native(source: ModelSource) -> bool:
@@ -195,19 +195,42 @@ def _companions(source: ModelSource) -> Path:
 
 
 def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
-    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none."""
+    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none.
+
+    Without a flag, the files that came with an imported model decide: `add_bos_token`, and where that is not there the
+    post-processor of `tokenizer.json`, as in transformers.
+    """
     file = _companions(source) / "tokenizer_config.json"
     if wanted is None:
         came_along = tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file()
-        wanted = came_along and _says_bos(file)
+        wanted = _says_bos(file) if came_along else False
+        if wanted is None:
+            wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
     elif wanted and tokenizer.bos is None:
         raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
     return [tokenizer.bos] if wanted and tokenizer.bos is not None else []
 
 
-def _says_bos(file: Path) -> bool:
+def _says_bos(file: Path) -> bool | None:
+    said = _said(file, "add_bos_token")
+    return said if isinstance(said, bool) else None
+
+
+def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) -> set[int]:
+    """Return the tokens to stop after: the tokenizer's end, and those that an imported model came with."""
+    if not flags.stop_at_eod:
+        return set()
+    file = source.companions.get("generation_config.json")
+    if file is None or _chosen(flags):  # ids of the tokenizer that came along
+        return {tokenizer.eod}
+    said = _said(file, "eos_token_id")
+    ids = said if isinstance(said, list) else [said]
+    return {tokenizer.eod, *(i for i in ids if isinstance(i, int))}
+
+
+def _said(file: Path, key: str) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("add_bos_token") is True
+        return json.loads(file.read_text(encoding="utf-8")).get(key)
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from error
 
@@ -229,8 +252,16 @@ def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new:
 
 
 def _continue(
-    found: Opened, tokenizer: Tokenizer, prompt: str, prompt_ids: Sequence[int], flags: argparse.Namespace
+    found: Opened,
+    tokenizer: Tokenizer,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    ends: set[int],
+    flags: argparse.Namespace,
 ) -> None:
+    from megatron_moe.model.generate import Sampling
+    from megatron_moe.model.key_value_cache import continuation
+
     stream = TextStream(tokenizer, prompt_ids)
     tokens = continuation(
         found.model,
@@ -239,7 +270,7 @@ def _continue(
         vocab_size=found.vocab_size,
         sampling=Sampling(flags.temperature, flags.top_k, 1.0 if flags.top_p is None else flags.top_p),
         seed=flags.seed,
-        end_id=tokenizer.eod if flags.stop_at_eod else None,
+        end_ids=ends,
     )
     times = [time.perf_counter()]
     _write(prompt)

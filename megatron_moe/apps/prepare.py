@@ -6,10 +6,12 @@ import argparse
 from typing import Any
 
 from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.megatron_flags import groups, parts, table, translate
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe.data.encoding import SKIP, STOP, PreprocessOptions
+from megatron_moe.data.preprocess import preprocess
 from megatron_moe.data.train_tokenizer import MODEL_TYPES
 from megatron_moe.io.program import DONE, note, run_program
 
@@ -32,6 +34,7 @@ _IGNORED = {
     "--keep-newlines": "read with --split-sentences alone",
     "--dataset-impl": "there is one format, Megatron-LM's mmap",
 }
+_INTERRUPTED = "interrupted; the parts that are finished are kept, and the same command goes on with them"
 _ANSWERED = frozenset(
     """--chat-template --legacy-tokenizer --null-tokenizer-eod-id --null-tokenizer-pad-id --tokenizer-hf-no-use-fast
     --tokenizer-hf-no-include-special-tokens --tokenizer-hf-use-fast --tokenizer-metadata --tokenizer-special-tokens
@@ -42,7 +45,7 @@ _ANSWERED = frozenset(
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one flag per field of `PreprocessOptions`."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="preprocess_data.py",
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,
@@ -52,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        help=".jsonl files, text files, folders of them, or patterns such as 'a/*.jsonl'",
+        help="JSON lines (.jsonl, .json), tables (.parquet, .arrow), texts (other files), .gz and .zst of lines and "
+        "texts, folders of them or of a Hugging Face dataset, or patterns such as 'a/*.jsonl'",
     )
     data.add_argument(
         "--json-keys",
@@ -75,7 +79,18 @@ def parser() -> argparse.ArgumentParser:
         "--keep-sequential-samples", action="store_true", help="the order of the input, whatever --partitions says"
     )
     data.add_argument("--log-interval", type=int, help="documents between lines of progress, instead of a bar")
-    data.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    data.add_argument(
+        "--on-bad-line",
+        choices=(STOP, SKIP),
+        default=STOP,
+        help="what is no document ends the work, or is counted and listed in PREFIX_rejects.jsonl (default: stop)",
+    )
+    data.add_argument(
+        "--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops"
+    )
+    data.add_argument(
+        "--overwrite", action="store_true", help="replace files that exist, and drop parts of another command"
+    )
     tokenizer = p.add_argument_group("tokenizer")
     add_flags(tokenizer, TOKENIZER_FIELDS)
     tokenizer.add_argument(
@@ -84,7 +99,11 @@ def parser() -> argparse.ArgumentParser:
         help="HuggingFaceTokenizer: add what tokenizer.json adds to a text, such as a token that begins it",
     )
     tokenizer.add_argument("--vocab-size", type=int, help="NullTokenizer: ids, with the end-of-document id")
-    training = p.add_argument_group("training a SentencePiece tokenizer on the input first")
+    _add_training_flags(p.add_argument_group("training a SentencePiece tokenizer on the input first"))
+    return p
+
+
+def _add_training_flags(training: argparse._ArgumentGroup) -> None:
     training.add_argument(
         "--train-tokenizer", action="store_true", help="train and write the file --tokenizer-model, then use it"
     )
@@ -92,7 +111,6 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer-vocab-size", type=int, default=4096, help="pieces of the new model (default: 4096)"
     )
     training.add_argument("--tokenizer-model-type", choices=MODEL_TYPES, default="bpe", help="algorithm (default: bpe)")
-    return p
 
 
 def main(argv: list[str]) -> int:
@@ -102,9 +120,10 @@ def main(argv: list[str]) -> int:
         argv: the command line without the program's name.
 
     Returns:
-        The exit status: 0, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
+        The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
     """
-    return run_program("preprocess_data.py", _main, argv, interrupted="interrupted; nothing was written")
+    errors = (ConfigError, OSError)
+    return run_program("preprocess_data.py", _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:

@@ -9,15 +9,13 @@ station whose operation it is the backward of: autograd numbers both alike. The 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.profiler import profile
-
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.schema import Run, replace
@@ -26,8 +24,7 @@ from megatron_moe.io.files import require_writable
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
-from megatron_moe.training.profiler import PREFIX, activities, stations
-from megatron_moe.training.run import pretrain
+from megatron_moe.training.plan import check_start
 
 OPERATIONS = {"_VocabParallelCrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
@@ -37,7 +34,7 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="profile_step.py",
         usage="profile_step.py [--profile-steps N] [--trace FILE] [pretrain_moe.py's flags]",
         description="Run some training steps and print where rank 0's time goes, by station of docs/journey.md.",
@@ -54,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Profile what the flags name, and return the exit status."""
-    return run_program("profile_step.py", _main, argv, rank=int(os.environ.get("RANK", "0")))
+    return run_program("profile_step.py", _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -63,7 +60,7 @@ def _main(argv: list[str]) -> int:
         if (number := getattr(flags, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {number}: it has to be at least 1")
     require_writable("--trace", flags.trace)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world_size = launched_world()
     run = with_made_up_data(cli.parse(rest, filled_in, world_size))
     rules.check(run, world_size)
     profiler = profiled(run, flags.profile_warmup, flags.profile_steps)
@@ -103,6 +100,10 @@ class StepProfiler(Sink):
         self.profile: Any = None
 
     def step(self, record: StepRecord) -> None:
+        from torch.profiler import profile
+
+        from megatron_moe.training.profiler import activities
+
         self._steps += 1
         if self._first < self._steps <= self._last:
             self.seconds.append(record.seconds)
@@ -120,6 +121,11 @@ _NO_PROFILE: dict[str, Any] = {name: getattr(Run().logging, name) for name in ("
 def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
     run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_PROFILE)
+    check_start(run, launched_world()[1])
+    # Not before flags and files are right: loading torch and the engine takes seconds.
+    from megatron_moe.training.profiler import stations
+    from megatron_moe.training.run import pretrain
+
     profiler = StepProfiler(warmup, steps)
     with stations():
         pretrain(run, also=(profiler,))
@@ -128,6 +134,10 @@ def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
 
 def shares(events: Any) -> dict[str, Share]:
     """Return each station's share of the time of these events of a profile."""
+    import torch
+
+    from megatron_moe.training.profiler import PREFIX
+
     by_sequence: dict[int, str] = {}
     for event in events:
         # An operation without a graph bears the number that the next one with a graph will take: the last one counts.
@@ -156,6 +166,8 @@ def shares(events: Any) -> dict[str, Share]:
 
 def _station(event: Any) -> str:
     """Return the station of the innermost range around an event."""
+    from megatron_moe.training.profiler import PREFIX
+
     one = event
     while one is not None:
         if one.name.startswith(PREFIX):

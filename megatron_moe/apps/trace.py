@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.opened import opened
-from megatron_moe.hf.safetensors_file import StreamedFile
+from megatron_moe.hf.safetensors_file import FormatError, read_header
 from megatron_moe.hf.source import ModelSource, locate
-from megatron_moe.hf.tensors import layout_of, write_tensor
-from megatron_moe.hf.trace import Trace, trace, working_bytes
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
+
+if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
+    from torch import Tensor
+
+    from megatron_moe.hf.trace import Trace
 
 _INPUT = "input_ids"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="trace_forward.py",
         description="Run a checkpoint in fp32 on given tokens and write what it computed, to compare two "
         "implementations. One process, on this machine's device.",
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> int:
         argv,
         interrupted="interrupted; nothing was written",
         errors=(ConfigError, OSError),
+        rank=0,
     )
 
 
@@ -64,7 +66,21 @@ def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     for name in ("output", "grad_norms"):
         require_writable(f"--{name.replace('_', '-')}", getattr(flags, name))
+    _require_own_paths(flags)
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
+    if not Path(flags.tokens).is_file():
+        raise ConfigError(f"--tokens {flags.tokens}: is no file; give a safetensors file with {_INPUT} [B, S]")
+    try:
+        tensors = read_header(Path(flags.tokens)).tensors
+    except FormatError as error:
+        raise ConfigError(f"--tokens {flags.tokens}: is no safetensors file that can be read: {error}") from None
+    if _INPUT not in tensors:
+        raise ConfigError(
+            f"--tokens {flags.tokens}: holds {', '.join(sorted(tensors)[:5]) or 'nothing'}, and no {_INPUT} [B, S]"
+        )
+    from megatron_moe.hf.opened import opened
+    from megatron_moe.hf.trace import trace, working_bytes
+
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
         note(f"trace_forward.py: {text}")
@@ -81,18 +97,28 @@ def _main(argv: list[str]) -> int:
     return DONE
 
 
+def _require_own_paths(flags: argparse.Namespace) -> None:
+    """Refuse one path for two of the files that are read and written."""
+    taken: dict[str, str] = {}
+    for name in ("tokens", "output", "grad_norms"):
+        path, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
+        other = None if path is None else taken.setdefault(os.path.realpath(path), flag)
+        if other not in (None, flag):
+            raise ConfigError(f"{other}, {flag} {path}: one would overwrite the other; give each its own path")
+
+
 def read_tokens(path: Path, source: ModelSource) -> Tensor:
     """Return the tokens [B, S] int64 of a file, after checking that the model can take them.
 
     Raises:
         ConfigError: the file is not of this kind, or its tokens are not the model's.
     """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
     where = f"--tokens {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
-            names = list(file.keys())
-            if _INPUT not in names:
-                raise ConfigError(f"{where}: holds {', '.join(sorted(names)[:5]) or 'nothing'}, and no {_INPUT}")
             tokens: Tensor = file.get_tensor(_INPUT)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{where}: is no safetensors file that can be read: {str(error)[:200]}") from None
@@ -115,6 +141,9 @@ def read_tokens(path: Path, source: ModelSource) -> Tensor:
 
 
 def _write(result: Trace, path: Path, norms: str | None) -> None:
+    from megatron_moe.hf.safetensors_file import StreamedFile
+    from megatron_moe.hf.tensors import layout_of, write_tensor
+
     tensors = result.tensors()
     with written_aside(path) as aside, StreamedFile(aside, layout_of(tensors.items())) as file:
         for name, tensor in tensors.items():

@@ -28,6 +28,8 @@ from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_readable
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG = "config.json"
@@ -106,6 +108,7 @@ def find_step(
         ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
             earlier format, or none of several steps is sound.
     """
+    require_readable("--load", str(root))
     _refuse_megatron(root)
     _check_is_root(root)
     available = steps(root)
@@ -127,7 +130,7 @@ def find_step(
         reason = reason_against(iteration)
         if reason is None:
             return step, [*notes, *_pointer_notes(root, iteration)]
-        if _is_earlier_format(step):
+        if _is_other_format(step):
             raise ConfigError(
                 f"--load {root}: step {iteration} cannot be read: {reason}; continue it with the version that saved "
                 "it, or load another folder"
@@ -144,6 +147,33 @@ def find_step(
             )
         )
     return None, []
+
+
+def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Path, list[str]] | None:
+    """Return the step that a path and `--ckpt-step` name, and notes; None for a folder that is no checkpoint.
+
+    Args:
+        path: a run's folder, or one step of it.
+        flag: the flag that named the path, for messages.
+
+    Raises:
+        ConfigError: there is no such folder or step, or none is sound.
+    """
+    require_readable(flag, str(path))
+    if not path.is_dir():
+        hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
+        raise ConfigError(f"{flag} {path}: there is no such folder{hub}")
+    name = path.absolute().name
+    is_step = _STEP.fullmatch(name) is not None and (path / STATE).exists()
+    if not (is_step or steps(path) or (path / OWNER).exists() or (path / LATEST).exists()):
+        return None
+    root, wanted = (path.absolute().parent, int(name[5:])) if is_step else (path, ckpt_step)
+    if is_step and ckpt_step not in (None, wanted):
+        raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
+    step, notes = find_step(root, wanted)
+    if step is None:
+        raise ConfigError(f"{flag} {path}: has no step yet")
+    return step, notes
 
 
 def is_of_megatron(step: Path) -> bool:
@@ -166,10 +196,10 @@ def _refuse_megatron(root: Path) -> None:
         )
 
 
-def _is_earlier_format(step: Path) -> bool:
+def _is_other_format(step: Path) -> bool:
     try:
         manifest.read(step)
-    except manifest.EarlierFormatError:
+    except manifest.OtherFormatError:
         return True
     except manifest.ManifestError:
         pass
@@ -201,9 +231,12 @@ def _check_is_root(root: Path) -> None:
     names = {entry.name for entry in root.iterdir()}
     ours = any(_STEP.fullmatch(name) for name in names) or names & {OWNER, LATEST}
     if names and not ours:
+        works = "give the folder that an earlier run named with --save"
+        if "config.json" in names:
+            works = f"a folder of Hugging Face's is where a run begins: --load-hf {root}"
         raise ConfigError(
             f"--load {root}: is not a checkpoint folder: it holds {_some(names)}, and neither iter_* nor {LATEST}; "
-            "give the folder that an earlier run named with --save"
+            + works
         )
 
 

@@ -49,8 +49,8 @@ class ManifestError(Exception):
     """A manifest is missing, damaged, or not of this format; the message is the reason in words that follow "it"."""
 
 
-class EarlierFormatError(ManifestError):
-    """The step was saved by an earlier version of this code."""
+class OtherFormatError(ManifestError):
+    """The step was saved by an earlier or a later version of this code."""
 
 
 def write(step: Path, iteration: int, files: dict[str, FileEntry]) -> None:
@@ -93,9 +93,9 @@ def read(step: Path) -> Manifest:
     if not isinstance(content, dict):
         raise ManifestError(f"its {NAME} is damaged: it holds no object")
     if _is_format_1(content):
-        raise EarlierFormatError("it was saved by an earlier version (format 1, without checksums)")
+        raise OtherFormatError("it was saved by an earlier version (format 1, without checksums)")
     if isinstance(content.get("format"), int) and content["format"] > FORMAT and _matches_digest(content, data):
-        raise ManifestError(f"it was saved by a later version (format {content['format']}; this one reads {FORMAT})")
+        raise OtherFormatError(f"it was saved by a later version (format {content['format']}; this one reads {FORMAT})")
     if wrong := _wrong_content(content, data):
         raise ManifestError(f"its {NAME} is damaged: {wrong}")
     return Manifest(content["iteration"], content["files"], content["digest"])

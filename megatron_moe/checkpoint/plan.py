@@ -11,6 +11,7 @@ from megatron_moe.checkpoint import compare, folder
 from megatron_moe.checkpoint.origin import is_converted
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     verify = run.checkpoint.verify_checkpoint
     step, notes = folder.find_step(root, run.checkpoint.ckpt_step, known_bad=known_bad, verify=verify)
     if step is None:
-        if run.checkpoint.exit_on_missing_checkpoint or run.checkpoint.finetune:
-            raise ConfigError(
-                f"--load {root}: holds no complete checkpoint ({folder.LATEST} and iter_* folders were expected); "
-                "leave out --exit-on-missing-checkpoint or --finetune to start afresh"
-            )
+        _require_other_start(run, root)
         start = "starting afresh" if run.checkpoint.load_hf is None else f"starting from {run.checkpoint.load_hf}"
         return None, [*notes, f"{root} holds no checkpoint yet: {start}"]
     if run.checkpoint.load_hf is not None:
@@ -106,6 +103,26 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     if changed and not source.weights_only:
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
+
+
+def _require_other_start(run: Run, root: Path) -> None:
+    """Refuse a folder without a step, unless the run saves there, or starts from a Hugging Face folder.
+
+    The command of a run that goes on after each restart names the folder of its own steps, which is empty at first.
+    """
+    options = run.checkpoint
+    demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
+    demands += ["--finetune"] if options.finetune else []
+    own = options.save is not None and Path(options.save).resolve() == root.resolve()
+    if not demands and (own or options.load_hf is not None):
+        return
+    there = "holds no checkpoint" if root.exists() else "does not exist"
+    works = "to start afresh, leave out --load, or name this folder in --save, too"
+    if is_hub_name(str(root)):
+        works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
+    if own:
+        works = f"leave out {' and '.join(demands)} to start afresh"
+    raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
 
 
 def _check_state(state: dict[str, Any], step: Path) -> None:

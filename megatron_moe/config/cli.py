@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shutil
+import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from megatron_moe.config import deepspeed, megatron_defaults, megatron_flags, schema
+from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatron_flags, schema
+from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser, unexpected
 from megatron_moe.config.errors import ConfigError, listing
-from megatron_moe.config.fields import Field, all_fields, from_file, from_text, suggestion
+from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
+from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules.ignored import as_megatron_reads
 from megatron_moe.config.schema import Run
@@ -38,6 +38,22 @@ class _Loader(yaml.SafeLoader):
             raise ConfigError(f"key {twice[0]} is given twice, near line {node.start_mark.line + 1}; keep one")
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Read decimal digits alone: in YAML 1.1 `010` is 8 and `1:30` is 90, which nobody means here."""
+        text = str(node.value)
+        if not _DECIMAL.fullmatch(text):
+            meaning = f", for {text} is {super().construct_yaml_int(node)} in YAML" if len(text) < 40 else ""
+            raise ConfigError(
+                f"{text[:40]}, near line {node.start_mark.line + 1}: write at most 1000 decimal digits{meaning}"
+            )
+        return int(text)
+
+
+_UNNAMED = 'in "<unicode string>",'
+"""How YAML calls a text that has no file."""
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]{0,999})")
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Read the file's settings as a flat dict, field name -> value of the field's type.
@@ -49,15 +65,14 @@ def read_yaml(path: str) -> dict[str, Any]:
         ConfigError: if the file cannot be read, is not a YAML mapping, or has an unknown key, a key twice or a value of
             the wrong type; the message names file and key.
     """
+    text = read_settings("--config", path, "YAML")
     try:
-        with Path(path).open(encoding="utf-8") as stream:
-            document = yaml.load(stream, Loader=_Loader)  # _Loader is a SafeLoader
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path}: cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from error
+        document = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split()).replace(_UNNAMED, "in")
+        raise ConfigError(f"--config {path}: is not YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(f"--config {path}: is not YAML of settings: its brackets are nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     if document is None:
@@ -113,19 +128,22 @@ def parse(
         SystemExit: with status 0, after printing the help.
     """
     parser = _build_parser()
+    flag_help.answer(argv, parser)
+    parser.require_sound(argv)
     options = [option for action in parser._actions for option in action.option_strings]
     translated = megatron_flags.translate(argv, options)
     if translated.problems:
         raise ConfigError(_all_of(translated.problems))
     words, extra = parser.parse_known_args(translated.argv)
     if extra:
-        raise ConfigError(f"unexpected argument {extra[0]!r}: every value follows its flag")
+        raise ConfigError(unexpected(extra[0], options))
     given = vars(words)
     preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
     defaults = _defaults(given.pop("defaults", None), deepspeed_path)
     below = _preset(preset) if preset is not None else {}
     above = read_yaml(path) if path is not None else {}
     above |= {name: _as_tuple(all_fields()[name], value) for name, value in given.items()}
+    typed = {name for name in given if above[name] is not None}
     below, above = _whole_steps(below, above)
     read = deepspeed.MergedSettings({**below, **above}, (), {})
     if deepspeed_path is not None:
@@ -139,9 +157,11 @@ def parse(
         flat, of_defaults = megatron_defaults.taken(flat, closed)
     elif defaults is None and translated.notes:  # flags that Megatron-LM alone has: it is one of its commands
         of_defaults = megatron_defaults.note_of_open(flat, closed)
+    as_given = flat
     flat, ignored = as_megatron_reads(flat)
+    unchanged = (name for name in typed if flat.get(name) == as_given.get(name))
     notes = (*translated.notes, *of_defaults, *ignored, *read.notes)
-    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins)
+    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins, typed=frozenset(unchanged))
 
 
 def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:
@@ -168,6 +188,11 @@ def _whole_steps(below: dict[str, Any], above: dict[str, Any]) -> tuple[dict[str
             f"--train-samples {samples}, --train-iters {above['train_iters']}: both say how long the training is;"
             " keep one"
         )
+    if 0 < samples < batch:
+        raise ConfigError(
+            f"--train-samples {samples}, --global-batch-size {batch}: is less than one step; use at least "
+            f"--train-samples {batch}"
+        )
     return below, {**above, "train_iters": samples // batch}
 
 
@@ -185,24 +210,6 @@ def _deepspeed_path(given: dict[str, Any]) -> str | None:
     return path or switch or None
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would print and exit: every rank parses, and one prints."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
-class _Formatter(argparse.HelpFormatter):
-    """A formatter of help in two columns as wide as the terminal, with each flag's text next to it."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=42, width=min(shutil.get_terminal_size().columns, 130))
-
-
 def _build_parser() -> Parser:
     """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
@@ -214,8 +221,9 @@ def _build_parser() -> Parser:
         " --defaults. The word `none` unsets a flag that has no default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
     )
+    parser.checks_words = False  # `parse` checks what was typed, not its translation
     start = parser.add_argument_group("start from")
     start.add_argument("--preset", metavar="NAME", help=f"a named configuration: {', '.join(PRESETS)}")
     start.add_argument("--config", metavar="FILE", help="a YAML file; keys are the flags' names")
@@ -271,8 +279,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
 class _Converter:
     """A conversion by `from_text` for one field, in the form that argparse needs.
 
-    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours. Our parser's
-    `error` would then repeat the flag, so it is removed from the message.
+    argparse replaces the message of a ValueError, and so of a ConfigError; ArgumentTypeError keeps ours.
     """
 
     def __init__(self, field: Field) -> None:
@@ -282,7 +289,7 @@ class _Converter:
         try:
             return from_text(self.field, text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(self.field.flag).strip()) from None
+            raise argparse.ArgumentTypeError(f"{WHOLE_MESSAGE}{error}") from None
 
 
 def _help(field: Field) -> str:
@@ -317,5 +324,5 @@ def _as_tuple(field: Field, value: Any) -> Any:
 
 def _preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{suggestion(name, PRESETS)}")
+        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}{choice_suggestion(name, PRESETS)}")
     return PRESETS[name]

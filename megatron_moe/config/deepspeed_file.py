@@ -23,6 +23,7 @@ from megatron_moe.config.deepspeed_keys import (
 )
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
+from megatron_moe.config.paths import read_settings
 
 # Strings are kept as they are; of comments and of commas before a closing bracket nothing is left.
 _TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -96,14 +97,7 @@ def read(path: str) -> DeepSpeedFile:
 
 
 def _document(path: str) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(
-            f"--deepspeed-config {path}: cannot be read ({error.strerror}); give the path of a JSON file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--deepspeed-config {path}: is not text in UTF-8; give the path of a JSON file") from error
+    text = read_settings("--deepspeed-config", path, "JSON")
 
     def kept(match: re.Match[str]) -> str:
         return match[0] if match[0].startswith('"') else " "
@@ -117,7 +111,9 @@ def _document(path: str) -> dict[str, Any]:
 
     try:
         document = json.loads(_TEXT_OR_COMMA.sub(kept, _TEXT_OR_COMMENT.sub(kept, text)), object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError(
             f"--deepspeed-config {path}: is not JSON: {error}; write keys and text in double quotes"
         ) from None

@@ -340,6 +340,17 @@ class DerivedSettings:
         """Return the parameters that one token meets in training: K of the E experts, everything else."""
         return self._parameters(padded_vocab, self._run.moe.moe_router_topk)
 
+    def training_bytes(self, padded_vocab: int) -> int:
+        """Return the bytes of one copy of all weights with their gradients, fp32 main weights and Adam's two moments.
+
+        It is the least that training takes over all ranks, without activations.
+        """
+        width = 4 if self.params_dtype_name == "float32" else 2
+        if self._run.optimizer.freeze_parameters:  # gradients and moments of some; the weights of all
+            return width * self.parameter_count(padded_vocab)
+        gradient = 4 if self.grads_in_fp32 else width
+        return (width + gradient + (0 if width == 4 else 4) + 8) * self.parameter_count(padded_vocab)
+
     def flops_per_token(self, padded_vocab: int) -> float:
         """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.
 

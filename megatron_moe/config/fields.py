@@ -7,6 +7,8 @@ report errors in the same words.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 import typing
 from collections import Counter
@@ -16,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_moe.config import schema
+from megatron_moe.config.accidents import FREE_TEXT, require_expanded, require_visible
 from megatron_moe.config.errors import ConfigError
 
 _NOUN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -121,7 +124,40 @@ def from_text(field: Field, text: str) -> Any:
             raise
         except ValueError:
             continue
-    raise ConfigError(f"{field.flag} {text}: not {_nouns(field)}{_example(field)}")
+    raise ConfigError(f"{field.flag} {text}: not {_nouns(field)}{number_meant(text, field.kinds) or _example(field)}")
+
+
+_SUFFIXES = {"k": (1000, 1024), "m": (10**6,), "b": (10**9,), "g": (10**9,)}
+
+
+def number_meant(text: str, kinds: tuple[type, ...]) -> str:
+    """Return `; write 2048` for a number in another notation: 2,048, 2e3, 2.0, 4K, 10%; else an empty string.
+
+    Args:
+        kinds: the types that the value may have; it is translated where one of them is int or float alone.
+    """
+    plain = text.strip().lower()
+    scales: tuple[float, ...] = (1,)
+    if plain[-1:] in _SUFFIXES:
+        plain, scales = plain[:-1], _SUFFIXES[plain[-1]]
+    elif plain.endswith("%"):
+        plain, scales = plain[:-1], (0.01,)
+    if "," in plain:
+        thousands = re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", plain) and not plain.startswith("0")
+        plain = plain.replace(",", "" if thousands or plain.count(",") > 1 else ".")
+    try:
+        numbers = [float(plain) * scale for scale in scales]
+    except ValueError:
+        return ""
+    if not all(math.isfinite(number) for number in numbers):
+        return ""
+    if kinds == (int,):
+        if not all(number.is_integer() for number in numbers):
+            return ""
+        numbers = [int(number) for number in numbers]
+    elif float not in kinds:
+        return ""
+    return f"; write {' or '.join(f'{number:d}' if isinstance(number, int) else f'{number:g}' for number in numbers)}"
 
 
 def from_file(field: Field, value: Any, where: str) -> Any:
@@ -146,6 +182,11 @@ def from_file(field: Field, value: Any, where: str) -> Any:
 
 
 def _scalar_from_file(field: Field, value: Any, where: str) -> Any:
+    if isinstance(value, str) and not value.strip() and field.name not in FREE_TEXT:
+        raise ConfigError(f"{where}: {value!r} is empty; give a value, or leave the key out")
+    if isinstance(value, str) and field.name not in FREE_TEXT:
+        require_visible(value, f"{where}: ")
+        require_expanded(field.name, value, f"{where}: ")
     for kind in field.kinds:
         if type(value) is kind:
             return _chosen(field, value, where)
@@ -162,7 +203,27 @@ def _chosen(field: Field, value: Any, where: str) -> Any:
     if field.choices is None or value in field.choices:
         return value
     known = [str(choice) for choice in field.choices]
-    raise ConfigError(f"{where} {value}: not one of {', '.join(known)}{suggestion(str(value), known)}")
+    raise ConfigError(f"{where} {value}: not one of {', '.join(known)}{choice_suggestion(str(value), known)}")
+
+
+def choice_suggestion(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for a choice in other letters, shortened or lengthened, or else as `suggestion` does.
+
+    Capitals, `-`, `_`, an ending of a file and the owner of a model of the hub are overlooked.
+    """
+    names = list(known)
+
+    def plain(name: str) -> str:
+        return re.sub(r"[-_ ]", "", name.rpartition("/")[2].lower().removesuffix(".yaml"))
+
+    asked = plain(word)
+    same = [name for name in names if plain(name) == asked]
+    longer = [name for name in names if len(asked) > 1 and plain(name).startswith(asked)]
+    shorter = [name for name in names if len(plain(name)) > 2 and asked.startswith(plain(name))]
+    for found in (same, longer, shorter):
+        if 0 < len(found) <= 4:
+            return f"; did you mean {' or '.join(found)}?"
+    return suggestion(word, names)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from megatron_moe.config.fields import suggestion
 
 ANSWERS = ("taken", "alias", "always", "ignored", "refused", "unknown")
 TABLE = Path(__file__).with_name("megatron_flags.tsv")
-_NUMBER = re.compile(r"-\.?\d")
+_NUMBER = re.compile(r"-(\.?\d|inf|nan)")
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,8 @@ def unknown(flag: str, own: Collection[str]) -> str:
     known = [*own, *(name for name, rows in table().items() if rows[0].answer != "unknown")]
     prefixed = [name for name in own if name.startswith(plain)] if len(plain) > 4 else []
     row = row_for(plain, ())
+    if row is not None and row.answer == "refused":
+        return f"{flag}: {row.reason}"
     if row is not None and row.answer == "unknown":
         hint = f"; use {row.target}" + (f" ({row.reason})" if row.reason else "")
     elif len(prefixed) == 1:

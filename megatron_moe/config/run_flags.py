@@ -131,7 +131,7 @@ class CheckpointConfig:
 
     save: str | None = mute(None, "folder for checkpoints")
     save_interval: int | None = flag(None, "iterations between checkpoints; default: only at the end")
-    load: str | None = mute(None, "folder to continue from: its latest step")
+    load: str | None = mute(None, "folder to continue from: its latest step; may be empty where it is --save's")
     load_hf: str | None = mute(
         None, "Hugging Face folder to start from: architecture and weights; a step in --load takes precedence"
     )
@@ -140,7 +140,9 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = mute(False, "take architecture and vocabulary from the step that --load reads")
     ckpt_step: int | None = mute(None, "load this step instead of the latest")
-    exit_on_missing_checkpoint: bool = flag(False, "fail when --load has no checkpoint, instead of starting fresh")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "fail when --load has no checkpoint, also where it is the folder of --save"
+    )
     finetune: bool = flag(False, "load weights only: iteration, optimizer, scheduler and RNG start fresh")
     no_load_optim: bool = flag(False, "do not load the optimizer")
     no_load_rng: bool = flag(False, "do not load the random states")

@@ -27,10 +27,12 @@ class Run(RunSections):
     Args:
         notes: what to report of it at the start of the run, a line each.
         origins: field -> "key in file", of values that come from a DeepSpeed file.
+        typed: the fields that the command line names, also where the value is the default.
     """
 
     notes: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @cached_property
     def derived(self) -> DerivedSettings:
@@ -82,4 +84,6 @@ def build(flat: dict[str, Any]) -> Run:
 def replace(run: Run, **changes: Any) -> Run:
     """Return a copy of `run` with the named fields changed, whichever section they are in."""
     origins = {name: key for name, key in run.origins.items() if name not in changes}
-    return dataclasses.replace(build({**flatten(run), **changes}), notes=run.notes, origins=origins)
+    return dataclasses.replace(
+        build({**flatten(run), **changes}), notes=run.notes, origins=origins, typed=run.typed - changes.keys()
+    )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.schema import Run
 from megatron_moe.data.index_file import Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
-from megatron_moe.data.sources import SPLITS, Sources, read_sources
+from megatron_moe.data.sources import SPLITS, Sources, flag_of, read_sources
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file
 
@@ -48,7 +50,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
             "evaluation off"
         )
-    indices = {prefix: open_index(prefix) for prefix in sources.prefixes()}
+    indices = {prefix: open_index(prefix, flag_of(run.data, prefix)) for prefix in sources.prefixes()}
     _check_cache_folder(run, sources)
     sidecars = {prefix: read_sidecar(prefix) for prefix in indices}
     hash_bin = deep and within_verify_limit(run, list(indices))
@@ -201,17 +203,13 @@ def cache_folder(run: Run, sources: Sources) -> str:
 
 
 def _check_cache_folder(run: Run, sources: Sources) -> None:
+    if run.data.data_cache_path is not None:
+        require_writable_folder("--data-cache-path", run.data.data_cache_path)
+        return
     folder = cache_folder(run, sources)
-    flag = "--data-cache-path" if run.data.data_cache_path is not None else "the index cache"
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ConfigError(f"{flag} {folder} is a file; name a folder with --data-cache-path")
-    existing = os.path.abspath(folder)
-    while not os.path.exists(existing):
-        existing = os.path.dirname(existing)
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{flag} {folder}: no permission to write in {existing}; name another folder with --data-cache-path"
-        )
+    existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"the index cache {folder}: no folder to write in; name one with --data-cache-path")
 
 
 @contextmanager

@@ -25,11 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils.data import Dataset
@@ -210,11 +209,6 @@ def _sampled(path: str) -> str:
 
 
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
-
-
-def dataset_builder(bin_path: str, dtype: numpy.dtype) -> IndexedDatasetBuilder:
-    """Return the engine's writer of one `.bin`, and of its `.idx` on `finalize`."""
-    return IndexedDatasetBuilder(bin_path, dtype=dtype.type)
 
 
 def open_dataset(prefix: str, *, mmap: bool = True) -> IndexedDataset:

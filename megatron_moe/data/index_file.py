@@ -17,12 +17,13 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_readable
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -36,6 +37,7 @@ DTYPES: dict[int, numpy.dtype] = {
 }
 SMALL_VOCABULARY = 65_500  # the format's bound for two bytes per token
 _CHUNK_TOKENS = 1 << 24
+_TEXT_ENDINGS = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst", ".arrow")
 
 
 def token_dtype(vocab_size: int) -> numpy.dtype:
@@ -84,8 +86,11 @@ class TokenIndex:
         return document, token_number - (int(ends[first - 1]) if first else 0)
 
 
-def open_index(prefix: str) -> TokenIndex:
+def open_index(prefix: str, flag: str = "") -> TokenIndex:
     """Open `PREFIX.idx` and check all of it, and the size of `PREFIX.bin`.
+
+    Args:
+        flag: the flag that names the prefix, for the message where a file is missing.
 
     Raises:
         ConfigError: a file is missing, empty, truncated, too long, or inconsistent; the message names the file and,
@@ -93,8 +98,9 @@ def open_index(prefix: str) -> TokenIndex:
     """
     for suffix in (".idx", ".bin"):
         path = prefix + suffix
+        require_readable(f"{flag or 'dataset'} {prefix}: file", path)
         if not os.path.isfile(path):
-            raise ConfigError(_missing(prefix, path))
+            raise ConfigError(_missing(prefix, path, flag))
         if os.path.getsize(path) == 0:
             raise ConfigError(f"{path} is empty; write the dataset again with tools/preprocess_data.py")
     path = f"{prefix}.idx"
@@ -122,13 +128,22 @@ def open_index(prefix: str) -> TokenIndex:
     return TokenIndex(prefix, dtype, lengths, documents)
 
 
-def _missing(prefix: str, path: str) -> str:
+def _missing(prefix: str, path: str, flag: str) -> str:
+    where = f"{flag} {prefix}: " if flag else ""
     hint = ""
     if prefix.endswith((".bin", ".idx")):
         hint = f"; give the prefix without the ending: {prefix[:-4]}"
     elif os.path.isfile(f"{prefix}_text_document.idx"):
         hint = f"; did you mean {prefix}_text_document?"
-    return f"data file {path} does not exist{hint}"
+    elif prefix.endswith(_TEXT_ENDINGS) or os.path.isfile(prefix):
+        stem = os.path.basename(prefix).partition(".")[0]
+        return (
+            f"{where}is text and not an indexed dataset; make one: python tools/preprocess_data.py --input {prefix} "
+            f"--output-prefix {stem} --tokenizer-type ... , then give {flag or 'the flag'} {stem}_text_document"
+        )
+    elif os.path.isdir(prefix):
+        hint = f"; {prefix} is a folder: give the path of a dataset in it, without .bin or .idx"
+    return f"{where}data file {path} does not exist{hint}"
 
 
 def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
@@ -269,7 +284,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive."""
+    """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive.
+
+    `rejected` has the number of records that became no documents, by reason; the file has it where there are some.
+    """
 
     format: int
     tokens: int
@@ -286,10 +304,14 @@ class Sidecar:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
+    rejected: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of the file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        values = dataclasses.asdict(self)
+        if not self.rejected:
+            del values["rejected"]
+        return json.dumps(values, indent=1) + "\n"
 
 
 def sidecar_path(prefix: str) -> str:
@@ -315,7 +337,8 @@ def read_sidecar(prefix: str) -> Sidecar | None:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{path}: format {found!r}, this version reads {FORMAT}; {advice}")
-    kinds = {"int": int, "str": str, "bool": bool}
+    values.setdefault("rejected", {})
+    kinds = {"int": int, "str": str, "bool": bool, "dict[str, int]": dict}
     for f in dataclasses.fields(Sidecar):
         if f.name not in values:
             raise ConfigError(f"{path}: {f.name} is missing; {advice}")

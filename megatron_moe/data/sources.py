@@ -86,6 +86,12 @@ def read_sources(data: DataConfig) -> Sources:
     return Sources(per_split=(blends[0], blends[1], blends[2]))
 
 
+def flag_of(data: DataConfig, prefix: str) -> str:
+    """Return the flag that names a prefix."""
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    return next(_flag(name) for name in names if prefix in [word.strip() for word in getattr(data, name) or ()])
+
+
 def parse_split(split: str) -> list[float]:
     """Return three shares that sum to 1, from one to three decimal numbers separated by commas.
 

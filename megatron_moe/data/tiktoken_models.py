@@ -18,10 +18,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.tokenizers import Tokenizer, decode_runs
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MEGATRON_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -72,7 +75,7 @@ class RankedTokenizer(Tokenizer):
     ) -> None:
         import tokenizers
 
-        letters = _letters()
+        letters = byte_letters()
         written = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
         self._model = tokenizers.Tokenizer(
             tokenizers.models.BPE(
@@ -89,10 +92,10 @@ class RankedTokenizer(Tokenizer):
         )
         self.name = name
         self.vocab_size = vocab_size
-        self._special = dict(special)
+        self._special, self._shown = dict(special), frozenset(shown)
         self._find_special = re.compile(f"({_alternatives(self._special)})")
         self._bytes = {rank: token for token, rank in ranks.items()}
-        self._bytes.update({special[token]: token.encode() for token in shown})
+        self._bytes.update({special[token]: token.encode() for token in self._shown})
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -109,6 +112,22 @@ class RankedTokenizer(Tokenizer):
             self.vocab_size,
             lambda run: b"".join(self._bytes.get(i, b"") for i in run).decode("utf-8", errors="replace"),
         )
+
+    def library_tokenizer(self) -> tokenizers.Tokenizer:
+        """Return the same tokenizer of the tokenizers library, which finds the special tokens by itself."""
+        import tokenizers
+
+        said = json.loads(self._model.to_str())
+        said["model"]["vocab"] |= self._special  # the library gives added tokens the ids that the vocabulary has
+        result = tokenizers.Tokenizer.from_str(json.dumps(said))
+        result.decoder = tokenizers.decoders.ByteLevel()
+        result.add_tokens(
+            [
+                tokenizers.AddedToken(token, special=token not in self._shown, normalized=False)
+                for token in self._special
+            ]
+        )
+        return result
 
 
 def megatron_tiktoken(
@@ -205,7 +224,7 @@ def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
     return parts[0], parts[1]
 
 
-def _letters() -> list[str]:
+def byte_letters() -> list[str]:
     """Return the character by which the tokenizers library writes each byte, for bytes 0 to 255.
 
     Bytes that are printable characters of Latin-1 are written as these, the others in order by those from U+0100 on.

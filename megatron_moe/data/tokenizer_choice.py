@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import ModelConfig
+from megatron_moe.config.paths import require_readable
 from megatron_moe.config.rules.sources import tokenizer_files_go_with_their_type
-from megatron_moe.config.run_flags import TOKENIZER_FILES, DataConfig
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS, TOKENIZER_FILES, DataConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tiktoken_models import KIMI_FILE, MEGATRON_SPECIAL, kimi_tokenizer, megatron_tiktoken
 from megatron_moe.data.tokenizers import (
@@ -21,8 +24,7 @@ from megatron_moe.data.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+from megatron_moe.io.texts import is_hub_name
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -65,6 +67,46 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     return SentencePieceTokenizer(file)
 
 
+def tokenizer_of_step(
+    config: Mapping[str, Any], trained_with: Mapping[str, Any], given: Mapping[str, Any], vocab_size: int, where: str
+) -> tuple[Tokenizer, DataConfig]:
+    """Build the tokenizer that a step was trained with, from its files of today.
+
+    Args:
+        config: the step's settings, by field.
+        trained_with: what its state says of the tokenizer: type and hash; empty where nothing is known.
+        given: fields of TOKENIZER_FIELDS that go before the step's, such as the place of moved files.
+        where: the step, as messages name it.
+
+    Returns:
+        The tokenizer, and the data section that it was built from.
+
+    Raises:
+        ConfigError: a file is not where it was, or is not what it was.
+    """
+    named = {name: config[name] for name in TOKENIZER_FIELDS if config.get(name) is not None} | dict(given)
+    data = schema.build({**named, "mock_data": bool(config.get("mock_data"))}).data
+    wanted = trained_with.get("sha256")
+    digest = "" if wanted is None else f" (SHA-256 {wanted[:12]}...)"
+    fields = TOKENIZER_FILES.get(data.tokenizer_type or "", ())
+    for name in fields:
+        flag, path = all_fields()[name].flag, getattr(data, name)
+        if path is not None and not Path(path).exists():
+            raise ConfigError(
+                f"{flag} {path}: is not there, and {where} was trained with it{digest}; say where it is now: "
+                f"{flag} PATH"
+            )
+    tokenizer = build_tokenizer(data, vocab_size)
+    if wanted not in (None, tokenizer.sha256):
+        files = " with ".join(str(getattr(data, name)) for name in fields) or tokenizer.name
+        flags = " ".join(f"{all_fields()[name].flag} PATH" for name in fields)
+        raise ConfigError(
+            f"{where}: was trained with another tokenizer than {files} is now (SHA-256 {wanted[:12]}..., now "
+            f"{tokenizer.sha256[:12]}...); name the right one: --tokenizer-type {trained_with.get('type')} {flags}"
+        )
+    return tokenizer, data
+
+
 def tokenizer_of_folder(folder: Path, files: Mapping[str, Path]) -> Tokenizer | None:
     """Return the tokenizer that came with an imported model, or None where none of its files is one.
 
@@ -92,11 +134,12 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
         ConfigError: the path does not exist, with how to get the files where it looks like a name of the hub.
     """
     path = Path(str(given))
+    require_readable(flag, str(given))
     if not path.exists():
         advice = "train one with tools/preprocess_data.py --train-tokenizer, or give the path of one"
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
-        elif _HUB_NAME.fullmatch(str(given)):
+        elif is_hub_name(str(given)):
             advice = _download(flag, str(given), needs_file)
         raise ConfigError(f"{flag} {given} does not exist; {advice}")
     if needs_file and not path.is_file():

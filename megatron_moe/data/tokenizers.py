@@ -117,10 +117,17 @@ class _LibraryTokenizer(Tokenizer):
     """Whether `tokenize` adds the tokens that the post-processor of a `tokenizer.json` adds to a text."""
 
     def tokenize(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=self.include_special_tokens).ids
+        try:
+            return self._model.encode(text, add_special_tokens=self.include_special_tokens).ids
+        except Exception as error:  # the library raises bare Exception for a text outside a vocabulary without <unk>
+            raise ConfigError(f"{self.name}: {error}") from error
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(ids, self.vocab_size, self._model.decode)
+
+    def library_tokenizer(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer of the tokenizers library."""
+        return self._model
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -163,6 +170,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             )
         self.eod = eod
         self.bos = _special_token(file.parent, "bos_token", self._USUAL_BOS, vocabulary)
+
+    def begins_with_bos(self) -> bool:
+        """Return whether the post-processor of the file puts `bos` before a text."""
+        return self.bos is not None and self._model.encode("", add_special_tokens=True).ids[:1] == [self.bos]
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -238,12 +249,13 @@ class NullTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         ids = []
         for word in text.split():
-            if not (word.isascii() and word.isdigit()) or int(word) >= self.eod:
+            # Python refuses to read integers of thousands of digits.
+            if not (word.isascii() and word.isdigit()) or int(word.lstrip("0")[:20] or 0) >= self.eod:
                 raise ConfigError(
                     f"NullTokenizer: {word[:40]!r} is not an id from 0 to {self.eod - 1} (--vocab-size "
                     f"{self.vocab_size})"
                 )
-            ids.append(int(word))
+            ids.append(int(word.lstrip("0") or 0))
         return ids
 
     def detokenize(self, ids: Iterable[int]) -> str:

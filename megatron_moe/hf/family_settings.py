@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys, first_dense_of, first_layers_dense, sparse_step
 from megatron_moe.hf.rope_settings import rope_keys, rope_settings
@@ -162,13 +163,23 @@ def _latent_keys(run: Run) -> dict[str, Any]:
 
 
 def routed_and_shared_keys(run: Run) -> dict[str, Any]:
-    """Return the keys that `routed_and_shared` reads, and those of groups."""
+    """Return the keys that `routed_and_shared` reads, and those of groups.
+
+    Raises:
+        ConfigError: the shared expert is no multiple of a routed one.
+    """
     moe, width = run.moe, run.derived.moe_ffn_hidden_size
+    shared = moe.moe_shared_expert_intermediate_size or 0
+    if shared % width:
+        raise ConfigError(
+            f"--moe-shared-expert-intermediate-size {shared}: config.json counts shared experts of "
+            f"--moe-ffn-hidden-size {width}; a model with a multiple of that can be written"
+        )
     return {
         "intermediate_size": run.derived.ffn_hidden_size,
         "moe_intermediate_size": width,
         "n_routed_experts": moe.num_experts,
-        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
+        "n_shared_experts": shared // width,
         "num_experts_per_tok": moe.moe_router_topk,
         "norm_topk_prob": run.derived.norm_topk_prob,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,

@@ -25,6 +25,7 @@ from megatron_moe.hf.safetensors_file import (
     shortened,
     stamp_of,
 )
+from megatron_moe.io.texts import how_to_download, is_hub_name
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -90,6 +91,8 @@ class HFFolder:
         Raises:
             ConfigError: something is not as it has to be; the message names the file or the tensor.
         """
+        if not path.exists() and is_hub_name(str(path)):
+            raise ConfigError(f"{flag} {path}: there is no such folder; {how_to_download(str(path))}")
         try:
             return _checked(path)
         except FormatError as error:
@@ -104,6 +107,11 @@ class HFFolder:
             ConfigError: the file cannot be read any more, or changed since the folder was opened.
         """
         return read_small(self.companions[name], LARGEST_COMPANION, self.stamps[name])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every tensor except the scales of weights in fp8, in the order of files and bytes."""
+        scales = set(self.scales.values())
+        return {name: stored.shape for name, stored in self.tensors.items() if name not in scales}
 
     @property
     def total_bytes(self) -> int:

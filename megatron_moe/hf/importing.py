@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, origin
+from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.errors import from_all
-from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.state import Trained, fully_sharded, model_state, put_model_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.architecture import settings_of
-from megatron_moe.hf.families import Family
-from megatron_moe.hf.folder import HFFolder
-from megatron_moe.hf.mapping import Mapping, Piece, mapping, require_tensors
+from megatron_moe.hf.import_plan import Import
+from megatron_moe.hf.mapping import Mapping, Piece
 from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import elements
 from megatron_moe.model.fully_sharded import local
@@ -39,51 +34,11 @@ ROUND_SECONDS = 10.0
 _FLAGS = ("used", "widened", "narrowed", "changed", "rounded before")
 
 
-@dataclass(frozen=True)
-class Import:
-    """A folder that fits the run according to its headers and configuration."""
-
-    folder: HFFolder
-    family: Family
-    table: Mapping
-    copies: list[str]
-    """Names that the folder contains in addition to the table's, equal to others."""
-    dropped: list[str]
-    notes: list[str]
-
-    @property
-    def state(self) -> dict[str, object]:
-        """Part of the import that every step of the training saves, for an export."""
-        return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
-
-    def origin(self) -> tuple[Origin, list[str]]:
-        """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
-        sizes = {name: self.folder.stamps[name].size for name in self.folder.companions}
-        files, notes = origin.read(sizes, self.folder.companion, self.folder.path)
-        return Origin(self.state, files), notes
-
-
 class Imported(NamedTuple):
     """Notes on an import, and warnings about what was rounded by it or before it, which checkpoints record."""
 
     notes: list[str]
     precision_warnings: list[str]
-
-
-def plan_import(run: Run) -> Import:
-    """Check that the folder of `--load-hf` fits the run, from its headers; allocate nothing.
-
-    Raises:
-        ConfigError: the folder is malformed, of a family that is not supported, or does not have the run's tensors.
-    """
-    where = f"--load-hf {run.checkpoint.load_hf}"
-    folder = HFFolder.open(Path(run.checkpoint.load_hf or ""), "--load-hf")
-    architecture = settings_of(folder, where)
-    table = mapping(run, architecture.family.names)
-    reader = TensorReader(folder)
-    shapes = {name: reader.shape(name) for name in reader.names()}
-    copies, dropped = require_tensors(table, shapes, where)
-    return Import(folder, architecture.family, table, copies, dropped, [*folder.notes, *architecture.notes])
 
 
 class _Overlap(NamedTuple):

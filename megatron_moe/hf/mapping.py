@@ -42,6 +42,16 @@ class Piece:
     transform: Transform
     fp32: bool = False
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a weight of attention, an MLP or an expert: those that DeepSeek multiplies and stores in FP8.
+
+        Others are embeddings, the output layer, norms, routers, gates, biases and the merging of multi-token
+        prediction.
+        """
+        linear = ".linear_" in self.key and self.key.endswith(".weight")
+        return linear or self.key.endswith((".experts.weight1", ".experts.weight2"))
+
 
 @dataclass(frozen=True)
 class Mapping:

@@ -9,20 +9,23 @@ Weights are read tensor by tensor: in addition to the model, memory is needed fo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as Named
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.compare import architecture_keys
 from megatron_moe.config import rules, schema
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
-from megatron_moe.hf.source import ModelSource, fill
+from megatron_moe.hf.source import Block, ModelSource
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
@@ -100,7 +103,7 @@ def opened(
     """
     if dist.is_initialized():
         raise RuntimeError("a checkpoint is opened in a process that is in no process group")
-    if groups.launched_world()[1] != 1:
+    if launched_world()[1] != 1:
         raise ConfigError(f"WORLD_SIZE {os.environ['WORLD_SIZE']}: this needs one process; start it without torchrun")
     run = one_process(source.run, dtype, layers)
     _require_memory(source, run, gradients, working_bytes)
@@ -167,3 +170,49 @@ def _require_memory(source: ModelSource, run: Run, gradients: bool, working_byte
         f"{size_text(available)} are free on this machine ({platform.device().type}): free some, use a larger "
         "machine, or fewer and shorter sequences where those are what takes it"
     )
+
+
+@torch.no_grad()
+def fill(tensors: Named[str, Tensor], blocks: Iterable[Block], where: str, rows: Named[str, int]) -> None:
+    """Copy blocks into a model's tensors, which are filled with NaN first.
+
+    Args:
+        tensors: the tensors by key; their dtype stays, and values are widened or rounded to it.
+        blocks: boxes that do not overlap.
+        where: the checkpoint, as messages name it.
+        rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens. Rows after them
+            are left out of the blocks, and zero in the model.
+
+    Raises:
+        ConfigError: a tensor is left out or written in part, a block belongs to no tensor or is not within it, or it
+            contains a number that is not finite.
+    """
+    written = dict.fromkeys(tensors, 0)
+    for key, tensor in tensors.items():
+        tensor.fill_(torch.nan)
+        if key in rows:
+            tensor[rows[key] :] = 0
+            written[key] += tensor[rows[key] :].numel()
+    for block in blocks:
+        if block.key not in tensors:
+            raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
+        tensor, values = tensors[block.key], block.values
+        if block.key in rows:
+            values = values[: max(rows[block.key] - block.start[0], 0)]
+        ends = [first + count for first, count in zip(block.start, values.shape)]
+        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
+            raise ConfigError(
+                f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} is not within {block.key}, "
+                f"which has the shape {list(tensor.shape)}"
+            )
+        if not torch.isfinite(values).all():
+            raise ConfigError(
+                f"{where}: {block.name} contains NaN or infinity: it is damaged, or was saved after a fault"
+            )
+        if values.numel():
+            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
+        written[block.key] += values.numel()
+    wrong = [key for key, count in written.items() if count != tensors[key].numel()]
+    if wrong:
+        shown = ", ".join(f"{key} ({written[key]} of {tensors[key].numel()} elements)" for key in wrong[:10])
+        raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")

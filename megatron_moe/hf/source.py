@@ -1,22 +1,19 @@
 """Reads a model from a checkpoint of any kind: a run's folder, one step of it, or a Hugging Face folder.
 
-`locate` finds out what a folder is and returns a `ModelSource`, which yields the model's tensors block by block; `fill`
-copies the blocks into a model.
+`locate` finds out what a folder is and returns a `ModelSource`, which yields the model's tensors block by block. No
+torch is loaded before the first block is read.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_moe.checkpoint import compare, folder, manifest, origin
-from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
@@ -25,10 +22,11 @@ from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES, Family, family_of, family_of_run
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import mapping, require_tensors
-from megatron_moe.hf.tensors import TensorReader
 from megatron_moe.hf.transforms import Shape
 
-_STEP = re.compile(r"iter_\d{7,}", re.ASCII)
+if TYPE_CHECKING:  # what a folder is, is found out before torch is loaded
+    from torch import Tensor
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OPTIMIZER = "optimizer."
 _COMPANIONS = f"{origin.FOLDER}/"
@@ -93,16 +91,9 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None, 
     Raises:
         ConfigError: the folder is none of these, or damaged.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no such folder")
-    is_step = _STEP.fullmatch(path.absolute().name) and (path / folder.STATE).exists()
-    if is_step or folder.steps(path) or (path / folder.OWNER).exists() or (path / folder.LATEST).exists():
-        root, wanted = (path.absolute().parent, int(path.absolute().name[5:])) if is_step else (path, ckpt_step)
-        if is_step and ckpt_step not in (None, wanted):
-            raise ConfigError(f"--ckpt-step {ckpt_step}: {flag} {path} is step {wanted}; leave one of them out")
-        step, notes = folder.find_step(root, wanted)
-        if step is None:
-            raise ConfigError(f"{flag} {path}: has no step yet")
+    found = folder.step_of(path, ckpt_step, flag)
+    if found is not None:
+        step, notes = found
         return _native(step, family, tuple(notes))
     if not (path / "config.json").exists():
         raise ConfigError(
@@ -149,6 +140,8 @@ def _native(step: Path, family: str | None, notes: tuple[str, ...]) -> ModelSour
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[Block]:
     """Yield the boxes of a step's tensors without the optimizer's. Files are hashed before they are used."""
+    from megatron_moe.checkpoint.step_reader import StepReader
+
     reader = StepReader(step)
     tensors = {key: tensor for key, tensor in reader.index.tensors.items() if not _left_out(key, whole, run)}
     files = sorted({part.place.file for tensor in tensors.values() for part in tensor.parts})
@@ -184,9 +177,11 @@ def _hugging_face(found: HFFolder, where: str) -> ModelSource:
 
 def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[Block]:
     """Yield the blocks of our tensors, made of a folder's. Copies of a tensor in the folder have to be equal."""
+    from megatron_moe.hf.tensors import TensorReader
+
     with TensorReader(found) as reader:
         table = mapping(whole, family.names)
-        copies, _ = require_tensors(table, {name: reader.shape(name) for name in reader.names()}, str(found.path))
+        copies, _ = require_tensors(table, found.shapes(), str(found.path))
         for copy in copies:
             if reader.digest(copy) != reader.digest(table.copies[copy]):
                 raise ConfigError(
@@ -196,49 +191,3 @@ def _pieces(found: HFFolder, family: Family, whole: Run, run: Run) -> Iterator[B
         for piece in mapping(run, family.names).pieces:
             tensors = [reader.read(name) for name in piece.hf]
             yield Block(piece.key, piece.start, piece.transform.to_native(tensors), " and ".join(piece.hf))
-
-
-@torch.no_grad()
-def fill(tensors: Mapping[str, Tensor], blocks: Iterable[Block], where: str, rows: Mapping[str, int]) -> None:
-    """Copy blocks into a model's tensors, which are filled with NaN first.
-
-    Args:
-        tensors: the tensors by key; their dtype stays, and values are widened or rounded to it.
-        blocks: boxes that do not overlap.
-        where: the checkpoint, as messages name it.
-        rows: for tables that are padded, here or in the checkpoint, the number of rows that are tokens. Rows after them
-            are left out of the blocks, and zero in the model.
-
-    Raises:
-        ConfigError: a tensor is left out or written in part, a block belongs to no tensor or is not within it, or it
-            contains a number that is not finite.
-    """
-    written = dict.fromkeys(tensors, 0)
-    for key, tensor in tensors.items():
-        tensor.fill_(torch.nan)
-        if key in rows:
-            tensor[rows[key] :] = 0
-            written[key] += tensor[rows[key] :].numel()
-    for block in blocks:
-        if block.key not in tensors:
-            raise ConfigError(f"{where}: {block.name}: the model has no tensor {block.key}")
-        tensor, values = tensors[block.key], block.values
-        if block.key in rows:
-            values = values[: max(rows[block.key] - block.start[0], 0)]
-        ends = [first + count for first, count in zip(block.start, values.shape)]
-        if len(ends) != tensor.dim() or any(end > count for end, count in zip(ends, tensor.shape) if values.numel()):
-            raise ConfigError(
-                f"{where}: {block.name}: {list(values.shape)} at {list(block.start)} is not within {block.key}, "
-                f"which has the shape {list(tensor.shape)}"
-            )
-        if not torch.isfinite(values).all():
-            raise ConfigError(
-                f"{where}: {block.name} contains NaN or infinity: it is damaged, or was saved after a fault"
-            )
-        if values.numel():
-            tensor[tuple(slice(first, end) for first, end in zip(block.start, ends))].copy_(values)
-        written[block.key] += values.numel()
-    wrong = [key for key, count in written.items() if count != tensors[key].numel()]
-    if wrong:
-        shown = ", ".join(f"{key} ({written[key]} of {tensors[key].numel()} elements)" for key in wrong[:10])
-        raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")

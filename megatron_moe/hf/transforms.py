@@ -10,9 +10,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # names and shapes are known without torch, and checked before it is loaded
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -84,6 +85,8 @@ class GateThenUp(Transform):
         return (2 * self.width, self.hidden)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        import torch
+
         return torch.cat(list(tensors))
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
@@ -106,6 +109,8 @@ class ExpertGateUp(Transform):
         return (1, 2, self.width, self.hidden)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        import torch
+
         return torch.stack(list(tensors)).unsqueeze(0)
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
@@ -158,6 +163,8 @@ class QueryKeyValue(Transform):
         return self._rows(self.heads + 2 * self.groups)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        import torch
+
         return torch.cat([part.unflatten(0, (self.groups, -1)) for part in tensors], dim=1).flatten(0, 1)
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
@@ -187,6 +194,8 @@ class Vocabulary(Transform):
         (table,) = tensors
         if self.padded == self.size:
             return table
+        import torch
+
         return torch.cat([table, table.new_zeros(self.padded - self.size, self.hidden)])
 
     def to_hf(self, block: Tensor) -> list[Tensor]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.hashing import FileEntry, HashingFile
 
 # One file that is replaced.
@@ -175,15 +175,11 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def require_writable(flag: str, name: str | None) -> None:
-    """Refuse a file that cannot be written, before the work whose result goes there; None is no file.
+    """Refuse a file that cannot be written or replaced, before the work whose result goes there; None is no file.
 
     Raises:
-        ConfigError: its folder does not exist or cannot be written to, or it is a folder.
+        ConfigError: as `config.paths.require_writable_file` has it.
     """
     if name is None:
         return
-    folder = Path(name).absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{flag} {name}: its folder does not exist; create it, or name a folder that exists")
-    if not os.access(folder, os.W_OK | os.X_OK) or Path(name).is_dir():
-        raise ConfigError(f"{flag} {name}: cannot be written; name a file in a folder that you may write to")
+    require_writable_file(flag, name)

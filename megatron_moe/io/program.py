@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
+from megatron_moe.config.launch import rank_that_prints
 from megatron_moe.io import launched
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -23,7 +24,7 @@ def run_program(
     *,
     interrupted: str = "interrupted",
     errors: tuple[type[Exception], ...] = (ConfigError,),
-    rank: int = 0,
+    rank: int | None = None,
 ) -> int:
     """Call `main` and return its exit status, or the one of the error that it raised.
 
@@ -31,12 +32,13 @@ def run_program(
         name: of the program, before each line.
         interrupted: what is printed after Ctrl-C.
         errors: mistakes of the user's; OSError is one for programs that fail over files alone.
-        rank: the caller's rank; rank 0 prints, for all ranks find the same error. One about a machine is printed by
-            the first rank there, too.
+        rank: the caller's rank, the launcher's where None; rank 0 prints, for all ranks find the same error. One about
+            a machine is printed by the first rank there, too.
 
     Returns:
         USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
     """
+    rank = rank_that_prints() if rank is None else rank
 
     def report(text: str, of_machine: bool = False) -> bool:
         speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")
@@ -80,5 +82,5 @@ def note(text: str) -> None:
 
 def stage(text: str) -> None:
     """Say on rank 0 what a run is doing before the first line of its log."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank_that_prints() == 0:
         note(f"{launched.name()}: {text} ...")

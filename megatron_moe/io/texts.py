@@ -1,9 +1,12 @@
-"""Sizes and durations in readable units."""
+"""Sizes and durations in readable units, and names that are meant for something else."""
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _SIZES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -28,3 +31,20 @@ def duration_text(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a path that is not there may be the name of a model of a hub: OWNER/MODEL, and no such owner here.
+
+    It is certain of no path; a message that says how to get the files is right for a folder that is missing, too.
+    """
+    return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
+
+
+def how_to_download(name: str) -> str:
+    """Return what to do with the name of a model of a hub where a folder is expected."""
+    folder = Path(name).name
+    return (
+        f"nothing is downloaded: if it is a model of the hub, then on a machine with network `hf download {name} "
+        f"--local-dir {folder}`, copy the folder here, and give {folder}"
+    )

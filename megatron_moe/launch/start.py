@@ -26,11 +26,11 @@ from megatron_moe.training.signals import signal_name
 
 PACKAGE_ROOT = Path(megatron_moe.__file__).resolve().parents[1]
 # Python would search the folder first in which it was started, and a rank's would win over the installed package.
-_RANK = "import sys; sys.path[0] = sys.argv.pop(1); from megatron_moe.pretrain import main; sys.exit(main(sys.argv[1:]))"
+_RANK = (
+    "import sys; sys.path[0] = sys.argv.pop(1); from megatron_moe.pretrain import main; sys.exit(main(sys.argv[1:]))"
+)
 PASSED_ON = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-    if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)
 )
 _POLL_SECONDS = 0.2
 

@@ -12,7 +12,7 @@ up-projection of keys, and the context by that of values, instead of expanding e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ def continuation(
     vocab_size: int,
     sampling: Sampling | None = None,
     seed: int = 0,
-    end_id: int | None = None,
+    end_ids: Container[int] = (),
 ) -> Iterator[int]:
     """Continue a prompt, and yield each token as soon as it is chosen.
 
@@ -212,7 +212,7 @@ def continuation(
         prompt_ids: at least one token. num_tokens: the largest number of tokens to generate.
         vocab_size: ids from here on are padding of the vocabulary and not chosen.
         sampling: how a token is chosen; None: the likeliest one. seed: the seed of the draws.
-        end_id: the token to stop after; None: stop at `num_tokens`.
+        end_ids: the tokens to stop after; without any, stop at `num_tokens`.
 
     Raises:
         ValueError: for an empty prompt, and as `cached` for the prompt and `num_tokens` together.
@@ -226,5 +226,5 @@ def continuation(
             logits = step(torch.tensor([new], device=device))[0, :vocab_size].cpu()
             new = [choose(logits, sampling, generator)]
             yield new[0]
-            if new[0] == end_id:
+            if new[0] in end_ids:
                 return

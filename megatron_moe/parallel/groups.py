@@ -63,13 +63,6 @@ class RankFacts:
         )
 
 
-def launched_world() -> tuple[int, int]:
-    """Return (rank, world size) of torchrun's environment, (0, 1) without it. Needs no process group."""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
 def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollection:
     """Join the other ranks and build the groups of the layout in `run.parallel`.
 

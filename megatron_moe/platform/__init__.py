@@ -14,7 +14,6 @@ from megatron_moe.platform.cpu_adaptor import install
 if TYPE_CHECKING:
     from megatron_moe.platform.advisories import engine_version
     from megatron_moe.platform.hardware import (
-        DEVICE_KINDS,
         available_memory_bytes,
         backend,
         cuda_profile,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         why_no_fp8_products,
         why_no_transformer_engine,
     )
+    from megatron_moe.platform.host import DEVICE_KINDS
     from megatron_moe.platform.page_locked import host_memory
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-_ELSEWHERE = {"engine_version": "advisories", "host_memory": "page_locked"}
+_ELSEWHERE = {"DEVICE_KINDS": "host", "engine_version": "advisories", "host_memory": "page_locked"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,21 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.platform import devices, optional_libraries
-
-# The kinds of machine; the first is the one of large runs.
-DEVICE_KINDS = ("cuda", "cpu")
-# The files in which Linux reports a control group's memory limit and use: version 2, version 1.
-_CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+from megatron_moe.platform import devices, host, optional_libraries
 
 
 @dataclass(frozen=True)
@@ -174,15 +164,7 @@ def available_memory_bytes() -> int:
     """
     if has_cuda():
         return torch.cuda.mem_get_info(device())[0]
-    available = psutil.virtual_memory().available
-    for folder, limit, used in _CONTROL_GROUPS:
-        try:
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            available = min(available, room + int(statistics["inactive_file"]) + int(statistics["active_file"]))
-        except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
-            continue
-    return max(available, 0)
+    return host.available_bytes()
 
 
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)

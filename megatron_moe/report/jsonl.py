@@ -39,6 +39,16 @@ def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
             yield eval_from_json(line)
 
 
+def require_metrics(path: Path) -> None:
+    """Refuse a file that does not begin as metrics do; one may be missing or empty.
+
+    Raises:
+        ConfigError: the message names the flag.
+    """
+    if path.exists():
+        next(_lines(path), None)
+
+
 class JsonlSink(Sink):
     """Appends a line per step to `path` and a line per evaluation to its neighbour; each line is flushed.
 
@@ -108,7 +118,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and raw.startswith(b"{"):
                 return  # only the last line can lack its end
             try:
                 line = json.loads(raw)

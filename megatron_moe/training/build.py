@@ -24,7 +24,8 @@ from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
-from megatron_moe.hf.importing import Import, fill
+from megatron_moe.hf.import_plan import Import
+from megatron_moe.hf.importing import fill
 from megatron_moe.kernels import compiled
 from megatron_moe.model.build import build_model
 from megatron_moe.model.frozen import count_frozen
@@ -91,7 +92,12 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
         splits=splits,
         vocab_size=planned.vocab_size,
         padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
-        tokenizer={"type": planned.tokenizer.name, "sha256": planned.tokenizer.sha256},
+        tokenizer={
+            "type": planned.tokenizer.name,
+            "sha256": planned.tokenizer.sha256,
+            "eod": planned.tokenizer.eod,
+            "bos": planned.tokenizer.bos,
+        },
         data=planned.data,
         reporter=reporter,
         guard=built.guard,

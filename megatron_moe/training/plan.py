@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import check_data
+from megatron_moe.data.checks import check_data, require_sequence
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
+from megatron_moe.data.sources import SPLITS, read_sources
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import Tokenizer
-from megatron_moe.hf.importing import Import, plan_import
+from megatron_moe.hf.import_plan import Import, plan_import
+from megatron_moe.io.texts import size_text
+from megatron_moe.platform import host
+from megatron_moe.report.jsonl import require_metrics
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
+
+WORKERS_PER_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -65,21 +74,82 @@ def _stage_notes(run: Run) -> list[str]:
     return [f"stages of the pipeline's ranks: {ranks}"]
 
 
-def plan_run(run: Run) -> RunPlan:
+def check_start(run: Run, world_size: int) -> None:
+    """Check what a run needs of this machine and of its files, without torch and without reading whole files.
+
+    `pretrain` checks the same once more, when torch is loaded, and what takes longer.
+
+    Raises:
+        ConfigError: the run cannot start; the message is the one that `plan_run` would raise, or names a limit of this
+            machine that no run of these sizes stays within.
+    """
+    require_rendezvous(world_size)
+    if run.parallel.distributed_backend == "nccl" and host.cannot_have_a_gpu(os.environ):
+        raise ConfigError(
+            "--distributed-backend nccl: needs a CUDA device and this machine has none; leave the flag out or use gloo"
+        )
+    require_profiler(run, has_gpu=not host.cannot_have_a_gpu(os.environ))
+    if run.logging.metrics_file is not None:
+        require_metrics(Path(run.logging.metrics_file))
+    planned = plan_run(run, deep=False)
+    _require_room(run, planned.vocab_size, world_size)
+
+
+def require_profiler(run: Run, *, has_gpu: bool) -> None:
+    """Refuse CUDA's profiler without a GPU."""
+    if run.logging.profile and not run.logging.use_pytorch_profiler and not has_gpu:
+        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
+
+
+def _require_room(run: Run, vocab_size: int, world_size: int) -> None:
+    """Refuse worker processes and weights that are certainly too many for this machine."""
+    ranks = local_world_size(world_size)
+    workers, most = run.data.num_workers * (ranks or 1), max(16, WORKERS_PER_CORE * host.cores())
+    if workers > most:
+        raise ConfigError(
+            f"--num-workers {run.data.num_workers}: makes {workers} processes on this machine of {host.cores()} "
+            f"cores; use at most --num-workers {most // (ranks or 1)}, or 0"
+        )
+    if not host.cannot_have_a_gpu(os.environ) or ranks != world_size:
+        return  # the memory that counts is a device's, or partly another machine's
+    padded = run.derived.padded_vocab_size(vocab_size)
+    needed, there = run.derived.training_bytes(padded), host.total_bytes()
+    # The hidden states of one micro-batch, which every training step has in memory.
+    width = 4 if run.derived.params_dtype_name == "float32" else 2
+    needed += run.training.micro_batch_size * run.model.seq_length * run.model.hidden_size * width
+    if needed > there:
+        raise ConfigError(
+            f"--num-layers {run.model.num_layers}, --hidden-size {run.model.hidden_size}: "
+            f"{run.derived.parameter_count(padded):,} parameters with gradients and optimizer state, and the hidden "
+            f"states of one micro-batch, --micro-batch-size {run.training.micro_batch_size} x --seq-length "
+            f"{run.model.seq_length}, take {size_text(needed)} and this machine has {size_text(there)}; use a smaller "
+            "model (--preset tiny), or see what it takes with tools/plan.py"
+        )
+
+
+def plan_run(run: Run, *, deep: bool | None = None) -> RunPlan:
     """Read the folders, the tokenizer and the data of a run, and plan it; change nothing.
+
+    Args:
+        deep: whether files of the data are read as a whole; default: in the process of rank 0. False leaves out whether
+            they are those that the checkpoint was trained on, too.
 
     Raises:
         ConfigError: one of them does not fit the flags.
     """
-    schedule = batch_schedule(run, int(os.environ.get("WORLD_SIZE", "1")))
+    schedule = batch_schedule(run, launched_world()[1])
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.
     is_imported = run.checkpoint.load_hf is not None and start_from.source is None
     imported = plan_import(run) if is_imported else None
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size)  # refused here where it does not fit
-    data_notes = check_data(run, tokenizer)
-    data = data_fingerprint(run)
+    data_notes = check_data(run, tokenizer, deep=deep)
+    if evaluates_test_split(run):
+        require_sequence(read_sources(run.data), SPLITS.index("test"), run.model.seq_length)
+    data = data_fingerprint(run, deep=deep)
+    if deep is not False:
+        data_notes += same_data_notes(run, data, start_from)
     return RunPlan(
         run=run,
         schedule=schedule,
@@ -87,7 +157,7 @@ def plan_run(run: Run) -> RunPlan:
         imported=imported,
         tokenizer=tokenizer,
         data=data,
-        data_notes=[*data_notes, *same_data_notes(run, data, start_from)],
+        data_notes=data_notes,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.kernels import compiled
@@ -27,7 +28,7 @@ from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.garbage import collector_off
 from megatron_moe.training.loop import StepAudit, agreed_stop, train
-from megatron_moe.training.plan import evaluates_test_split, plan_run
+from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.trainer import Trainer
 
@@ -89,15 +90,14 @@ def recorded(run: Run) -> list[dict[str, Any]]:
 
 def _check(run: Run, audit: StepAudit | None) -> None:
     """Refuse what cannot work, by the flags alone."""
-    rules.check(run, int(os.environ.get("WORLD_SIZE", "1")))
+    rules.check(run, launched_world()[1])
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
             "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
             "hand in audit=megatron_moe.apps.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
-    if run.logging.profile and not run.logging.use_pytorch_profiler and not platform.has_cuda():
-        raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
+    require_profiler(run, has_gpu=platform.has_cuda())
     if run.training.deterministic_mode:
         switches.deterministic_environment()
 

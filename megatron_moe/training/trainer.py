@@ -63,8 +63,8 @@ class Trainer:
     vocab_size: int
     """Tokens of the vocabulary, without padding; kept in every checkpoint, where no flag may say it."""
     padded_vocab_size: int
-    tokenizer: dict[str, str]
-    """Kind and hash of the tokenizer; kept in every checkpoint."""
+    tokenizer: dict[str, Any]
+    """Type and hash of the tokenizer, and its ids that end and begin a document; kept in every checkpoint."""
     data: Fingerprint
     """The data files as they were at the start; kept in every checkpoint."""
     reporter: Reporter

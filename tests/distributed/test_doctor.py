@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_moe.apps.doctor import cli
+from megatron_moe.apps.doctor import cli, examine
 from megatron_moe.apps.doctor.compare import rounding_error
 from megatron_moe.apps.doctor.default_layouts import model
 from megatron_moe.apps.doctor.measure import MeasuringRanks, Request
@@ -56,7 +56,7 @@ def test_layouts_that_agree_are_told_one_by_one_and_end_in_zero(tmp_path: Path) 
 def test_an_overflow_of_fp16_is_skipped_as_the_oracle_skips_it_and_samples_are_picked_clear(
     rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(cli, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
+    monkeypatch.setattr(examine, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds))
     code = cli.main(["--layouts", "dp2-ep2+fp16", "--steps", "3", "--json", str(tmp_path / "report.json")])
     assert code == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import build
-from megatron_moe.hf.importing import plan_import
+from megatron_moe.hf.import_plan import plan_import
 from tests.distributed.test_imported_layouts import assembled, by_hf_name
 from tests.helpers import imported_cases as cases
 from tests.helpers import tiny_models

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_moe.apps.doctor import cli
+from megatron_moe.apps.doctor import cli, examine
 from megatron_moe.io import local_ranks
 from tests.helpers.forked_doctor import KEPT, ForkedRanks
 from tests.helpers.ranks import RankParent
@@ -215,7 +215,7 @@ def test_a_planted_error_is_found_and_named(
     name: str, rank_parent: RankParent, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     folder = planted(PLANTS[name], tmp_path)
-    monkeypatch.setattr(cli, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
+    monkeypatch.setattr(examine, "MeasuringRanks", lambda number, seconds: ForkedRanks(rank_parent, seconds, folder))
     check(PLANTS[name], tmp_path / "report.json", capsys)
 
 

@@ -64,7 +64,8 @@ def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:
 
     from megatron_moe.apps.doctor.assemble import router_names
     from megatron_moe.checkpoint.state import Trained
-    from megatron_moe.hf.importing import fill, plan_import
+    from megatron_moe.hf.import_plan import plan_import
+    from megatron_moe.hf.importing import fill
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything

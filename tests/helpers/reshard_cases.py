@@ -51,11 +51,11 @@ MODES: dict[str, dict[str, Any]] = {
 
 def corpus(folder: Path, documents: int = 64, seed: int = 3) -> str:
     """The prefix of a small indexed dataset of random ids."""
-    from megatron_moe.data.datasets import dataset_builder
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     random = numpy.random.default_rng(seed)
     prefix = str(folder / "corpus")
-    builder = dataset_builder(f"{prefix}.bin", numpy.dtype(numpy.uint16))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for _ in range(documents):
         document = random.integers(0, VOCABULARY, random.integers(30, 200))
         builder.add_document(torch.from_numpy(document), [len(document)])

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatron_moe import platform
-from megatron_moe.apps.audit.findings import Audit
-from megatron_moe.apps.audit.report import html_report, json_report, text_report
-from megatron_moe.apps.audit.step import audit_module, audit_run, refuse_large
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import with_made_up_data
+from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.summary import versions
+
+if TYPE_CHECKING:  # flags and files are checked before torch is loaded
+    import torch
+
+    from megatron_moe.apps.audit.findings import Audit
 
 CLEAN, FOUND = 0, 1
 _HF_TOKENS = (2, 32)
@@ -29,7 +31,7 @@ _HF_TOKENS = (2, 32)
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="audit_precision.py",
         usage="audit_precision.py --json FILE [pretrain_moe.py's flags | --module FILE.py:FACTORY | --hf FOLDER]",
         description="Trace one forward and backward pass and report every cast, promotion and mixed matrix product.",
@@ -54,29 +56,52 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Audit what the flags name, write the reports, and return the exit status."""
-    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written")
+    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written", rank=0)
 
 
 def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
+    taken: dict[str, str] = {}
     for name in ("json", "html", "text"):
-        require_writable(f"--{name}", getattr(flags, name))
+        path = getattr(flags, name)
+        require_writable(f"--{name}", path)
+        if path is not None and taken.setdefault(os.path.realpath(path), name) != name:
+            raise ConfigError(
+                f"--{taken[os.path.realpath(path)]}, --{name} {path}: one would overwrite the other; give each its own"
+            )
+    if not flags.max_gib > 0:
+        raise ConfigError(f"--max-gib {flags.max_gib:g}: has to be above 0; the default is 8")
     if flags.module is not None or flags.hf is not None:
         audit = _foreign(flags, rest)
     else:
         run = with_made_up_data(cli.parse(rest, filled_in, 1))
         rules.check(run, 1)
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-        refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)
+        _refuse_large(run, run.derived.padded_vocab_size(run.model.vocab_size or tokenizer.vocab_size), flags.max_gib)
+        from megatron_moe.apps.audit.step import audit_run
+
         audit = audit_run(run, say)
     _write(audit.as_dict(), flags)
     return FOUND if audit.failed else CLEAN
 
 
+def _refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
+    """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
+    parameters = run.derived.parameter_count(vocabulary)
+    need = run.derived.training_bytes(vocabulary) / 2**30
+    if need > limit_gib:
+        raise ConfigError(
+            f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
+            f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
+            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
+            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
+        )
+
+
 def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     if flags.module is not None and flags.hf is not None:
         raise ConfigError("--module and --hf: audit one model at a time")
-    half = {"--bf16": torch.bfloat16, "--fp16": torch.float16}
+    half = {"--bf16": "bfloat16", "--fp16": "float16"}
     unknown = [word for word in rest if flags.module is not None or word not in half]
     if unknown:
         raise ConfigError(
@@ -84,11 +109,17 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
         )
     if len(rest) > 1:
         raise ConfigError(f"{' '.join(rest)}: choose one dtype")
+    _require_foreign_files(flags)
+    import torch
+
+    from megatron_moe import platform
+    from megatron_moe.apps.audit.step import audit_module
+
     if flags.module is not None:
         module, inputs = _from_factory(flags.module)
         subject = f"forward and backward of {flags.module}"
     else:
-        module, inputs = _from_folder(Path(flags.hf), half[rest[0]] if rest else torch.float32)
+        module, inputs = _from_folder(Path(flags.hf), getattr(torch, half[rest[0]] if rest else "float32"))
         subject = f"forward and backward of {flags.hf}"
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in module.parameters()})
     about = {
@@ -103,11 +134,21 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     return audit_module(module, args, kwargs, about=about)
 
 
+def _require_foreign_files(flags: argparse.Namespace) -> None:
+    """Check the paths of --module and --hf before torch is loaded."""
+    if flags.module is not None:
+        name, _, factory = flags.module.rpartition(":")
+        if not Path(name).is_file() or not name.endswith(".py") or not factory:
+            raise ConfigError(f"--module {flags.module}: write FILE.py:FACTORY with a Python file that exists")
+    elif not (Path(flags.hf) / "config.json").is_file():
+        raise ConfigError(f"--hf {flags.hf}: has no config.json; name a folder with a Hugging Face model")
+
+
 def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
+    import torch
+
     name, _, factory = text.rpartition(":")
     path = Path(name)
-    if not path.is_file() or not factory:
-        raise ConfigError(f"--module {text}: write FILE.py:FACTORY with a file that exists")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--module {text}: {path} is not a Python file")
@@ -128,8 +169,10 @@ def _from_factory(text: str) -> tuple[torch.nn.Module, Any]:
 
 
 def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--hf {folder}: has no config.json; name a folder with a Hugging Face model")
+    import torch
+
+    from megatron_moe import platform
+
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -152,6 +195,8 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dic
 
 
 def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
+    from megatron_moe.apps.audit.report import html_report, json_report, text_report
+
     made = {"json": json_report, "html": html_report, "text": text_report}
     for name, make in made.items():
         path = getattr(flags, name)

@@ -17,7 +17,6 @@ from megatron_moe import platform
 from megatron_moe.apps.audit.findings import COUNTED, FINDING_LISTS, TOP_COUNTS, Audit, summary_line
 from megatron_moe.apps.audit.report import html_report, json_report, text_report
 from megatron_moe.apps.audit.tracer import Tracer
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
@@ -30,9 +29,6 @@ from megatron_moe.report.summary import versions
 from megatron_moe.training.batch_size import batch_schedule
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
 from megatron_moe.training.step import connect, train_step
-
-# Weights, their gradients, main gradients, masters and two moments; activations come on top.
-_BYTES_PER_PARAMETER = {"float32": 16, "bfloat16": 20, "float16": 20}
 
 
 def audit_module(
@@ -68,19 +64,6 @@ def audit_module(
 
 
 # A run: one training step, by itself or inside a training process.
-
-
-def refuse_large(run: Run, vocabulary: int, limit_gib: float) -> None:
-    """Raise a ConfigError if the model's weights, gradients and optimizer state need more than `limit_gib`."""
-    parameters = run.derived.parameter_count(vocabulary)
-    need = parameters * _BYTES_PER_PARAMETER[run.derived.params_dtype_name] / 2**30
-    if need > limit_gib:
-        raise ConfigError(
-            f"{parameters:,} parameters need {need:,.1f} GiB with gradients and optimizer state, more than "
-            f"--max-gib {limit_gib:g}. The audit needs every kind of layer once, not the size: shrink the model, e.g. "
-            "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --num-experts 16 "
-            "--seq-length 64 (and --moe-layer-freq '[0,1]' where the preset has a pattern), or raise --max-gib"
-        )
 
 
 def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder
+from megatron_moe.config.cli import add_flags
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_folder
+from megatron_moe.config.run_flags import TOKENIZER_FIELDS
+from megatron_moe.hf.architecture import settings_of
 from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.source import locate
 from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
@@ -25,7 +32,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="convert_checkpoint.py",
         description="Convert a model between a Hugging Face folder, a checkpoint of Megatron-LM and a checkpoint of "
         "this framework, or write a checkpoint anew as one file per layer. Needs no GPU, no process group, and memory "
@@ -48,8 +55,9 @@ def parser() -> argparse.ArgumentParser:
         "--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints; default: the newest"
     )
     p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
-    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="cast weights; expert_bias stays fp32. "
-                   "Default: the source's")  # fmt: skip
+    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
+                   "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
+                   "the rest in bf16. Default: the source's")  # fmt: skip
     p.add_argument("--dry-run", action="store_true", help="say what would be written and stop")
     p.add_argument("--verify", action="store_true", help="compute the logits of both sides in fp32, ours and "
                    "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
@@ -64,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
                    "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
     p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
                    "ranks that experts are spread over there")  # fmt: skip
+    p.add_argument("--no-tokenizer", action="store_true", help="native to hf: write no tokenizer")
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
+    add_flags(p.add_argument_group("tokenizer", "native to hf: by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
 
 
@@ -76,6 +86,7 @@ def main(argv: list[str]) -> int:
         argv,
         interrupted="interrupted; the same command goes on from here",
         errors=(ConfigError, OSError),
+        rank=0,
     )
 
 
@@ -83,6 +94,9 @@ def _main(argv: list[str]) -> int:
     args, words = parser().parse_known_args(argv)
     _check_flags(args)
     args.given = _given(args, words)
+    _require_source(args)
+    _require_target(args)
+    args.exported = _tokenizer(args)
     from megatron_moe.apps.convert.convert import convert, interruptible, plan_lines
     from megatron_moe.apps.convert.workspace import Workspace, hidden_folder, published_before, require_free
 
@@ -150,6 +164,13 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
+    if args.dtype == "fp8" and args.target != "hf":
+        raise ConfigError("--dtype fp8: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
+    if args.dtype == "fp8" and args.verify:
+        raise ConfigError("--dtype fp8, --verify: fp8 rounds the weights, and --verify asks for equal logits; drop one")
+    tokenizers = [name for name in ("no_tokenizer", *TOKENIZER_FIELDS) if getattr(args, name)]
+    if tokenizers and way != ("native", "hf"):
+        raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
     if args.ckpt_step is not None and args.origin == "hf":
         raise ConfigError(f"--ckpt-step {args.ckpt_step}: is for --from native; a Hugging Face folder has no steps")
     if args.verify and importlib.util.find_spec("transformers") is None:
@@ -182,12 +203,53 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     return given
 
 
+def _tokenizer(args: argparse.Namespace) -> Any:
+    """Return the tokenizer that an export gets, or None; a mistake about it is found before torch is loaded."""
+    found = folder.step_of(Path(args.load), args.ckpt_step) if (args.origin, args.target) == ("native", "hf") else None
+    if found is None or args.verify_only:
+        return None
+    from megatron_moe.apps.convert.exported_tokenizer import exported_tokenizer
+
+    given = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
+    return exported_tokenizer(found[0], given, args.no_tokenizer)
+
+
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(KB|MB|GB|TB|)", text.strip().upper())
     number = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    if found and not found.group(2) and number < 1000:
+        raise ConfigError(f"--max-shard-size {text}: is {number} bytes without a unit; write {text.strip()}GB")
     if number < 1:
         raise ConfigError(f"--max-shard-size {text}: is no size; 5GB, 500MB and 1000000 are")
     return number
+
+
+def _require_source(args: argparse.Namespace) -> None:
+    """Check --load by its small files and headers, before torch is loaded."""
+    load = Path(args.load)
+    if args.origin == "hf" and load.is_dir():
+        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or folder.steps(load):
+            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
+        settings_of(HFFolder.open(load), f"--load {load}")
+    elif args.origin == "native" and (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
+        raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
+    elif args.origin == "megatron" and ((load / folder.OWNER).exists() or (load / folder.STATE).exists()):
+        raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
+    elif args.origin == "native" or not load.is_dir():
+        locate(load, args.ckpt_step, args.family)
+
+
+def _require_target(args: argparse.Namespace) -> None:
+    """Check --save before torch is loaded, unless an earlier start of a conversion has left work there."""
+    from megatron_moe.apps.convert.workspace import hidden_folder, require_free
+
+    save = Path(os.path.abspath(args.save))
+    if args.verify_only:
+        if not save.is_dir():
+            raise ConfigError(f"--verify-only: --save {args.save} is no folder; name one that was converted to")
+    elif not hidden_folder(save).is_dir():
+        require_writable_folder("--save", args.save)
+        require_free(save, Path(args.load))
 
 
 def _planned(args: argparse.Namespace) -> Any:
@@ -197,11 +259,10 @@ def _planned(args: argparse.Namespace) -> Any:
     from megatron_moe.apps.convert.reshard import Reshard
     from megatron_moe.apps.convert.to_hf import ToHF
     from megatron_moe.apps.convert.to_native import ToNative
-    from megatron_moe.hf.folder import HFFolder
-    from megatron_moe.hf.source import locate
 
-    dtype = None if args.dtype is None else certificate.DTYPES[args.dtype]
-    options = ConversionOptions(dtype, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
+    fp8 = args.dtype == "fp8"
+    dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
+    options = ConversionOptions(dtype, fp8, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
     load = Path(args.load)
     if args.origin == "megatron":
         from megatron_moe.apps.convert.from_megatron import FromMegatron
@@ -209,18 +270,14 @@ def _planned(args: argparse.Namespace) -> Any:
 
         return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
     if args.origin == "hf":
-        if (load / folder.OWNER).exists() or (load / folder.STATE).exists():
-            raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         return ToNative(HFFolder.open(load), options)
-    if (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
-        raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
     source = locate(load, args.ckpt_step, args.family)
     if args.target == "megatron":
         from megatron_moe.apps.convert.to_megatron import ToMegatron
 
         impl = args.transformer_impl or "transformer_engine"
         return ToMegatron(source, options, impl, args.expert_model_parallel_size)
-    return ToHF(source, options) if args.target == "hf" else Reshard(source.path, options, source.notes)
+    return ToHF(source, options, args.exported) if args.target == "hf" else Reshard(source.path, options, source.notes)
 
 
 def _publish(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -> int:
@@ -249,7 +306,6 @@ def _refuse(args: argparse.Namespace, workspace: Any, content: dict[str, Any]) -
 def _require_verifiable(args: argparse.Namespace) -> None:
     """Check that there is memory for the model, before hours of conversion."""
     from megatron_moe.apps.convert.parity import require_memory
-    from megatron_moe.hf.source import locate
 
     require_memory(locate(Path(args.load), args.ckpt_step, args.family), args.verify_layers)
 

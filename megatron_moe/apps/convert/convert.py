@@ -43,6 +43,7 @@ class ConversionOptions:
     """The options of the command line that have an influence on the output."""
 
     dtype: torch.dtype | None = None
+    fp8: bool = False
     family: str | None = None
     drop_mtp: bool = False
     no_optim: bool = False

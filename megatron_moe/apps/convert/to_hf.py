@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,11 +12,18 @@ from torch import Tensor
 from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.certificate import Row, expected
 from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
+from megatron_moe.apps.convert.exported_tokenizer import AS_IT_CAME, GENERATION, ExportedTokenizer, generation_ids
+from megatron_moe.apps.convert.fp8_weights import quantization_config, rounded, uneven_blocks
+from megatron_moe.apps.convert.fp8_weights import summary as fp8_summary
+from megatron_moe.apps.convert.model_card import NAME as CARD
+from megatron_moe.apps.convert.model_card import NAME_OF_THE_FIRST as CARD_OF_THE_FIRST
+from megatron_moe.apps.convert.model_card import model_card
 from megatron_moe.apps.convert.to_native import copy_file
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import replace
+from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
 from megatron_moe.hf.config import config_of, differences, settings
 from megatron_moe.hf.folder import HFFolder
@@ -28,6 +34,7 @@ from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tens
 from megatron_moe.hf.transforms import Shape, Vocabulary
 from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
+from megatron_moe.moe.grouped_gemm_fp8 import E4M3 as FP8
 
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "lm_head.weight"
 _OPTIMIZER = "optimizer."
@@ -53,22 +60,32 @@ class ToHF(Conversion):
 
     direction: ClassVar[str] = "native to Hugging Face"
 
-    def __init__(self, source: ModelSource, options: ConversionOptions) -> None:
+    def __init__(
+        self, source: ModelSource, options: ConversionOptions, tokenizer: ExportedTokenizer = AS_IT_CAME
+    ) -> None:
         super().__init__(source.path, options)
-        self.notes = list(source.notes)
+        self.tokenizer = tokenizer
+        self.notes = [*source.notes, *tokenizer.notes]
         self.reader = StepReader(source.path)
         self.family = source.required_family
-        self.companions = dict(source.companions)
+        self.companions = {name: path for name, path in source.companions.items() if name not in tokenizer.left_out}
         self.state = folder.read_json(source.path / folder.STATE)
         self.run = self._with_stored_padding(source)
         self.table: Mapping = mapping(self.run, self.family.names)
+        if options.fp8:
+            self.notes += uneven_blocks(self.table.pieces)
         self._require_tensors()
         self.copies = self._copies()
-        self.config = self._config()
+        self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(), **self._generation(), **self._card()}
+        replaced = self.contents.keys() - {CARD}
+        self.companions = {name: path for name, path in self.companions.items() if name not in replaced}
         self.files = manifest.read(source.path).files
         self.inputs = {name: source.path / name for name in self.files}
         self.units = self._planned()
         self.summary = model_words(self.run, self.family.name, self._dtype_words())
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "tokenizer": self.tokenizer.facts()}
 
     def wanted_inputs(self) -> dict[str, FileEntry] | None:
         return self.files
@@ -132,7 +149,8 @@ class ToHF(Conversion):
         return sorted(found, key=lambda dtype: (dtype.itemsize, str(dtype)))
 
     def _dtype_words(self) -> str:
-        return " and ".join(dtype_name(dtype) for dtype in self._dtypes())
+        first = f"{dtype_name(FP8)} in blocks of 128 x 128 and " if self.options.fp8 else ""
+        return first + " and ".join(dtype_name(dtype) for dtype in self._dtypes())
 
     def _dtype(self, piece: Piece) -> torch.dtype:
         return torch.float32 if piece.fp32 else self.options.dtype or self.reader.dtype(piece.key)
@@ -145,9 +163,7 @@ class ToHF(Conversion):
             self.notes.append(f"weights stay in {self._dtype_words()}, as the run kept them; --dtype writes all in one")
         path = self.companions.pop(hf_folder.CONFIG, None)
         if path is None or self.options.family is not None:
-            if not self.companions:
-                self.notes.append("no tokenizer is written: the model was trained here; put its files into the folder")
-            return _json(config_of(self.run, self.family, dtype))
+            return json_bytes({**config_of(self.run, self.family, dtype), **self._added()})
         data = read_small(path, hf_folder.LARGEST_CONFIG)
         config = parse_object(data, str(path))
         has_depths = self.run.model.mtp_num_layers is not None
@@ -159,11 +175,35 @@ class ToHF(Conversion):
             )
             raise ConfigError(listing(head, wrong))
         changed = self._changed(config, dtype)
-        return data if changed == config else _json(changed)
+        return data if changed == config else json_bytes(changed)
+
+    def _added(self) -> dict[str, Any]:
+        """Return keys of config.json about the tokenizer and the dtype that no setting of the model decides."""
+        quantization = {"quantization_config": quantization_config(self.family, self.table.pieces)}
+        return {**(self.tokenizer.ids or {}), **(quantization if self.options.fp8 else {})}
+
+    def _generation(self) -> dict[str, bytes]:
+        """Return generation_config.json where its ids are the tokenizer's; otherwise it stays as it came."""
+        ids = self.tokenizer.ids
+        if ids is None:
+            return {}
+        came = self.companions.get(GENERATION)
+        before = {} if came is None else parse_object(read_small(came, hf_folder.LARGEST_CONFIG), str(came))
+        kept = {name: value for name, value in before.items() if name not in ids}
+        return {GENERATION: json_bytes({**kept, **generation_ids(ids)})}
+
+    def _card(self) -> dict[str, bytes]:
+        """Return the model card. A model that was converted and not trained here keeps the one that it came with."""
+        if not self.state.get("iteration"):
+            return {}
+        config = folder.read_json(self.source / folder.CONFIG)
+        words = self._dtype_words()
+        card = model_card(self.run, self.family, words, config, self.state, self.tokenizer.words)
+        return {CARD: card.encode()}
 
     def _changed(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
         changed = dict(config)
-        if changed.pop("quantization_config", None) is not None:
+        if changed.pop("quantization_config", None) is not None and not self.options.fp8:
             self.notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
         named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
         for key in named or ("torch_dtype",):
@@ -176,7 +216,7 @@ class ToHF(Conversion):
                 if changed.get(key):
                     self.notes.append(f"config.json: {key} is 0 now: these layers were dropped")
                     changed[key] = 0
-        return changed
+        return {**changed, **self._added()}
 
     # Files.
 
@@ -198,39 +238,66 @@ class ToHF(Conversion):
             for number, shard in enumerate(shards, 1)
         ]
 
-    def _shapes(self, item: _Written) -> Iterator[tuple[str, Shape]]:
+    def _layout(self, item: _Written) -> Iterator[tuple[str, tuple[str, Shape]]]:
+        """Yield name, dtype and shape of the tensors that are stored for an item; scales follow their weights."""
         shapes = item.piece.transform.hf_shapes
-        return zip(item.names, shapes if item.copy is None else shapes[:1], strict=True)
+        in_fp8 = self._in_fp8(item.piece)
+        dtype = dtype_name(FP8 if in_fp8 else self._dtype(item.piece))
+        for name, shape in zip(item.names, shapes if item.copy is None else shapes[:1], strict=True):
+            yield name, (dtype, shape)
+            if in_fp8:
+                blocks = tuple(-(-size // edge) for size, edge in zip(shape, hf_folder.BLOCK))
+                yield name + hf_folder.SCALE, ("float32", blocks)
+
+    def _in_fp8(self, piece: Piece) -> bool:
+        return self.options.fp8 and piece.is_linear
 
     def _bytes(self, item: _Written) -> int:
-        dtype = dtype_name(self._dtype(item.piece))
-        return sum(bytes_of(dtype, shape) for _, shape in self._shapes(item))
+        return sum(bytes_of(dtype, shape) for _, (dtype, shape) in self._layout(item))
 
     def write(self, unit: OutputFile, output: Path, advance: Advance) -> Record:
-        layout = {
-            name: (dtype_name(self._dtype(item.piece)), shape)
-            for item in unit.content
-            for name, shape in self._shapes(item)
-        }
+        layout = dict(stored for item in unit.content for stored in self._layout(item))
         rows: list[Row] = []
         copies: list[Row] = []
         with StreamedFile(output / unit.name, layout) as file:
             for item in unit.content:
-                row, tensors = self._read(item.piece)
-                for name, tensor in zip(item.names, tensors):
-                    entry = certificate.hf_entry(name, tensor.shape, tensor.dtype, write_tensor(file, name, tensor))
-                    (row["hf"] if item.copy is None else copies).append(entry)
-                if item.copy is None:
-                    rows.append(row)
+                if self._in_fp8(item.piece):
+                    rows.append(self._write_rounded(item.piece, file))
+                else:
+                    row, tensors = self._read(item.piece)
+                    for name, tensor in zip(item.names, tensors):
+                        entry = certificate.hf_entry(name, tensor.shape, tensor.dtype, write_tensor(file, name, tensor))
+                        (row["hf"] if item.copy is None else copies).append(entry)
+                    if item.copy is None:
+                        rows.append(row)
                 advance(self._bytes(item) + 256)
         path = output / unit.name
         whole = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
         return {"entry": whole, "rows": rows, "copies": copies}
 
-    def _read(self, piece: Piece) -> tuple[Row, list[Tensor]]:
+    def _write_rounded(self, piece: Piece, file: StreamedFile) -> Row:
+        """Write the weights of a piece in FP8, each followed by its scales, and return the row of the certificate."""
+        block, native = self._block(piece)
+        entries, values = [], []
+        for name, tensor in zip(piece.hf, piece.transform.to_hf(block), strict=True):
+            weight = rounded(tensor)
+            digest = write_tensor(file, name, weight.numbers)
+            scale = {"name": name + hf_folder.SCALE}
+            scale["sha256"] = write_tensor(file, scale["name"], weight.scales)
+            entry = certificate.hf_entry(name, tensor.shape, FP8, digest)
+            entries.append({**entry, "scale": scale, "rounding": weight.error})
+            values.append(weight.values)
+        native["sha256_as_written"] = sha256(piece.transform.to_native(values))
+        cast = certificate.cast_name(native["dtype"], dtype_name(FP8))
+        return {"native": native, "transform": piece.transform.name, "cast": cast, "hf": entries}
+
+    def _block(self, piece: Piece) -> tuple[Tensor, Row]:
         block = self.reader.read(piece.key, piece.start, piece.transform.native_shape)
         certificate.require_finite(block, piece.key, str(self.source))
-        native = certificate.native_entry(piece.key, piece.start, block)
+        return block, certificate.native_entry(piece.key, piece.start, block)
+
+    def _read(self, piece: Piece) -> tuple[Row, list[Tensor]]:
+        block, native = self._block(piece)
         before, dtype = native["dtype"], self._dtype(piece)
         block = certificate.cast(block, dtype, piece.key)
         padding = block[piece.transform.size :] if isinstance(piece.transform, Vocabulary) else None
@@ -256,22 +323,22 @@ class ToHF(Conversion):
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
         if len(records) > 1:
             weight_map = {
-                entry["name"]: record["name"]
-                for record in records
-                for entry in [*(entry for row in record["rows"] for entry in row["hf"]), *record["copies"]]
+                name: unit.name for unit in self.units for item in unit.content for name, _ in self._layout(item)
             }
             total = sum(self._bytes(item) for unit in self.units for item in unit.content)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, _json(index))
-        files[hf_folder.CONFIG] = write_bytes(output / hf_folder.CONFIG, self.config)
+            files[hf_folder.INDEX] = write_bytes(output / hf_folder.INDEX, json_bytes(index))
+        for name, content in sorted(self.contents.items()):
+            files[name] = write_bytes(output / name, content)
         for name in sorted(self.companions):
             known = self.files[f"{origin.FOLDER}/{name}"]
-            files[name] = copy_file(self.companions[name], output / name, known)
+            target = CARD_OF_THE_FIRST if name == CARD and CARD in self.contents else name
+            files[target] = copy_file(self.companions[name], output / target, known)
         return files
 
     def check(self, output: Path, records: list[Record], advance: Advance) -> None:
         written = HFFolder.open(output, "--save")
-        names = {name for piece in self.table.pieces for name in piece.hf} | set(self.copies)
+        names = {name for unit in self.units for item in unit.content for name, _ in self._layout(item)}
         if wrong := sorted(names ^ written.tensors.keys()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
         rounded = [n for p in self.table.pieces if p.fp32 for n in p.hf if written.tensors[n].dtype != "float32"]
@@ -286,6 +353,8 @@ class ToHF(Conversion):
                     tensor, digests = back.read_hashed(entry["name"])
                     found = digests[entry["name"]]
                     certificate.require_same(found, entry["sha256"], entry["name"], "it reads otherwise than written")
+                    if scale := entry.get("scale"):
+                        certificate.require_same(digests[scale["name"]], scale["sha256"], scale["name"], "it does too")
                     tensors.append(tensor)
                     advance(tensor.nbytes)
                 block = pieces[native["key"], tuple(native["start"])].transform.to_native(tensors)
@@ -304,12 +373,16 @@ class ToHF(Conversion):
             "copies": {name: self.table.copies[name] for name in self.copies},
             "dropped": self.dropped,
             "ignored": [key for key in self.reader.index.tensors if key.startswith(_OPTIMIZER)],
+            "tokenizer": self.tokenizer.facts(),
+            "rounding": self._rounding(records),
         }
+
+    def _rounding(self, records: list[Record]) -> dict[str, Any] | None:
+        if not self.options.fp8:
+            return None
+        entries = [entry for record in records for row in record["rows"] for entry in row["hf"]]
+        return fp8_summary(entry["rounding"] for entry in entries if "rounding" in entry)
 
 
 def _shard_name(number: int, count: int) -> str:
     return hf_folder.SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.apps.inspect import steps
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import note, run_program, say
@@ -19,7 +20,7 @@ WELL, NOT_WELL = 0, 1
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one sub-parser per command; DIR is a folder of steps or a single iter_* folder."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="inspect_checkpoint.py",
         description="Look at checkpoints, check them, compare them, remove those that are not needed. No GPU, no "
         "process group, no model.",
@@ -57,12 +58,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run one command and return the exit status."""
-    return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError))
+    return run_program("inspect_checkpoint.py", _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
     flags = parser().parse_args(argv)
     require_writable("--json", flags.json)
+    _ = _regex(getattr(flags, "match", None))
     try:
         found = [steps.resolve(path) for path in flags.folders]
         lines, result, well = _COMMANDS[flags.command](flags, found)

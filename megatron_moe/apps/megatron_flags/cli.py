@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from megatron_moe.apps.megatron_flags import script
 from megatron_moe.config import cli, megatron_flags
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_flags import ANSWERS, Answer
+from megatron_moe.config.paths import read_settings
 from megatron_moe.io.program import DONE, run_program, say
 
 USAGE = """usage: megatron_flags.py [--json | --rewrite] FLAG [VALUE ...] ... | --script FILE ...
@@ -39,17 +39,21 @@ class Asked:
 
 def main(argv: list[str]) -> int:
     """Answer as the command line asks, and return the exit status."""
-    return run_program("megatron_flags.py", _main, argv, errors=(ConfigError, OSError))
+    return run_program("megatron_flags.py", _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
     files, words, switches = _split(argv)
+    if {"--json", "--rewrite"} <= switches:
+        raise ConfigError("--json, --rewrite: print different things; keep one")
     if "--help" in switches or not (files or words):
         say(USAGE)
         return DONE
     read = script.Script(flags=[megatron_flags.parts(group) for group in megatron_flags.groups(words)])
     for file in files:
-        found = script.read(Path(file).read_text(encoding="utf-8"))
+        found = script.read(read_settings("--script", file, "shell script"))
+        if not found.flags:
+            raise ConfigError(f"--script {file}: has no command of a .py program with flags; give a shell script")
         read.flags += found.flags
         read.variables.update(found.variables)
         read.sourced += found.sourced

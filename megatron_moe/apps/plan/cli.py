@@ -10,24 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_moe import platform
-from megatron_moe.apps.plan.alternatives import legal, nearest_legal, ranked, recommended_stage
-from megatron_moe.apps.plan.plan import RECOMPUTATION, Machine, make_plan, peak_gib, recomputed, vocabulary
+from megatron_moe.apps.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
 from megatron_moe.apps.plan.report import comparison_report, text_report
-from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.platform import host
 
 _logger = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = cli.Parser(
+    p = Parser(
         prog="plan.py",
         usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     p.add_argument(
         "--device",
-        choices=platform.DEVICE_KINDS,
+        choices=host.DEVICE_KINDS,
         default=Machine.device,
         help=f"device that the run is planned for (default: {Machine.device})",
     )
@@ -69,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan and return the exit status."""
-    return run_program("plan.py", _main, argv)
+    return run_program("plan.py", _main, argv, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -77,6 +76,10 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if flags.mfu > 1:
         raise ConfigError(f"--mfu {flags.mfu:g}: is a share of the peak, at most 1; e.g. --mfu 0.4")
+    if flags.imbalance < 1:
+        raise ConfigError(f"--imbalance {flags.imbalance:g}: is the most over the mean; use 1 or more")
+    if flags.alternatives < 0:
+        raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
     run = _traceable(cli.parse(rest, filled_in, flags.world_size))
     for note in run.notes:
         say(note)
@@ -101,8 +104,6 @@ def _traceable(run: Run) -> Run:
         changes["moe_expert_backend"] = "grouped_mm"
     if run.precision.fp8_format is not None:
         say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
-    if run.moe.overlap_moe_expert_parallel_comm:
-        say("--overlap-moe-expert-parallel-comm: keeps activations of one more micro-batch, which are not in the plan")
     if changes:
         words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not True)
         say(f"planned with {words}: parameters and traffic are the same, memory and speed of other kernels are not")
@@ -123,6 +124,10 @@ def _check(run: Run, world_size: int) -> None:
 
 def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
+    # Not before the flags are right: loading torch and the engine takes seconds.
+    from megatron_moe.apps.plan.alternatives import ranked, recommended_stage
+    from megatron_moe.apps.plan.plan import make_plan, peak_gib
+
     machine = Machine(
         device=flags.device,
         gpus_per_node=flags.gpus_per_node,
@@ -131,7 +136,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
         mfu=flags.mfu,
         imbalance=flags.imbalance,
     )
-    known: dict[Any, RankTrace] = {}
+    known: dict[Any, Any] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)
     _logger.info("comparing recomputation, routing and layouts nearby")

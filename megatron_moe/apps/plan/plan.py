@@ -7,47 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_moe import platform
+from megatron_moe.apps.plan.neighbours import Machine, vocabulary
 from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic
-from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import Run, replace
+from megatron_moe.config.schema import Run
 
 GIB = 2**30
 # Adam's two moments, and the fp32 copy of a half-precision weight.
 _MOMENTS, _MASTER = 8, 4
-# Recomputation at its extremes and between: what the flags become.
-RECOMPUTATION: dict[str, dict[str, Any]] = {
-    "none": {"recompute_granularity": None},
-    "selective: core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "selective: core_attn moe": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-_NO_RECOMPUTATION = dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machines that the run is planned for.
-
-    Attributes:
-        device: one of platform.DEVICE_KINDS.
-        gpus_per_node: ranks of one machine.
-        memory_gib: memory of one device.
-        peak_tflops: peak of one device.
-        mfu: share of the peak that the model's FLOPs are assumed to reach.
-        imbalance: rows that a rank's experts get, over the mean.
-    """
-
-    device: str = platform.DEVICE_KINDS[0]
-    gpus_per_node: int = 8
-    memory_gib: float = 80.0
-    peak_tflops: float = 989.0
-    mfu: float = 0.4
-    imbalance: float = 1.0
-
-
 # Memory.
 
 
@@ -139,8 +107,10 @@ def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[in
     """Return the peak bytes of activations, and the largest number of passes that wait for their backward pass."""
     stages = run.parallel.pipeline_model_parallel_size
     live = peak = waiting = most_waiting = 0
+    ahead = run.moe.overlap_moe_expert_parallel_comm
     # After the first rounds the schedule repeats itself.
-    for is_forward, number in schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages)):
+    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages), ahead)
+    for is_forward, number in passes:
         chunk = trace.chunks[number]
         if is_forward:
             peak = max(peak, live + chunk.forward_peak)
@@ -152,15 +122,18 @@ def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[in
     return peak, most_waiting
 
 
-def schedule(chunks: int, stages: int, stage: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
+def schedule(
+    chunks: int, stages: int, stage: int, micro_batches: int, ahead: bool = False
+) -> Iterator[tuple[bool, int]]:
     """Yield the passes of one stage in the engine's order: (is it a forward pass, of which chunk).
 
     With one chunk per stage there are as many forward passes as stages follow, then one forward and one backward pass
-    in turn. With several, `stages` micro-batches at a time go through the chunks.
+    in turn. With several, `stages` micro-batches at a time go through the chunks. With `ahead` there is one more
+    forward pass first, so that a forward and a backward pass that run at a time do not wait for one another.
     """
     total = chunks * micro_batches
     warm_up = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    warm_up = min(warm_up, total)
+    warm_up = min(warm_up + ahead, total)
 
     def chunk(index: int) -> int:
         return index % (stages * chunks) // stages
@@ -181,17 +154,6 @@ def bubble_share(chunks: int, stages: int, micro_batches: int) -> float:
 
 
 # The plan.
-
-
-def vocabulary(run: Run) -> int:
-    """Return the number of rows of the embedding table.
-
-    Raises:
-        ConfigError: the run does not say how large its vocabulary is.
-    """
-    if run.model.vocab_size is None:
-        raise ConfigError("no --vocab-size: a plan reads no tokenizer; give --vocab-size, e.g. --vocab-size 32000")
-    return run.derived.padded_vocab_size(run.model.vocab_size)
 
 
 def traced(
@@ -293,11 +255,6 @@ def peak_gib(
     on = machine if imbalance is None else dataclasses.replace(machine, imbalance=imbalance)
     traces = traced(run, world_size, on, known, some)
     return max(rank_memory(run, trace, world_size).peak for trace in traces) / GIB
-
-
-def recomputed(run: Run, kind: str) -> Run:
-    """Return `run` with one of the kinds of `RECOMPUTATION`."""
-    return replace(run, **{**_NO_RECOMPUTATION, **RECOMPUTATION[kind]})
 
 
 def layout(run: Run, world_size: int) -> dict[str, Any]:

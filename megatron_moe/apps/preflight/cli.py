@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
 from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_dict, table, worst
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
@@ -17,7 +19,7 @@ from megatron_moe.report.summary import versions
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = cli.Parser(
+    p = Parser(
         prog="preflight.py",
         usage="[torchrun ...] preflight.py [--json FILE] [options] [pretrain_moe.py's flags]",
         description="Can this node, or under torchrun all nodes of a job, train? Checks software, GPUs, limits, disk, "
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Check, report, and return the exit status. Under torchrun every rank calls this, and rank 0 prints."""
-    return run_program("preflight.py", _main, argv, rank=_rank())
+    return run_program("preflight.py", _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -58,7 +60,9 @@ def _main(argv: list[str]) -> int:
     flags, rest = parser().parse_known_args(argv)
     if _rank() == 0:  # which writes it; its folder need not be on the other nodes
         require_writable("--json", flags.json)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if flags.least_share > 1:
+        raise ConfigError(f"--least-share {flags.least_share:g}: is a share, at most 1; e.g. --least-share 0.5")
+    _, world_size = launched_world()
     run = cli.parse(rest, filled_in, world_size)
     if rest:
         rules.check_model(run, world_size)
@@ -82,11 +86,11 @@ def _progress(name: str) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return rank_that_prints()
 
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: has to be above 0")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: has to be above 0, and finite")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from megatron_moe.apps.verify_resume.replay import (
 )
 from megatron_moe.checkpoint import folder
 from megatron_moe.config import cli, rules
+from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, build, flatten
+from megatron_moe.data.checks import check_data
+from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from megatron_moe.io.program import run_program, say
@@ -32,7 +37,7 @@ _COMPARED = ("loss_hex", "grad_norm_hex")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="verify_resume.py",
         usage="[torchrun ...] verify_resume.py CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
         description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
@@ -57,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Replay, compare and report; return the exit status. Under torchrun every rank calls this."""
-    return run_program("verify_resume.py", _main, argv, rank=_rank())
+    return run_program("verify_resume.py", _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -65,6 +70,8 @@ def _main(argv: list[str]) -> int:
     speaks = _rank() == 0
     replay = _planned(flags, rest)
     rules.check(replay.run, replay.ranks)
+    # Found here, and not by ranks that have loaded torch.
+    check_data(replay.run, build_tokenizer(replay.run.data, replay.run.model.vocab_size), deep=False)
     if speaks:
         say(
             f"{replay.root}: step {replay.begin}, {replay.steps} steps after it on {replay.ranks} ranks, compared "
@@ -88,25 +95,27 @@ def _main(argv: list[str]) -> int:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return rank_that_prints()
 
 
 def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
     for name in ("steps", "ranks"):
         if (number := getattr(flags, name)) is not None and number < 1:
             raise ConfigError(f"--{name} {number}: has to be above 0")
+    if not 0 < flags.timeout <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"--timeout {flags.timeout:g}: has to be above 0, and finite; the default is 600")
     require_writable("--json", flags.json)
     metrics = None if flags.metrics_file is None else Path(flags.metrics_file)
     if metrics is not None and not metrics.is_file():
         raise ConfigError(f"--metrics-file {metrics}: is no file")
-    launched = os.environ.get("WORLD_SIZE")
+    launched = launched_world()[1] if "WORLD_SIZE" in os.environ else None
     if launched is not None and flags.ranks is not None:
         raise ConfigError("--ranks: torchrun has started the ranks already; drop it")
     replay = plan_replay(
         Path(flags.checkpoint),
         begin=flags.ckpt_step,
         steps=flags.steps,
-        ranks=flags.ranks if launched is None else int(launched),
+        ranks=flags.ranks if launched is None else launched,
         metrics_file=metrics,
         changes=_given(rest),
     )

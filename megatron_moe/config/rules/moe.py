@@ -7,7 +7,7 @@ import math
 
 from megatron_moe.config import derived
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.rules.wording import divisors, refuse, set_among
+from megatron_moe.config.rules.wording import divisors, is_set, refuse, set_among
 from megatron_moe.config.schema import Run
 
 
@@ -15,7 +15,8 @@ def moe_flags_need_experts(run: Run, world_size: int) -> None:
     """Refuse MoE flags in a dense model, which reads none of them."""
     if run.moe.num_experts is not None:
         return
-    stray = set_among(run, [name for name, field in all_fields().items() if field.section == "moe"])
+    of_experts = [name for name, field in all_fields().items() if field.section == "moe"]
+    stray = [name for name in of_experts if is_set(run, name) or name in run.typed]
     stray += set_among(run, ("expert_model_parallel_size", "expert_tensor_parallel_size"))
     if stray:
         raise refuse(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.fields import all_fields, suggestion
+from megatron_moe.config.fields import all_fields, choice_suggestion
 from megatron_moe.config.rules.wording import origin, value
 from megatron_moe.config.schema import Run
 
@@ -31,7 +31,7 @@ class Range:
 
     def __str__(self) -> str:
         words = [
-            f"{word} {bound:g}"
+            f"{word} {bound:.15g}"
             for word, bound in (
                 ("at least", self.low),
                 ("above", self.above),
@@ -40,7 +40,7 @@ class Range:
             )
             if bound is not None
         ]
-        return " and ".join(["finite", *words])
+        return " and ".join(words)
 
 
 _POSITIVE_COUNT = Range(low=1)
@@ -51,7 +51,7 @@ _PROBABILITY = Range(low=0, below=1)
 
 # Every numeric field that has no rule of its own; a test checks that the list is complete.
 RANGES: dict[str, Range] = {
-    "num_layers": _POSITIVE_COUNT,
+    "num_layers": Range(low=1, high=10_000),
     "mtp_num_layers": _POSITIVE_COUNT,
     "mtp_loss_scaling_factor": _NOT_NEGATIVE,
     "moe_input_jitter_eps": Range(above=0, below=1),
@@ -133,10 +133,10 @@ RANGES: dict[str, Range] = {
     "adam_beta2": _PROBABILITY,
     "adam_eps": _POSITIVE,
     "clip_grad": _NOT_NEGATIVE,
-    "micro_batch_size": _POSITIVE_COUNT,
-    "global_batch_size": _POSITIVE_COUNT,
+    "micro_batch_size": Range(low=1, high=2**24),
+    "global_batch_size": Range(low=1, high=2**24),
     "rampup_batch_size": _POSITIVE_COUNT,
-    "train_iters": _POSITIVE_COUNT,
+    "train_iters": Range(low=1, high=10**12),
     "eval_interval": _COUNT,
     "eval_iters": _COUNT,
     "seed": Range(low=0, below=2**31),
@@ -171,8 +171,9 @@ def numbers_are_in_range(run: Run, world_size: int) -> None:
         given = value(run, name)
         for number in given if isinstance(given, tuple) else (given,):
             if number is not None and not allowed.holds(number):
+                finite = "" if math.isfinite(number) else "finite and "
                 raise ConfigError(
-                    f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {allowed};"
+                    f"{all_fields()[name].flag} {number}{origin(run, name)}: must be {finite}{allowed};"
                     f" e.g. {_working(name, allowed)}"
                 )
 
@@ -184,14 +185,12 @@ def choices_are_known(run: Run, world_size: int) -> None:
         for word in given if isinstance(given, tuple) else (given,):
             if field.choices is not None and word is not None and word not in field.choices:
                 listed = ", ".join(map(str, field.choices))
-                near = suggestion(str(word), map(str, field.choices))
+                near = choice_suggestion(str(word), map(str, field.choices))
                 raise ConfigError(f"{field.flag} {word}: not one of {listed}{near}")
 
 
 def _working(name: str, allowed: Range) -> str:
-    """Return a setting in the range: the default, or a bound if there is none."""
+    """Return a setting in the range: the default, or a number near the lowest."""
     field = all_fields()[name]
-    example = field.default
-    if example is None or isinstance(example, tuple):
-        example = allowed.low if allowed.low is not None else 1
-    return f"{field.flag} {example}"
+    tried = (field.default, allowed.low, 1, 2, 0.1)
+    return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"

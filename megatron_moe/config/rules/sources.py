@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.paths import require_writable_file, require_writable_folder
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
@@ -18,6 +19,7 @@ _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 _WRITTEN_FILES = ("metrics_file", "plot_file", "summary_file")
+_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir")
 
 
 def one_data_source(run: Run, world_size: int) -> None:
@@ -175,30 +177,24 @@ def imported_weights_are_a_start(run: Run, world_size: int) -> None:
 def written_paths_are_writable(run: Run, world_size: int) -> None:
     """Require that the files of a run can be written, before the first step and not when they are due."""
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
-    for name in ("save", "tensorboard_dir", "fault_dir", *_WRITTEN_FILES, *audit):
-        given = value(run, name)
-        if given is None:
-            continue
-        path = Path(given).absolute()
-        folder = path.parent if name in (*_WRITTEN_FILES, *audit) else path
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        if not existing.is_dir():
-            raise refuse(run, (name,), f"{existing} is a file; name a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise refuse(run, (name,), f"{existing} is not writable; name a folder that is")
+    for name in _WRITTEN_FOLDERS:
+        if value(run, name) is not None:
+            require_writable_folder(all_fields()[name].flag, value(run, name))
+    for name in (*_WRITTEN_FILES, *audit):
+        if value(run, name) is not None:
+            require_writable_file(all_fields()[name].flag, value(run, name), in_new_folder=True)
 
 
 def written_files_differ(run: Run, world_size: int) -> None:
-    """Require that each file that a run writes has its own path, and is not a folder."""
-    names = [name for name in _WRITTEN_FILES if value(run, name) is not None]
+    """Require that each file that a run writes has its own path, which is none of its folders."""
     taken: dict[Path, str] = {}
-    for name in names:
-        path = Path(value(run, name)).absolute()
-        if path.is_dir():
-            raise refuse(run, (name,), f"{path} is a folder; name a file in it")
-        if path in taken:
-            raise refuse(run, (taken[path], name), "one file would overwrite the other; give each its own path")
-        taken[path] = name
+    for name in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
+        if value(run, name) is None:
+            continue
+        path = Path(os.path.abspath(value(run, name)))
+        if path in taken and not (name in _WRITTEN_FOLDERS and taken[path] in _WRITTEN_FOLDERS):
+            raise refuse(run, (taken[path], name), "one would overwrite the other; give each its own path")
+        taken.setdefault(path, name)
 
 
 def plot_needs_metrics(run: Run, world_size: int) -> None:

@@ -135,7 +135,7 @@ def test_an_entry_without_size_and_hash_is_refused(step, wrong):
 
 def test_other_formats_are_named(step):
     (step / manifest.NAME).write_text(json.dumps({"files": {"__0_0.distcp": 7}}))
-    with pytest.raises(manifest.EarlierFormatError, match="earlier version"):
+    with pytest.raises(manifest.OtherFormatError, match="earlier version"):
         manifest.read(step)
     manifest.write(step, 50, {})
     rewrite(step, format=3, novelty=1)

@@ -71,8 +71,17 @@ def test_no_checkpoint_yet_is_a_fresh_start_unless_one_was_demanded(tmp_path):
     assert found.source is None and found.start_iteration == 0 and "starting afresh" in found.notes[0]
     assert not (tmp_path / "none").exists()
     for demand in ("exit_on_missing_checkpoint", "finetune"):
-        with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        with pytest.raises(ConfigError, match="does not exist"):
             plan(replace(run, **{demand: True}))
+
+
+def test_a_folder_without_a_step_is_an_error_unless_the_run_saves_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "empty"):
+        for save in (None, str(tmp_path / "other")):
+            with pytest.raises(ConfigError, match=f"--load {tmp_path / name}.*--save"):
+                plan(replace(RUN, load=str(tmp_path / name), save=save))
+        assert plan(replace(RUN, load=str(tmp_path / name), save=str(tmp_path / "." / name))).source is None
 
 
 def test_finetuning_does_not_save_into_the_folder_it_came_from(tmp_path):

@@ -216,7 +216,7 @@ def test_other_programs_spellings_of_the_flag_are_known(tmp_path, words):
 def test_the_help_says_what_wins(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
-        cli.parse(["--help"])
+        cli.parse(["--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Flags win over --config, --config over --deepspeed-config, that over --preset," in text
 

@@ -73,6 +73,8 @@ def test_a_value_of_ours_has_no_row_of_its_own():
 @pytest.mark.parametrize("row", [row for row in rows() if row.target], ids=lambda row: row.flag)
 def test_what_takes_a_flags_place_is_a_flag_of_ours(row):
     words = row.in_place(["7"])
+    if row.answer == "unknown" and words[0] in ("torchrun", "CUDA_VISIBLE_DEVICES"):
+        return  # a flag of a launcher, or the environment
     assert words[0] in own()
     if row.answer == "alias":
         assert translate(words, own()).argv == words

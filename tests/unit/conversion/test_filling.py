@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.source import Block, fill
+from megatron_moe.hf.opened import fill
+from megatron_moe.hf.source import Block
 
 
 def held() -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from megatron_moe.apps import generate
 from megatron_moe.apps.convert import cli
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
+from megatron_moe.model import key_value_cache
 from megatron_moe.model.key_value_cache import continuation
 from tests.helpers import tiny_models
 
@@ -108,6 +109,22 @@ def test_draws_repeat_with_their_seed_and_stop_at_the_end_of_a_document(native, 
     assert narrow[1] == run(capsys, "--load", native, "--prompt", "w9", "--max-new-tokens", 5)[1]
 
 
+def test_an_imported_model_begins_and_ends_as_its_files_say(folder, capsys, tmp_path):
+    """Without `add_bos_token` it is the post-processor that begins a text; several tokens may end it."""
+    path, model = folder
+    shutil.copytree(path, tmp_path / "hf")
+    words = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    words.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    expected = continued(model, [0, 40], 8)
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, expected[4]]}))
+    end = expected.index(expected[4]) + 1
+    flags = ["--load", tmp_path / "hf", "--prompt", "w40", "--max-new-tokens", 8]
+    assert run(capsys, *flags)[1] == f"w40 {text(expected[:end])}\n"
+    assert run(capsys, *flags, "--no-stop-at-eod")[1] == f"w40 {text(expected)}\n"
+
+
 REFUSED = {
     "no prompt": ([], "--prompt is missing"),
     "no tokens": (["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens 0: has to be 1 or more"),
@@ -155,7 +172,7 @@ def test_an_interrupt_ends_with_its_exit_code(native, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "continuation", interrupted)
+    monkeypatch.setattr(key_value_cache, "continuation", interrupted)
     assert run(capsys, "--load", native, "--prompt", "w5")[0] == 130
 
 

@@ -131,6 +131,11 @@ def test_every_preset_can_be_written_and_is_read_again(name):
             "deepseek-v3",
             "--moe-router-load-balancing-type: sinkhorn",
         ),
+        (
+            {"moe_ffn_hidden_size": 40},
+            "deepseek-v3",
+            "--moe-shared-expert-intermediate-size 32.*--moe-ffn-hidden-size 40",
+        ),
         ({}, "mixtral", "--multi-latent-attention"),
         ({"num_experts": None}, "deepseek-v3", "--num-experts"),
     ],

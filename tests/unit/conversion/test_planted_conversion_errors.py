@@ -64,7 +64,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def one_set_of_groups() -> Iterator[None]:
     """The groups of one process for all models of this file: starting them takes longer than a model."""
     collection = groups.initialize(Run())
-    same = SimpleNamespace(initialize=lambda run: collection, destroy=lambda: None, launched_world=lambda: (0, 1))
+    same = SimpleNamespace(initialize=lambda run: collection, destroy=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "groups", same)
         patch.setattr(opening, "dist", SimpleNamespace(is_initialized=lambda: False))

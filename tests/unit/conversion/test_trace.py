@@ -235,8 +235,10 @@ def test_bad_input_is_refused_in_one_message(name: str, deepseek: Any, tmp_path:
     folder, _ = deepseek
     save_file({"input_ids": tokens_of()}, tmp_path / "tokens.safetensors")
     make, message = BAD[name]
-    words = ["--load", str(folder), "--tokens", str(tmp_path / "tokens.safetensors"), "--output", str(tmp_path / "out")]
-    assert main([*words, *make(folder, tmp_path)]) == 2
+    good = {"--load": folder, "--tokens": tmp_path / "tokens.safetensors", "--output": tmp_path / "out"}
+    bad = make(folder, tmp_path)
+    words = [str(word) for flag, path in good.items() if flag not in bad for word in (flag, path)]
+    assert main([*words, *bad]) == 2
     told = capsys.readouterr().err
     assert told.count("trace_forward.py: error: ") == 1
     assert message in told

@@ -17,8 +17,9 @@ from megatron_moe.apps.prepare import main
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data import preprocess as preprocess_module
 from megatron_moe.data.datasets import open_dataset
-from megatron_moe.data.documents import find_inputs, read_unit, work_units
+from megatron_moe.data.documents import read_span
 from megatron_moe.data.index_file import open_index, read_sidecar
+from megatron_moe.data.inputs import find_inputs, plan_shards
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 
@@ -56,24 +57,25 @@ def test_many_workers_and_small_units_write_the_same_bytes(
 ) -> None:
     source = write_jsonl(TEXTS)
     alone = run([source], tmp_path / "alone")
-    monkeypatch.setattr(preprocess_module, "work_units", lambda files: work_units(files, 500))
-    assert len(work_units([source], 500)) > 30  # more units than the window of submitted ones holds
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 500))
+    assert len(plan_shards([source], 500)) > 30  # more shards than the window of submitted ones holds
     together = run([source], tmp_path / "together", workers=2)
     for suffix in (".bin", ".idx", ".json"):
         assert Path(alone + suffix).read_bytes() == Path(together + suffix).read_bytes()
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 2, 7, 64, 1000, 10**6])
+@pytest.mark.parametrize("shard_bytes", [1, 2, 7, 64, 1000, 10**6])
 @pytest.mark.parametrize("last_newline", [True, False])
-def test_every_line_belongs_to_exactly_one_unit(
-    write_jsonl: Callable[..., str], unit_bytes: int, last_newline: bool
+def test_every_line_belongs_to_exactly_one_shard(
+    write_jsonl: Callable[..., str], shard_bytes: int, last_newline: bool
 ) -> None:
-    texts = TEXTS[:30] if unit_bytes < 10 else TEXTS
+    texts = TEXTS[:30] if shard_bytes < 10 else TEXTS
     path = write_jsonl(texts)
     if not last_newline:
         with open(path, "rb+") as file:
             file.truncate(os.path.getsize(path) - 1)
-    found = [values[0] for unit in work_units([path], unit_bytes) for _, values in read_unit(unit, ("text",))]
+    shards = plan_shards([path], shard_bytes)
+    found = [record.values[0] for shard in shards for span in shard for record in read_span(span, ("text",))]
     assert found == texts
 
 
@@ -132,20 +134,31 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("bad, words, workers, unit_bytes", [(*case, 1, 20) for case in BAD] + [(*BAD[0], 2, 1 << 20)])
+@pytest.mark.parametrize("bad, words, workers, shard_bytes", [(*case, 1, 20) for case in BAD] + [(*BAD[0], 2, 1 << 20)])
 def test_a_bad_line_is_named_and_nothing_is_written(
-    bad: bytes, words: str, workers: int, unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: bytes, words: str, workers: int, shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "work_units", lambda files: work_units(files, unit_bytes))
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, shard_bytes))
     source = tmp_path / "in.jsonl"
     source.write_bytes("\n".join(LINES).encode() + b"\n" + bad + b"\n" + LINES[0].encode() + b"\n")
     (tmp_path / "good.jsonl").write_text(LINES[0] + "\n")
     with pytest.raises(ConfigError, match=r"in\.jsonl, line 4: ") as caught:
         run([str(tmp_path / "good.jsonl"), str(source)], tmp_path / "new" / "out", workers=workers)
     assert words in str(caught.value)
-    assert list((tmp_path / "new").iterdir()) == []
+    left = [".out.parts"] if shard_bytes == 20 else []  # with the part of the first file
+    assert [path.name for path in (tmp_path / "new").iterdir()] == left
     still_open = {os.path.realpath(number) for number in Path("/proc/self/fd").iterdir()}
     assert not [file for file in still_open if file.startswith(str(tmp_path))]
+
+
+def test_workers_that_are_ended_leave_nothing_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess_module, "plan_shards", lambda files: plan_shards(files, 3000))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"bad\n" + b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS * 20))
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: "):
+        run([str(source)], tmp_path / "out", workers=2)
+    parts = tmp_path / ".out.parts" / "parts"
+    assert not [path.name for path in (parts.iterdir() if parts.exists() else ()) if "." in path.name]
 
 
 def test_invalid_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:
@@ -189,7 +202,7 @@ def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(
         left = iter(range(survivors))
 
         def crash(source: str, target: str, left: object = left) -> None:
-            if next(left, None) is None:  # type: ignore[call-overload]
+            if Path(target).name.startswith("out_") and next(left, None) is None:  # type: ignore[call-overload]
                 raise OSError("power cut")
             rename(source, target)
 

@@ -185,13 +185,13 @@ def test_draws_repeat_with_their_seed_and_end_with_the_end(build):
     model = build({})
     prompt = tokens(1)[0, :5].tolist()
 
-    def drawn(seed, end_id=None, **options):
+    def drawn(seed, end_ids=(), **options):
         sampling = Sampling(1.5, **options)
-        return list(continuation(model, prompt, 12, vocab_size=VOCAB, sampling=sampling, seed=seed, end_id=end_id))
+        return list(continuation(model, prompt, 12, vocab_size=VOCAB, sampling=sampling, seed=seed, end_ids=end_ids))
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert drawn(1, top_k=1) == list(continuation(model, prompt, 12, vocab_size=VOCAB))
-    assert drawn(1, end_id=drawn(1)[4]) == drawn(1)[: drawn(1).index(drawn(1)[4]) + 1]
+    assert drawn(1, end_ids={VOCAB, drawn(1)[4]}) == drawn(1)[: drawn(1).index(drawn(1)[4]) + 1]
 
 
 def test_a_continuation_that_is_not_taken_to_its_end_gives_the_model_back(build):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
@@ -30,7 +31,7 @@ def alone(monkeypatch, one_process):
 
 
 def test_without_a_launcher_this_process_is_the_world():
-    assert groups.launched_world() == (0, 1)
+    assert launched_world() == (0, 1)
     collection = groups.initialize(Run())
     assert {name: getattr(collection, name).size() for name in GROUPS} == dict.fromkeys(GROUPS, 1)
     assert str(groups.rank_facts()) == "rank 0/1 (tp 0/1, pp 0/1, cp 0/1, dp 0/1, ep 0/1, etp 0/1)"
@@ -39,7 +40,7 @@ def test_without_a_launcher_this_process_is_the_world():
 def test_the_launchers_world_is_read_without_joining_it(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert groups.launched_world() == (3, 8)
+    assert launched_world() == (3, 8)
     assert not dist.is_initialized()
 
 

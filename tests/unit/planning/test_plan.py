@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.apps.plan import tracing
-from megatron_moe.apps.plan.alternatives import legal, nearest_legal, neighbours
-from megatron_moe.apps.plan.plan import Machine, bubble_share, make_plan, schedule
+from megatron_moe.apps.plan.neighbours import Machine, legal, nearest_legal, neighbours
+from megatron_moe.apps.plan.plan import bubble_share, make_plan, schedule
 from megatron_moe.apps.plan.report import text_report
 from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic
@@ -220,7 +223,19 @@ def test_the_schedule_is_the_engines():
     assert words == ["F0F0F0F0B0B0B0B0", "F0B0F0B0F0B0F0B0"]
     interleaved = "".join("BF"[forward] + str(chunk) for forward, chunk in schedule(2, 2, 1, 2))
     assert interleaved == "F0F0F1B1F1B1B0B0"
+    assert "".join("BF"[forward] for forward, _ in schedule(1, 1, 0, 3, True)) == "FFBFBB"
     assert bubble_share(1, 4, 12) == 0.2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_passes_before_the_first_backward_pass_are_the_engines(stage, overlap):
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: stage)
+    peers = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=2)
+    _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+        6, 2, 3, overlap_moe_expert_parallel_comm=overlap, p2p_communicator=peers
+    )
+    assert [forward for forward, _ in schedule(2, 3, stage, 6, overlap)].index(False) == warm_up + 1
 
 
 def test_planning_leaves_no_trace_in_the_process(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.apps.plan import cli
+from megatron_moe.apps.plan import alternatives, cli
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,7 +109,7 @@ def test_the_answer_comes_before_the_comparisons_and_progress_goes_to_stderr(mon
         seen.extend(capsys.readouterr())
         return []
 
-    monkeypatch.setattr(cli, "ranked", ranked)
+    monkeypatch.setattr(alternatives, "ranked", ranked)
     assert cli.main(f"{TINY} --world-size 4 --pipeline-model-parallel-size 4".split()) == 0
     out, err = seen
     for words in ("of 80: fits", "sent by a rank per step", "pipeline bubble"):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_moe.apps.plan.alternatives import recommended_stage
-from megatron_moe.apps.plan.plan import GIB, Machine, make_plan, peak_gib
+from megatron_moe.apps.plan.neighbours import Machine
+from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib
 from megatron_moe.apps.plan.report import comparison_report, text_report
 from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config.presets import PRESETS

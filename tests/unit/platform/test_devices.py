@@ -11,10 +11,10 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io.program import USER_ERROR, run_program
 from megatron_moe.parallel import groups
-from megatron_moe.platform import devices, hardware
+from megatron_moe.platform import hardware, host
 from megatron_moe.training.run import pretrain
 
-LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
+LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 
@@ -29,8 +29,8 @@ def machine(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         for name in files:
             (tmp_path / name).touch()
-        devices._device_files.cache_clear()
-        monkeypatch.setattr(devices, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
+        host.device_files.cache_clear()
+        monkeypatch.setattr(host, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: reason is None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count if reason is None else 0)
 
@@ -40,7 +40,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "init", init)
 
     yield imitate
-    devices._device_files.cache_clear()
+    host.device_files.cache_clear()
 
 
 @pytest.mark.claim("A machine whose CUDA devices cannot be used does not train on its CPU, unless they are hidden.")
@@ -84,7 +84,6 @@ def test_programs_are_refused_before_they_join_a_group(machine, start):
         ({}, ()),
         ({}, ("nvidiactl", "nvidia-uvm")),
         *(({"CUDA_VISIBLE_DEVICES": hidden}, ("nvidia0",)) for hidden in ("", "-1", "-1,0", "NoDevFiles")),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, ()),
         ({"WORLD_SIZE": "2"}, ()),
     ],
 )
@@ -108,13 +107,8 @@ def test_a_machine_without_devices_or_with_hidden_ones_runs_on_the_cpu(machine, 
             ["LOCAL_RANK=4", "4 CUDA devices"],
         ),
         ({"WORLD_SIZE": "2", "RANK": "1"}, {"WORLD_SIZE": "1"}, ["WORLD_SIZE=2", "LOCAL_RANK", "torchrun"]),
-        (
-            {"SLURM_STEP_NUM_TASKS": "4"},
-            {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"},
-            ["SLURM_STEP_NUM_TASKS=4", "torchrun"],
-        ),
     ],
-    ids=["too many ranks", "a rank too many", "ranks without a number", "srun without torchrun"],
+    ids=["too many ranks", "a rank too many", "ranks without a number"],
 )
 def test_ranks_without_a_device_of_their_own_are_refused(machine, refused, accepted, says):
     machine(accepted, reason=None)

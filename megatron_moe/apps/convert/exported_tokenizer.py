@@ -1,0 +1,158 @@
+"""Decides which tokenizer an exported folder gets, and its ids for the configuration. Loads no torch.
+
+    --no-tokenizer       none
+    named by flags       that one, if it is the one that the model was trained with
+    imported model       the files that came with it, byte for byte, unless it was trained with another tokenizer
+    trained here         the tokenizer of the run's flags, if its files are still what they were
+
+A tokenizer that should be there and is not is an error before anything is written: a folder without one is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.checkpoint import folder, manifest, origin
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import all_fields
+from megatron_moe.data.tiktoken_models import KIMI_FILE, kimi_tokenizer
+from megatron_moe.data.tokenizer_choice import tokenizer_of_step
+from megatron_moe.data.transformers_files import JSON, PIECES, SETTINGS, TEMPLATE, transformers_files
+from megatron_moe.io.hashing import FileEntry
+
+GENERATION = "generation_config.json"
+_NULL = "NullTokenizer"
+_VOCABULARIES = (JSON, PIECES, KIMI_FILE, "vocab.json")
+_TOKENIZER_FILES = {
+    *(*_VOCABULARIES, SETTINGS, TEMPLATE, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "chat_template.json"),
+}
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """The tokenizer of an exported folder.
+
+    files: name -> content of files to write. left_out: names of the files that came with the model and are not copied.
+    ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for the configuration; None where they stay as they came.
+    words: the tokenizer in words. notes: what a user should know.
+    """
+
+    words: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    ids: dict[str, int | None] | None = None
+    notes: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a certificate and the identity of a conversion say of it."""
+        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(self.files.items())}
+        return {"words": self.words, "ids": self.ids, "files": hashes, "left_out": sorted(self.left_out)}
+
+
+AS_IT_CAME = ExportedTokenizer("as it came with the model")
+
+
+def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> ExportedTokenizer:
+    """Return the tokenizer that the export of a step gets.
+
+    Args:
+        given: the flags of a tokenizer, by field.
+        without: `--no-tokenizer`.
+
+    Raises:
+        ConfigError: it is not known, its files are gone or have changed, or transformers would read it otherwise.
+    """
+    config, state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
+    trained_with = state.get("tokenizer") or {}
+    came = _came_along(step)
+    names = frozenset(came.keys() & _TOKENIZER_FILES)
+    if without:
+        if given:
+            flags = ", ".join(all_fields()[name].flag for name in given)
+            raise ConfigError(f"--no-tokenizer, {flags}: one says to write no tokenizer, the other which; keep one")
+        ids = _ids(trained_with.get("eod"), trained_with.get("bos"), None) if not came else None
+        return ExportedTokenizer("none: --no-tokenizer", {}, names, ids)
+    if not given and names & set(_VOCABULARIES):
+        _require_trained_with(step, trained_with, came, config)
+        return AS_IT_CAME
+    imported = state.get(origin.FOLDER) is not None
+    if not given and imported and trained_with.get("type", _NULL) == _NULL:
+        note = "no tokenizer is written: the model came without one; --tokenizer-type and its files name one"
+        return ExportedTokenizer("none: the model came without one", notes=(note,))
+    if not given and not trained_with:
+        raise ConfigError(
+            f"--tokenizer-type is missing: --load {step} does not say which tokenizer its model has; name it with its "
+            "files, e.g. --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or write none: --no-tokenizer"
+        )
+    return _of_files(step, config, state, given, names)
+
+
+def _of_files(
+    step: Path, config: dict[str, Any], state: dict[str, Any], given: Mapping[str, Any], names: frozenset[str]
+) -> ExportedTokenizer:
+    """Return the tokenizer of flags or of the run, made into files that transformers loads."""
+    trained_with = state.get("tokenizer") or {}
+    vocab_size = config.get("vocab_size") or state.get("vocab_size") or 0
+    where = f"--load {step}"
+    try:
+        tokenizer, data = tokenizer_of_step(config, trained_with, given, vocab_size, where)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --no-tokenizer writes none") from None
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer.name}: has {tokenizer.vocab_size} ids, the model {vocab_size}; name the one "
+            "that it was trained with, or write none: --no-tokenizer"
+        )
+    length = config.get("max_position_embeddings") or config.get("seq_length") or 0
+    made = transformers_files(tokenizer, None if data.tokenizer_model is None else Path(data.tokenizer_model), length)
+    words = f"{tokenizer.name}, SHA-256 {tokenizer.sha256}"
+    if made is None:
+        note = f"no tokenizer is written: the model was trained with {tokenizer.name}, on ids that stand for no text"
+        return ExportedTokenizer(f"none: {words}", {}, names, _ids(tokenizer.eod, tokenizer.bos, None), (note,))
+    ids = _ids(made.eos, made.bos, made.pad)
+    words += f"; its ids are those of {JSON} on {made.texts} texts"
+    return ExportedTokenizer(words, made.contents, names, ids, made.notes)
+
+
+def _ids(eos: int | None, bos: int | None, pad: int | None) -> dict[str, int | None]:
+    """Return all three keys: without them transformers would take the ids of its family's defaults."""
+    return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+
+
+def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the ids of generation_config.json. Batches are filled up with the end's where there is none of its own."""
+    pad = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
+    return {name: i for name, i in {**ids, "pad_token_id": pad}.items() if i is not None}
+
+
+def _came_along(step: Path) -> dict[str, FileEntry]:
+    prefix = f"{origin.FOLDER}/"
+    files = manifest.read(step).files
+    return {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}
+
+
+def _require_trained_with(
+    step: Path, trained_with: Mapping[str, Any], came: Mapping[str, FileEntry], config: Mapping[str, Any]
+) -> None:
+    """Check that a model that was trained here on texts was so with the tokenizer that came with it."""
+    wanted = trained_with.get("sha256")
+    if wanted is None or trained_with.get("type") == _NULL:
+        return
+    found = {came[name]["sha256"] for name in (JSON, PIECES) if name in came}
+    if {"vocab.json", "merges.txt"} <= came.keys():
+        contents = (step / origin.FOLDER / name for name in ("vocab.json", "merges.txt"))
+        found.add(hashlib.sha256(b"\0".join(path.read_bytes() for path in contents)).hexdigest())
+    if wanted not in found and KIMI_FILE in came:
+        found.add(kimi_tokenizer(step / origin.FOLDER).sha256)
+    if wanted not in found:
+        there = config.get("tokenizer_model") or config.get("vocab_file")
+        raise ConfigError(
+            f"--load {step}: was trained with {trained_with.get('type')} {there} (SHA-256 {wanted[:12]}...), and the "
+            "model came with another tokenizer: name the first with --tokenizer-type and --tokenizer-model to export "
+            "it, or write none: --no-tokenizer"
+        )

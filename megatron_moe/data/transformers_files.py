@@ -1,0 +1,215 @@
+"""Makes the files by which transformers loads the tokenizer of a run: tokenizer.json and tokenizer_config.json.
+
+The tokenizer of `tokenizer.json` is compared with the run's on texts before anything is written. Neither transformers
+nor code of the tokenizer's folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.sentencepiece_file import SentencePieceModel
+from megatron_moe.data.tiktoken_models import RankedTokenizer, byte_letters
+from megatron_moe.data.tokenizers import (
+    REPLACEMENT,
+    ByteTokenizer,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+JSON, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+TEMPLATE = "chat_template.jinja"
+_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+_KEPT = ("chat_template", "padding_side", "truncation_side", "model_input_names")
+"""Keys of a tokenizer_config.json that are kept. Others choose a class, which could build another tokenizer than the
+tokenizer.json says, or are written anew."""
+_TEXTS = (
+    "Hello world, this is a test.",
+    "  two  spaces, a\ttab and\r\n\nblank lines \n",
+    "def f(x: int) -> dict[str, float]:\n    return {'a': x ** 2 / 3.14e-10}  # comment\n",
+    "naïve café, Ελληνικά, русский, العربية, हिन्दी, 中文字符，日本語のテキスト, 한국어",
+    "emoji 👩‍🚀🇫🇷 and symbols ∑∫√ ½ “quotes” — dashes…",
+    "1234567890 12.5% $99 2026-01-31T23:59:59Z 0xDEADBEEF",
+    "I'm, you're, WE'LL, HTTPServer, snake_case, camelCase, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    " leading and trailing ",
+    "\n",
+    "",
+)
+_ODD_TEXTS = {
+    "decomposed Hangul": "\u1112\u1161\u11ab",
+    "half-width katakana with a mark": "\uff76\uff9e",
+    "the spelling of a byte such as <0x41>": "<0x41>",
+    "U+2581": "\u2581",
+}
+"""Texts that the tokenizers library is known to read in other ways than SentencePiece."""
+_PIECES_A_TEXT, _MOST_PIECES, _STRIDE = 32, 2048, 7919
+
+
+@dataclass(frozen=True)
+class TransformersFiles:
+    """A tokenizer as files for transformers.
+
+    contents: name -> content. eos, bos, pad: ids of the special tokens; None for those that it has not.
+    notes: what a user should know. texts: number of texts on which the ids were compared.
+    """
+
+    contents: dict[str, bytes]
+    eos: int
+    bos: int | None
+    pad: int | None
+    notes: tuple[str, ...] = ()
+    texts: int = 0
+
+
+@dataclass
+class _Draft:
+    """A tokenizer.json with the tokens of the roles, and files to add."""
+
+    content: bytes
+    roles: dict[str, str]
+    said: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, bytes] = field(default_factory=dict)
+
+
+def transformers_files(tokenizer: Tokenizer, file: Path | None, length: int) -> TransformersFiles | None:
+    """Return the files of a tokenizer for transformers, compared with it; None for ids without a text.
+
+    Args:
+        tokenizer: the tokenizer of a run.
+        file: the file or folder of `--tokenizer-model`, which it was read from, where its type has one.
+        length: the most tokens that the model takes.
+
+    Raises:
+        ConfigError: the tokenizers library cannot be made to give the same ids.
+    """
+    draft = _draft(tokenizer, file)
+    if draft is None:
+        return None
+    import tokenizers
+
+    model = tokenizers.Tokenizer.from_str(draft.content.decode())
+    notes = []
+    known = {role: token for role, token in draft.roles.items() if model.token_to_id(token) is not None}
+    if unknown := sorted(draft.roles.keys() - known.keys()):
+        notes.append(f"{', '.join(unknown)} of {SETTINGS} name no token of {JSON} and are left out")
+    settings: dict[str, Any] = {
+        "model_input_names": ["input_ids", "attention_mask"],  # the models know no types of tokens
+        **draft.said,
+        **known,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+    }
+    content = draft.content
+    if model.encode("a").ids != model.encode("a", add_special_tokens=False).ids:
+        content = json_bytes({**json.loads(content), "post_processor": None})
+        notes.append(
+            f"{JSON} is written without its post-processor, which adds special tokens to every text; training here "
+            "adds none, unless the data was made with --tokenizer-hf-include-special-tokens"
+        )
+        model = tokenizers.Tokenizer.from_str(content.decode())
+    ids = {role: model.token_to_id(token) for role, token in known.items()}
+    if ids.get("eos_token") != tokenizer.eod or ids.get("bos_token") != tokenizer.bos:
+        raise ConfigError(
+            f"{tokenizer.name}: {JSON} has eos_token {ids['eos_token']} and bos_token {ids.get('bos_token')}, training "
+            f"{tokenizer.eod} and {tokenizer.bos}; --no-tokenizer exports the model without a tokenizer"
+        )
+    texts = [*_TEXTS, *_texts_of_vocabulary(tokenizer)]
+    _require_same_ids(tokenizer, model, texts)
+    if odd := [name for name, text in _ODD_TEXTS.items() if model.encode(text).ids != tokenizer.tokenize(text)]:
+        notes.append(f"{JSON}: in transformers other tokens than in training stand for {', '.join(odd)}")
+    contents = {JSON: content, SETTINGS: json_bytes(settings), **draft.others}
+    return TransformersFiles(
+        contents, tokenizer.eod, tokenizer.bos, ids.get("pad_token"), tuple(notes), texts=len(texts)
+    )
+
+
+def json_bytes(value: dict[str, Any]) -> bytes:
+    """Return a JSON file as Hugging Face's libraries write it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        assert file is not None
+        return _of_tokenizer_json(tokenizer, file)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        assert file is not None
+        content = file.read_bytes()
+        model = SentencePieceModel.parse(content).library_tokenizer()
+        return _Draft(model.to_str().encode(), _roles(tokenizer, model), others={PIECES: content})
+    if isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
+        model = tokenizer.library_tokenizer()
+        return _Draft(model.to_str().encode(), _roles(tokenizer, model))
+    return _of_bytes() if isinstance(tokenizer, ByteTokenizer) else None
+
+
+def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
+    """Return the tokenizer.json as it is, with the settings of its folder that do not change its ids."""
+    file = path / JSON if path.is_dir() else path
+    said: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", SETTINGS):
+        if (file.parent / name).is_file():
+            said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
+    roles = {role: _token(said[role]) for role in _ROLES if said.get(role) is not None}
+    roles |= _roles(tokenizer, tokenizer.library_tokenizer())
+    template = file.parent / TEMPLATE
+    others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
+    return _Draft(file.read_bytes(), roles, {key: said[key] for key in _KEPT if key in said}, others)
+
+
+def _roles(tokenizer: Tokenizer, model: tokenizers.Tokenizer) -> dict[str, str]:
+    """Return the tokens that end and begin a document, as a tokenizer of the library writes them."""
+    ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
+    tokens = {role: model.id_to_token(i) for role, i in ids.items() if i is not None}
+    return {role: token for role, token in tokens.items() if token is not None}
+
+
+def _token(entry: Any) -> str:
+    return str(entry.get("content")) if isinstance(entry, dict) else str(entry)
+
+
+def _of_bytes() -> _Draft:
+    """Return the byte tokenizer: a token for each byte, whose id it is, and the end of a document after them."""
+    import tokenizers
+
+    end = "<|endoftext|>"
+    ids = {letter: byte for byte, letter in enumerate(byte_letters())}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({**ids, end: ByteTokenizer.eod}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([end])
+    return _Draft(model.to_str().encode(), {"eos_token": end})
+
+
+def _texts_of_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield texts that are made of pieces from all over the vocabulary, without those that are no whole characters."""
+    number = min(tokenizer.vocab_size, _MOST_PIECES)
+    ids = (i * _STRIDE % tokenizer.vocab_size for i in range(number))
+    pieces = [text for text in (tokenizer.detokenize([i]) for i in ids) if REPLACEMENT not in text]
+    for start in range(0, len(pieces), _PIECES_A_TEXT):
+        yield "".join(pieces[start : start + _PIECES_A_TEXT])
+
+
+def _require_same_ids(tokenizer: Tokenizer, model: Any, texts: list[str]) -> None:
+    """Check that a tokenizer of the library gives a run's ids, and the text again where the run's own does."""
+    model.no_truncation()
+    model.no_padding()
+    for text in texts:
+        ids = tokenizer.tokenize(text)
+        back = tokenizer.detokenize(ids)
+        if model.encode(text).ids != ids or (back == text and model.decode(ids) != text):
+            raise ConfigError(
+                f"{tokenizer.name}: transformers would read {text[:60]!r} as other tokens, or write it otherwise, than "
+                "the tokenizer of the training; --no-tokenizer exports the model without a tokenizer"
+            )

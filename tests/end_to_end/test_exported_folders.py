@@ -1,0 +1,191 @@
+"""Models trained here and imported ones, exported: transformers alone loads the folder and generates what we do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import yaml
+
+from megatron_moe.apps import generate
+from megatron_moe.apps.convert import cli
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.data.train_tokenizer import train_sentencepiece
+from megatron_moe.hf.opened import opened
+from megatron_moe.hf.source import locate
+from tests.helpers import tiny_models
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
+TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}  # naïve\n" for i in range(60)]
+PROMPT = "def area_7(width"
+NEW = 12
+
+
+def byte_level(folder: Path, size: int = 330) -> Path:
+    """A tokenizer of Hugging Face's with a begin token that its post-processor puts before a text."""
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<pad>", "<|bos|>", "<|end|>"],
+        initial_alphabet=letters if size > len(letters) else [],
+        show_progress=False,
+    )
+    model.train_from_iterator(TEXTS, trainer)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", model.token_to_id("<|bos|>"))]
+    )
+    folder.mkdir()
+    model.save(str(folder / "tokenizer.json"))
+    said = {"eos_token": "<|end|>", "bos_token": {"content": "<|bos|>"}, "pad_token": "<pad>", "auto_map": {"a": "b"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "tokenizer_class": "LlamaTokenizer"}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def pieces(folder: Path) -> Path:
+    train_sentencepiece(TEXTS, folder / "own.model", 330)
+    return folder / "own.model"
+
+
+MADE = {
+    "HuggingFaceTokenizer": (byte_level, "tiny"),
+    "SentencePieceTokenizer": (pieces, "tiny-gqa"),
+    "ByteTokenizer": (None, "tiny"),
+}
+
+
+def trained(preset: str, flags: dict[str, Any]) -> None:
+    """Eight steps of a preset on this case's rank, saved."""
+    from megatron_moe.training.run import pretrain
+
+    steps = {"mock_data": True, "global_batch_size": 4, "train_iters": 8, "eval_iters": 0, "lr": 5e-3}
+    pretrain(build({**PRESETS[preset], **steps, **flags}))
+
+
+def exported(source: Path, to: Path, *flags: str) -> Path:
+    assert cli.main(["--from", "native", "--to", "hf", "--load", str(source), "--save", str(to), *flags]) == cli.DONE
+    return to
+
+
+def ours(capsys: Any, load: Path, *flags: str) -> str:
+    capsys.readouterr()
+    argv = ["--load", str(load), "--prompt", PROMPT, "--max-new-tokens", str(NEW), *flags]
+    assert generate.main(argv) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def theirs(folder: Path) -> tuple[str, Any, Any]:
+    """The text that transformers generates from the folder alone, greedily, and what it loaded."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return tokenizer.decode(made[0], skip_special_tokens=True), tokenizer, model
+
+
+def loglikelihoods(logits_of: Callable[[torch.Tensor], torch.Tensor], tokenizer: Any) -> list[float]:
+    """The log-likelihood of every choice of the example's task, cut from its text as lm-evaluation-harness does."""
+    task = yaml.safe_load((EXAMPLE / "python_lines.yaml").read_text())
+    assert (task["output_type"], task["doc_to_text"], task["doc_to_choice"]) == (
+        "multiple_choice", "{{code}}", "{{choices}}",
+    )  # fmt: skip
+    found = []
+    for line in (EXAMPLE.parents[1] / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines():
+        row = json.loads(line)
+        assert len(row["choices"]) > row[task["doc_to_target"]] >= 0
+        for choice in row["choices"]:
+            ids = tokenizer(row["code"] + choice)["input_ids"]
+            start = len(tokenizer(row["code"].rstrip())["input_ids"])
+            scores = logits_of(torch.tensor([ids])).float().log_softmax(-1)
+            found.append(sum(float(scores[0, at - 1, ids[at]]) for at in range(start, len(ids))))
+    return found
+
+
+def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
+    def places(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.arange(tokens.shape[1]).unsqueeze(0)
+
+    with torch.no_grad():
+        theirs = loglikelihoods(lambda tokens: model(tokens).logits, tokenizer)
+        with opened(locate(run)) as found:
+            here = loglikelihoods(
+                lambda tokens: found.model(tokens, places(tokens), None)[..., : found.vocab_size], tokenizer
+            )
+    assert len(here) > 10 and here == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
+@pytest.mark.parametrize("kind", MADE)
+def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys, tmp_path, kind):
+    make, preset = MADE[kind]
+    file = None if make is None else make(tmp_path / "tokenizer" if make is byte_level else tmp_path)
+    flags = {"tokenizer_type": kind, "tokenizer_model": None if file is None else str(file)}
+    gloo.run(1, trained, preset=preset, flags={**flags, "save": str(tmp_path / "run")})
+    folder = exported(tmp_path / "run", tmp_path / "hf")
+
+    text, tokenizer, model = theirs(folder)
+    assert text == ours(capsys, tmp_path / "run") == ours(capsys, folder) and len(text) > len(PROMPT)
+    eod = json.loads((tmp_path / "run" / "iter_0000008" / "state.json").read_text())["tokenizer"]["eod"]
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == eod
+    assert model.config.bos_token_id == tokenizer.bos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert model.generation_config.pad_token_id is not None
+    assert set(tokenizer(PROMPT)) == {"input_ids", "attention_mask"} and eod not in tokenizer(PROMPT)["input_ids"]
+    card = (folder / "README.md").read_text()
+    for fact in (model.config.architectures[0], f"{model.num_parameters():,}", "| optimizer steps | 8 |", kind):
+        assert fact in card
+    assert str(tmp_path) not in card  # what is published names no folder of this machine
+    if kind == "HuggingFaceTokenizer":
+        assert (folder / "chat_template.jinja").read_bytes() == (file / "chat_template.jinja").read_bytes()
+        same_loglikelihoods(tmp_path / "run", tokenizer, model)
+        assert tokenizer.pad_token == "<pad>" and "auto_map" not in (folder / "tokenizer_config.json").read_text()
+    if kind == "SentencePieceTokenizer":
+        assert (folder / "tokenizer.model").read_bytes() == file.read_bytes()
+
+    if file is not None:  # the files went elsewhere, as on another machine
+        shutil.move(file, tmp_path / "moved")
+        argv = ["--from", "native", "--to", "hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "again")]
+        assert cli.main(argv) == 2 and not (tmp_path / "again").exists()
+        message = capsys.readouterr().err
+        assert "--tokenizer-model" in message and str(file) in message and "--no-tokenizer" in message
+        again = exported(tmp_path / "run", tmp_path / "again", "--tokenizer-model", str(tmp_path / "moved"))
+        assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "conversion_certificate.json"} == {
+            p.name: p.read_bytes() for p in again.iterdir() if p.name != "conversion_certificate.json"
+        }
+
+
+@pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
+def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
+    hf = byte_level(tmp_path / "hf", tiny_models.VOCABULARY)
+    model = tiny_models.make("qwen3-moe", 3, hf)
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1}))
+    said = json.loads((hf / "tokenizer_config.json").read_text())
+    del said["auto_map"]
+    said |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>"}
+    (hf / "tokenizer_config.json").write_text(json.dumps(said))
+    native = tmp_path / "native"
+    assert cli.main(["--from", "hf", "--to", "native", "--load", str(hf), "--save", str(native)]) == cli.DONE
+    shutil.move(hf, tmp_path / "gone")
+    folder = exported(native, tmp_path / "back")
+    for path in (tmp_path / "gone").iterdir():
+        assert path.suffix == ".safetensors" or (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    # The folder's own post-processor begins a text.
+    text, tokenizer, _ = theirs(folder)
+    assert tokenizer(PROMPT)["input_ids"][0] == tokenizer.bos_token_id
+    assert text == ours(capsys, native) == ours(capsys, folder) != ours(capsys, folder, "--no-add-bos")
+    without = exported(native, tmp_path / "without", "--no-tokenizer")
+    assert not [path.name for path in without.iterdir() if "token" in path.name or "chat" in path.name]
+    assert torch.equal(theirs(folder)[2].lm_head.weight, model.lm_head.weight)

@@ -1,0 +1,217 @@
+"""Every mistake of `mistakes.yaml` ends at once with one message that names it, and leaves nothing behind.
+
+The rows are run by `tests/helpers/mistakes.py`, by every function in RUN_BY of their program.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from tests.helpers.mistakes import LAUNCHER
+from tests.helpers.plain_steps import write_step
+
+pytestmark = pytest.mark.one_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+RUN_BY = {
+    "train": ["pretrain_moe:main"],
+    "plan": ["megatron_moe.apps.plan.cli:main"],
+    "doctor": ["megatron_moe.apps.doctor.cli:main"],
+    "audit": ["megatron_moe.apps.audit.cli:main"],
+    "generate": ["megatron_moe.apps.generate:main"],
+    "trace": ["megatron_moe.apps.trace:main"],
+    "convert": ["megatron_moe.apps.convert.cli:main"],
+    "inspect": ["megatron_moe.apps.inspect.cli:main"],
+    "prepare": ["megatron_moe.apps.prepare:main"],
+    "verify_resume": ["megatron_moe.apps.verify_resume.cli:main"],
+    "preflight": ["megatron_moe.apps.preflight.cli:main"],
+    "profile_step": ["megatron_moe.apps.profile_step:main"],
+    "megatron_flags": ["megatron_moe.apps.megatron_flags.cli:main"],
+}
+"""Program -> the functions that run it: a new door of a program is one more."""
+SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
+MOST_SECONDS = 2.0
+ADDITIONS = 4_000_000
+"""What Python adds in a quarter of a second on a machine on which a mistake takes half of one."""
+
+
+def rows() -> list[dict[str, Any]]:
+    """The table's rows: program, function, words as they are typed, environment, what the message has to name."""
+    found = []
+    for part in TABLE:
+        for row in part["rows"]:
+            typed, *names = row if isinstance(row, list) else [row["typed"], *row["names"]]
+            env = row.get("env", {}) if isinstance(row, dict) else {}
+            for main in RUN_BY[part["program"]]:
+                words = " ".join([part.get("base", ""), typed])
+                found.append({"program": part["program"], "main": main, "typed": words, "env": env, "names": names})
+    return found
+
+
+ROWS = rows()
+
+
+def json_lines(path: Path, count: int) -> None:
+    path.write_text("".join(json.dumps({"text": f"line {n} " * 20}) + "\n" for n in range(count)))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """The files that the rows name by {d}."""
+    root = tmp_path_factory.mktemp("files")
+    json_lines(root / "text.jsonl", 40)
+    preprocess(
+        PreprocessOptions((str(root / "text.jsonl"),), str(root / "all"), "ByteTokenizer", append_eod=True, workers=1),
+        show_progress=False,
+    )
+    for suffix in ("bin", "idx"):
+        content = (root / f"all_text_document.{suffix}").read_bytes()
+        (root / f"bare.{suffix}").write_bytes(content)
+        (root / f"cut.{suffix}").write_bytes(content[:-4])
+        (root / f"hollow.{suffix}").touch()
+        (root / f"noise.{suffix}").write_bytes(b"\x01" * 100)
+    (root / "lone.idx").write_bytes((root / "bare.idx").read_bytes())
+    for name, content in TEXTS.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    for name in ("empty", "hf_no_weights"):
+        (root / name).mkdir(exist_ok=True)
+    tiny = flatten(replace(Run(), **PRESETS["tiny"], mock_data=True, vocab_size=1000))
+    state = {"iteration": 5, "has_optimizer": True}
+    write_step(root / "steps", 5, config=tiny, state=state)
+    write_step(root / "other_model", 5, config={**tiny, "hidden_size": 512}, state=state)
+    write_step(root / "damaged", 5, config=tiny, state=state)
+    (root / "damaged" / "iter_0000005" / "manifest.json").write_text("{}")
+    return root
+
+
+TEXTS = {
+    "a_file": "x",
+    "notes/thesis.tex": "x",
+    "broken.json": "{",
+    "bad_tokenizer/tokenizer.json": "{}",
+    "hf_unknown/config.json": '{"model_type": "llama9", "architectures": ["Llama9ForCausalLM"]}',
+    "hf_broken/config.json": "{",
+    "hf_no_weights/config.json": '{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}',
+    "twice.yaml": "num_layers: 2\nnum_layers: 4\n",
+    "unknown.yaml": "num_layrs: 2\n",
+    "section.yaml": "model:\n  lr: 0.1\n",
+    "both.yaml": "num_layers: 2\nmodel:\n  num_layers: 2\n",
+    "list.yaml": "- 1\n- 2\n",
+    "text.yaml": "num_layers: four\n",
+    "null.yaml": "num_layers: null\n",
+    "broken.yaml": "a: [1\n",
+    "tabs.yaml": "model:\n\tnum_layers: 2\n",
+    "choice.yaml": "lr_decay_style: cosin\n",
+    "nothing.yaml": "data_path: []\n",
+    "empty_text.yaml": "save: ''\n",
+    "float.yaml": "num_layers: 2.5\n",
+    "truth.yaml": "bf16: 1\n",
+    "negative.yaml": "lr: -0.1\n",
+    "range.yaml": "num_layers: 0\n",
+    "ds_unknown.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimzation": {"stage": 1}}',
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(files, tmp_path_factory) -> list[dict[str, Any]]:
+    """What came of every row, run in one process."""
+    folder, asked = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("asked") / "rows.json"
+    filled = [{**row, "words": shlex.split(row["typed"].replace("{d}", str(files)))} for row in ROWS]
+    asked.write_text(json.dumps({"folder": str(folder), "watched": [str(files)], "rows": filled}))
+    command = [sys.executable, "-m", "tests.helpers.mistakes", str(asked)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    path = os.pathsep.join([str(ROOT), *kept.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    return {**kept, "PYTHONPATH": path, **changes}
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times slower than the reference this machine is now, in CPU seconds; at least 1."""
+    program = f"import time\nn = 0\nfor i in range({ADDITIONS}): n += i\nprint(time.process_time())"
+    taken = min(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
+                for _ in range(2))  # fmt: skip
+    return max(1.0, taken / 0.25)
+
+
+def test_the_table_is_as_large_as_it_says():
+    assert len(ROWS) >= 250
+    assert {part["program"] for part in TABLE} == set(RUN_BY)
+    commands = [(row["main"], row["typed"], str(row["env"])) for row in ROWS]
+    assert len(set(commands)) == len(commands)
+
+
+@pytest.mark.claim("Bad input ends with one message and exit status 2, and leaves files as they were.")
+@pytest.mark.claim("A mistake in flags, files, the environment or a checkpoint is found before torch is loaded.")
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda n: f"{n}-{ROWS[n]['program']}")
+def test_a_mistake_is_named_at_once(number, outcomes):
+    row, came = ROWS[number], outcomes[number]
+    shown = f"{row['program']} {row['typed']} {row['env']}\n{came['out']}{came['err']}"
+    assert came["status"] == 2, shown
+    assert came["err"].count("error: ") == 1 and "Traceback" not in came["err"] and "usage:" not in came["err"], shown
+    for name in row["names"]:
+        assert str(name) in came["err"], f"{name} is not named by\n{shown}"
+    assert came["heavy"] == [], shown
+    assert came["changed"] == [], shown
+    assert came["cpu"] < MOST_SECONDS * slowness(), shown
+
+
+@pytest.mark.parametrize("program", SCRIPTS)
+def test_the_scripts_do_the_same(program, files, tmp_path):
+    row = next(row for row in ROWS if row["program"] == program)
+    words = shlex.split(row["typed"].replace("{d}", str(files)))
+    command = [sys.executable, str(ROOT / SCRIPTS[program]), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert all(str(name) in done.stderr for name in row["names"]) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (
+            "--preset tiny --mock-data --vocab-size 1000 --expert-model-parallel-size 4",
+            ["--expert-model-parallel-size"],
+        ),
+        ("--preset tiny --tokenizer-type ByteTokenizer --data-path nowhere", ["--data-path nowhere"]),
+    ],
+)
+def test_one_rank_prints_it_under_torchrun(words, names, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(ROOT / "pretrain_moe.py"), *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and done.stderr.count("pretrain_moe.py: error: ") == 1, done.stderr
+    assert all(name in done.stderr for name in names) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", RUN_BY)
+def test_help_is_printed_without_torch(program):
+    main = RUN_BY[program][0]
+    module, _, function = main.partition(":")
+    code = (
+        f"import sys, contextlib, {module}\nfrom importlib import import_module\n"
+        f"with contextlib.suppress(SystemExit): import_module('{module}').{function}(['--help'])\n"
+        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("[]\n") and "usage:" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,93 @@
+"""Run many wrong commands cheaply: one process imports the programs, and each command is a child forked from it.
+
+    python -m tests.helpers.mistakes FILE
+
+FILE is JSON: {"folder": ..., "watched": [...], "rows": [{"main": "module:function", "words": [...], "env": {...}}]}.
+For each row a line of JSON is printed: status, out, err, whether torch was loaded, CPU seconds, and what was changed on
+the disk. CPU seconds are those of the child and of importing the programs, as if it had been a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HEAVY = ("torch", "megatron.core", "transformers", "transformer_engine")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TRIES, ENOUGH = 3, 1.0
+"""A command that took more CPU seconds than ENOUGH is tried again, and the least counts."""
+
+
+def snapshot(folders: list[str]) -> dict[str, int]:
+    """Return every path below the folders with the time of its last change."""
+    return {str(path): path.lstat().st_mtime_ns for folder in folders for path in Path(folder).rglob("*")}
+
+
+def _child(row: dict[str, Any], files: dict[str, Path]) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(files[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(row["env"])
+    status: Any = -1
+    try:
+        module, _, function = row["main"].partition(":")
+        status = getattr(importlib.import_module(module), function)(row["words"])
+    except SystemExit as left:
+        status = left.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    files["heavy"].write_text(json.dumps([name for name in HEAVY if name in sys.modules]))
+    os._exit(status if isinstance(status, int) and 0 <= status < 256 else 1)
+
+
+def outcome(row: dict[str, Any], files: dict[str, Path], watched: list[str], imports: float) -> dict[str, Any]:
+    """Run one row, up to TRIES times while it is slow, and return what came of it."""
+    least = float("inf")
+    before = snapshot(watched)
+    for _ in range(TRIES):
+        child = os.fork()
+        if child == 0:
+            _child(row, files)
+        _, status, used = os.wait4(child, 0)
+        least = min(least, used.ru_utime + used.ru_stime + imports)
+        if least < ENOUGH:
+            break
+    after = snapshot(watched)
+    return {
+        "status": os.waitstatus_to_exitcode(status),
+        "out": files["out"].read_text(),
+        "err": files["err"].read_text(),
+        "heavy": json.loads(files["heavy"].read_text()),
+        "cpu": least,
+        "changed": sorted(set(before.items()) ^ set(after.items())),
+    }
+
+
+def main(path: str) -> None:
+    """Run the rows of a file and print a line for each."""
+    asked = json.loads(Path(path).read_text())
+    for module in {row["main"].partition(":")[0] for row in asked["rows"]}:
+        importlib.import_module(module)
+    imports = time.process_time()
+    assert not [name for name in HEAVY if name in sys.modules], "the programs import torch"
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(asked["folder"])
+    files = {name: Path(f"{path}.{name}") for name in ("out", "err", "heavy")}
+    gc.collect()
+    gc.freeze()  # the children share these pages
+    for row in asked["rows"]:
+        print(json.dumps(outcome(row, files, [asked["folder"], *asked["watched"]], imports)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,137 @@
+"""A folder of files as crawls have them: lines that are no documents, of every kind, between lines that are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+BAD_LINES: dict[bytes, str] = {
+    b"": "empty line",
+    b"   \t": "empty line",
+    b'{"text": ""}': "empty text",
+    b'{"text": []}': "empty text",
+    b'{"text": ["", ""]}': "empty text",
+    b'{"content": "x"}': "missing key",
+    b"{}": "missing key",
+    b'{"text": null}': "not a text",
+    b'{"text": 5}': "not a text",
+    b'{"text": {"a": "b"}}': "not a text",
+    b'{"text": ["a", 1]}': "not a text",
+    b'["text"]': "not an object",
+    b"null": "not an object",
+    b'"text"': "not an object",
+    b'{"text": "one", }': "invalid JSON",
+    b'{"text": "a"} {"text": "b"}': "invalid JSON",
+    b"no JSON at all": "invalid JSON",
+    b"{'text': 'a'}": "invalid JSON",
+    b"[" * 100_000: "invalid JSON",
+    b"\0\0\0\0": "invalid JSON",
+    b'{"text": "caf\xe9"}': "invalid UTF-8",
+    b'{"text": "a \xff b"}': "invalid UTF-8",
+    b'{"text": "\\ud800"}': "lone surrogate",
+    b'{"text": ["a", "\\udfff"]}': "lone surrogate",
+}
+"""A line -> the reason for which it is no document."""
+
+
+def line(text: str | list[str]) -> bytes:
+    return json.dumps({"text": text}, ensure_ascii=False).encode()
+
+
+def packed_by_zstd(content: bytes) -> bytes:
+    """Two frames, as tools that compress in parallel write them."""
+    half = len(content) // 2
+    compress = zstandard.ZstdCompressor().compress
+    return compress(content[:half]) + compress(content[half:])
+
+
+@dataclass
+class OddTexts:
+    """The files, in the order in which they are read, with what should become of them.
+
+    Attributes:
+        documents: the texts that are documents.
+        rejected: the others by reason.
+    """
+
+    folder: Path
+    documents: list[str] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    number: int = 0
+
+    def good(self, count: int, size: int = 40) -> list[bytes]:
+        """Lines of documents that are all different."""
+        texts = [f"document {self.number + i} é " + "wörd " * ((self.number + i) % size) for i in range(count)]
+        self.number += count
+        self.documents += texts
+        return [line(text) for text in texts]
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def reject(self, reason: str, count: int = 1) -> None:
+        self.rejected[reason] += count
+
+    def clean(self, path: Path) -> Path:
+        """Write a file of the clean lines alone."""
+        path.write_bytes(b"".join(line(text) + b"\n" for text in self.documents))
+        return path
+
+
+def write_odd_texts(folder: Path, *, large: int = 0) -> OddTexts:
+    """Write more than thirty files. With `large`, one of them has as many lines that are documents."""
+    odd = OddTexts(folder)
+    for i, (bad, reason) in enumerate(BAD_LINES.items()):
+        before, after = odd.good(3), odd.good(2)
+        end = b"\r\n" if i % 5 == 1 else b"\n"
+        odd.write(f"a{i:02}.jsonl", end.join([*before, bad, *after]) + (end if i % 2 else b""))
+        odd.reject(reason)
+    odd.write("b0-bom.jsonl", b"\xef\xbb\xbf" + b"\n".join(odd.good(3)) + b"\n")
+    odd.write("b1-cut.jsonl", b"\n".join(odd.good(3)) + b'\n{"text": "cu')
+    odd.reject("cut line")
+    odd.write("b2-empty.jsonl", b"")
+    odd.reject("empty file")
+    odd.write("b3-utf16.jsonl", '{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
+    odd.write("b4-utf16-without-mark.json", '{"text": "a"}\n'.encode("utf-16-le"))
+    odd.reject("UTF-16", 2)
+    odd.write("b5.jsonl.gz", gzip.compress(b"\n".join([*odd.good(3), b"", *odd.good(2)])))
+    odd.reject("empty line")
+    odd.write("b6-cut.jsonl.gz", gzip.compress(b"\n".join(odd.good(3)) + b"\n")[:-3])
+    odd.reject("cut file")
+    odd.write("b7.json.zst", packed_by_zstd(b"\n".join([*odd.good(60), b"null", *odd.good(2)])))
+    odd.reject("not an object")
+    content = zstandard.ZstdCompressor().compress(b"\n".join(odd.good(3)) + b"\n")
+    odd.write("b8-cut.jsonl.zst", content + content[:-4])  # the second frame is one block, of which nothing is left
+    odd.reject("cut file")
+    odd.write("b9-no-zstd.jsonl.zst", b"plain text")
+    odd.write("c0-no-gzip.jsonl.gz", b"plain text")
+    odd.write("c1-damaged.parquet", b"PAR1 and no more")
+    odd.reject("damaged file", 3)
+    odd.write("c1-in-gzip.jsonl", gzip.compress(line("a") + b"\n"))
+    odd.write("c1-in-zstd.txt", zstandard.compress(b"a text"))
+    odd.reject("other format", 2)
+    rows = [json.loads(row)["text"] for row in odd.good(4)]
+    table = pyarrow.table({"id": [1, 2, 3, 4, 5, 6], "text": [*rows[:2], None, "", *rows[2:]]})
+    pyarrow.parquet.write_table(table, folder / "c2.parquet")
+    odd.reject("not a text")
+    odd.reject("empty text")
+    for name, text in (("d0.txt", "a text\r\nof two lines"), ("d1.md", "another")):
+        odd.write(name, b"\xef\xbb\xbf" * (name == "d0.txt") + text.encode())
+        odd.documents.append(text)
+    odd.write("d2.txt", b"one\ntwo \xff\n")
+    odd.reject("invalid UTF-8")
+    odd.write("d3.txt.gz", gzip.compress(b"a text in gzip"))
+    odd.documents.append("a text in gzip")
+    if large:
+        odd.write("e.jsonl", b"\n".join([*odd.good(large, 400), b"", *odd.good(1)]) + b"\n")
+        odd.reject("empty line")
+    return odd

@@ -1,0 +1,310 @@
+"""What preprocessing reads: compressed files, tables, folders of Hugging Face's, and how it says what it does not."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.data.documents import InputRecord, read_span
+from megatron_moe.data.inputs import LARGEST_SHARD, SMALLEST_SHARD, Span, find_inputs, plan_shards
+from tests.helpers.odd_texts import line, packed_by_zstd
+
+pytestmark = pytest.mark.one_engine
+
+TEXTS = [f"text {i} é" for i in range(50)]
+LINES = b"\n".join(map(line, TEXTS)) + b"\n"
+
+
+def records(path: Path, keys: tuple[str, ...] = ("text",)) -> list[InputRecord]:
+    return [record for shard in plan_shards([str(path)]) for span in shard for record in read_span(span, keys)]
+
+
+def texts(path: Path) -> list[object]:
+    return [record.bad.reason if record.bad else record.values[0] for record in records(path)]
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("suffix", "pack"),
+    [
+        ("", bytes),
+        (".gz", lambda content: gzip.compress(content[:99]) + gzip.compress(content[99:])),
+        (".zst", packed_by_zstd),
+    ],
+)
+def test_lines_are_read_however_they_are_packed(suffix: str, pack, mark: bytes, end: bytes, tmp_path: Path) -> None:
+    content = mark + LINES.replace(b"\n", end)
+    assert texts(write(tmp_path / f"a.jsonl{suffix}", pack(content))) == TEXTS
+    assert texts(write(tmp_path / f"b.json{suffix}", pack(content.rstrip(b"\r\n")))) == TEXTS
+    assert texts(write(tmp_path / f"c.txt{suffix}", pack(mark + b"a" + end))) == [(b"a" + end).decode()]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_each_cut_of_a_compressed_file_is_seen(suffix: str, tmp_path: Path) -> None:
+    """The lines before the cut are read, and what is left is one bad record."""
+    pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
+    whole = pack(LINES[:400]) + pack(LINES[400:])
+    boundary = len(pack(LINES[:400]))
+    for size in range(1, len(whole), 7):
+        found = texts(write(tmp_path / f"a.jsonl.{suffix}", whole[:size]))
+        if size == boundary:
+            continue
+        assert found[-1] in ("cut file", "damaged file"), size
+        assert found[:-1] == TEXTS[: len(found) - 1]
+    damaged = bytearray(whole)
+    damaged[boundary // 2] ^= 255
+    found = texts(write(tmp_path / f"a.jsonl.{suffix}", bytes(damaged)))
+    assert any(text not in TEXTS for text in found)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz"])
+def test_a_file_in_another_encoding_is_named_once(encoding: str, name: str, tmp_path: Path) -> None:
+    content = LINES.decode().encode(encoding)
+    found = records(write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content))
+    assert [record.bad.reason for record in found if record.bad] == [encoding[:6].upper()] and len(found) == 1
+    assert found[0].bad is not None and "iconv" in found[0].bad.problem
+
+
+def test_capitals_and_other_usual_names_say_the_same(tmp_path: Path) -> None:
+    for name in ("a.JSONL", "b.ndjson", "c.jsonlines", "d.Json"):
+        assert texts(write(tmp_path / name, LINES)) == TEXTS, name
+    assert texts(write(tmp_path / "e.NDJSON.GZ", gzip.compress(LINES))) == TEXTS
+    assert texts(write(tmp_path / "f.jsonl.ZST", zstandard.compress(LINES))) == TEXTS
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "g.PARQUET")
+    assert texts(tmp_path / "g.PARQUET") == TEXTS
+    with pytest.raises(ConfigError, match="a.ZIP"):
+        find_inputs([str(write(tmp_path / "a.ZIP", b"x"))])
+
+
+def test_a_file_of_another_format_than_its_name_says_is_named_once(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table")
+    contents = {
+        "a.jsonl": gzip.compress(LINES), "b.jsonl": zstandard.compress(LINES), "c.txt": gzip.compress(LINES),
+        "d.json": (tmp_path / "table").read_bytes(), "e.jsonl.gz": gzip.compress(gzip.compress(LINES)),
+    }  # fmt: skip
+    for name, content in contents.items():
+        assert texts(write(tmp_path / name, content)) == ["other format"], name
+    assert texts(write(tmp_path / "f.txt", b"PAR1 is how a text may begin")) == ["PAR1 is how a text may begin"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_columns_that_are_no_texts_are_named(suffix: str, tmp_path: Path) -> None:
+    """Also those whose values Python has not, such as nanoseconds, and two of one name."""
+    number, ns, us = pyarrow.array([1]), pyarrow.timestamp("ns"), pyarrow.timestamp("us")
+    columns = [pyarrow.array([1], ns), pyarrow.array([1 << 62], us), number, number]
+    table = pyarrow.table(columns, names=["ns", "far", "twice", "twice"])
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    for key in ("ns", "far", "twice"):
+        (record,) = records(path, (key,))
+        assert record.bad is not None and record.bad.reason == "not a text", key
+    (record,) = records(path)
+    assert record.bad is not None and "'ns', 'far', 'twice'" in record.bad.problem
+
+
+# ---- folders
+
+
+def test_links_are_followed_and_what_is_no_file_is_refused_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for path in (folder / "a.jsonl", folder / "x" / "b.jsonl", elsewhere / "c.jsonl"):
+        write(path, LINES)
+    (folder / "loop").symlink_to(".")
+    (folder / "x" / "up").symlink_to("..")
+    (folder / "y").symlink_to(elsewhere)
+    expected = [str(folder / name) for name in ("a.jsonl", "x/b.jsonl", "y/c.jsonl")]
+    assert find_inputs([str(folder)]) == expected
+    assert find_inputs([f"{folder}/[ay]*"]) == [expected[0], expected[2]]
+    with pytest.raises(ConfigError, match=r"\*\*"):  # which Python would follow through the loops
+        find_inputs([f"{folder}/**/b.jsonl"])
+    os.mkfifo(folder / "pipe")
+    (folder / "broken.jsonl").symlink_to("nowhere")
+    (folder / "self.jsonl").symlink_to("self.jsonl")
+    assert find_inputs([str(folder)], refuse_empty=False) == expected
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("pipe", "broken.jsonl", "self.jsonl"))
+    for name in ("broken.jsonl", "pipe", "self.jsonl"):
+        with pytest.raises(ConfigError, match=name):
+            find_inputs([str(folder)])
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="regular file"):
+        find_inputs(["/dev/null"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file"])
+def test_tables_are_read_row_by_row(kind: str, tmp_path: Path) -> None:
+    column = pyarrow.array([*TEXTS[:3], None, ""])
+    lists = pyarrow.array([["a", "b"], ["c"], [], None, [""]])
+    invalid = pyarrow.Array.from_buffers(
+        pyarrow.string(), 5, [None, pyarrow.array([0, 1, 2, 3, 4, 5], pyarrow.int32()).buffers()[1],
+        pyarrow.py_buffer(b"ab\xffde")],
+    )  # fmt: skip
+    table = pyarrow.table({"id": [1, 2, 3, 4, 5], "text": column, "lists": lists, "invalid": invalid})
+    path = tmp_path / f"a.{kind.split()[0]}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    else:
+        make = pyarrow.ipc.new_stream if kind == "arrow" else pyarrow.ipc.new_file
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    assert texts(path) == [*TEXTS[:3], "not a text", "empty text"]
+    found = {
+        key: [r.bad.reason if r.bad else r.values[0] for r in records(path, (key,))] for key in ("lists", "invalid")
+    }
+    assert found["lists"] == [["a", "b"], ["c"], "empty text", "not a text", "empty text"]
+    assert found["invalid"] == ["a", "b", "invalid UTF-8", "d", "e"]
+    assert [r.bad.reason for r in records(path, ("nothing", "text")) if r.bad] == ["missing key"] * 5
+    content = path.read_bytes()
+    for size in (10, len(content) // 2, len(content) - 20):
+        path.write_bytes(content[:size])
+        assert texts(path)[-1] == "damaged file", size
+
+
+# ---- folders of Hugging Face's
+
+
+def saved_to_disk(folder: Path, shards: list[list[str]]) -> None:
+    """What `Dataset.save_to_disk` writes."""
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, part in zip(names, shards):
+        table = pyarrow.table({"text": part})
+        folder.mkdir(parents=True, exist_ok=True)
+        with pyarrow.ipc.new_stream(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_is_its_data_files_in_their_order(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "one", [["a", "b"], ["c"]])
+    found = find_inputs([str(tmp_path / "one")])
+    assert [Path(path).name for path in found] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    assert [text for path in found for text in texts(Path(path))] == ["a", "b", "c"]
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ConfigError, match="00001"):  # also where bad lines are skipped
+        find_inputs([str(tmp_path / "one")], refuse_empty=False)
+    (tmp_path / "one" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"state\.json"):
+        find_inputs([str(tmp_path / "one")])
+
+
+def test_of_a_saved_dict_one_split_is_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        saved_to_disk(tmp_path / "dict" / split, [[split]])
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=r"2 splits[\s\S]*dict/train"):
+        find_inputs([str(tmp_path / "dict")])
+    (found,) = find_inputs([str(tmp_path / "dict" / "train")])
+    assert texts(Path(found)) == ["train"]
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    (found,) = find_inputs([str(tmp_path / "dict")])
+    assert texts(Path(found)) == ["test"]
+
+
+def test_of_a_download_the_data_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = tmp_path / "hub"
+    write(hub / "README.md", b"---\nlicense: mit\n---\n# A dataset\n")
+    write(hub / "LICENSE", b"MIT")
+    write(hub / "dataset_infos.json", b"{}")
+    write(hub / ".cache" / "huggingface" / "x.jsonl", b"x")
+    names = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
+    for name in names:
+        (hub / "data").mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), hub / name)
+    assert find_inputs([str(hub)]) == [str(hub / name) for name in names]
+    assert "2 data files are read, 3 others are not" in capsys.readouterr().err
+    write(hub / "data" / "validation-00000-of-00001.jsonl.zst", zstandard.compress(LINES))
+    with pytest.raises(ConfigError, match=r"2 splits[\s\S]*train: [\s\S]*validation: "):
+        find_inputs([str(hub)])
+    for path in (hub / "data").iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match="dataset of the hub without"):
+        find_inputs([str(hub)])
+    # any other folder is read as a whole
+    write(hub / "README.md", b"# Notes\n")
+    assert [Path(path).name for path in find_inputs([str(hub)])] == ["LICENSE", "README.md", "dataset_infos.json"]
+
+
+# ---- what is not read
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.xz", "a.zip", "a.tar.gz", "a.parquet.gz", "a.arrow.zst"])
+def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=name):
+        find_inputs([str(write(tmp_path / name, b"x"))])
+
+
+@pytest.mark.parametrize(("name", "library"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_missing_library_is_named_before_the_work(
+    name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == library else find(wanted))
+    with pytest.raises(ConfigError, match=f"pip install {library}"):
+        find_inputs([str(write(tmp_path / name, b"x"))])
+    find_inputs([str(write(tmp_path / "a.jsonl.gz", b"x"))])
+    assert library in sys.modules  # the test's own
+
+
+# ---- shards
+
+
+def test_shards_cover_the_input_once_in_order(tmp_path: Path) -> None:
+    sizes = {
+        "a.jsonl": 10,
+        "b.txt": 3,
+        "c.jsonl": 250,
+        "d.jsonl.gz": 300,
+        "e.txt": 120,
+        "f.txt": 70,
+        "g.txt": 40,
+        "h": 1,
+    }
+    files = [str(write(tmp_path / name, b"x" * size)) for name, size in sizes.items()]
+    shards = [[(Path(span.path).name, span.start, span.end) for span in shard] for shard in plan_shards(files, 100)]
+    assert shards == [
+        [("a.jsonl", 0, 10), ("b.txt", 0, 3)],
+        [("c.jsonl", 0, 100)], [("c.jsonl", 100, 200)], [("c.jsonl", 200, 250)],
+        [("d.jsonl.gz", 0, 300)],
+        [("e.txt", 0, 120)],
+        [("f.txt", 0, 70), ("g.txt", 0, 40)],
+        [("h", 0, 1)],
+    ]  # fmt: skip
+
+
+def test_cuts_stay_where_they_are_while_an_input_grows_a_little(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+
+    def spans(size: int) -> list[Span]:
+        with open(path, "wb") as file:
+            file.truncate(size)
+        return [span for shard in plan_shards([str(path)]) for span in shard]
+
+    small, large, huge = spans(3 << 20), spans(10 << 30), spans(1 << 40)
+    assert [span.end - span.start for span in small] == [SMALLEST_SHARD] * 3
+    assert [span.start for span in spans((10 << 30) + 12345)][: len(large)] == [span.start for span in large]
+    assert len(huge) == (1 << 40) // LARGEST_SHARD
