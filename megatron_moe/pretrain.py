@@ -13,7 +13,7 @@ import signal
 import sys
 
 from megatron_moe.config import cli, rules
-from megatron_moe.config.launch import launched_world, rank_that_prints
+from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
 from megatron_moe.config.schema import Run
 from megatron_moe.hf import architecture
 from megatron_moe.io import launched
@@ -32,9 +32,10 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     try:
         _, world_size = launched_world()
-        run = checked(argv, world_size)
+        run = checked(argv, world_size, local_world_size(world_size))
         if run is None:
             return DONE
+        require_rendezvous(world_size)
         ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
         # The launcher has said what it starts.
         stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")
@@ -43,9 +44,9 @@ def _main(argv: list[str]) -> int:
         if run.precision.audit_precision:
             from megatron_moe.apps.audit.step import auditing
 
-            pretrain(run, audit=auditing)
+            pretrain(run, audit=auditing, stage=stage)
         else:
-            pretrain(run)
+            pretrain(run, stage=stage)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank_that_prints() == 0:
@@ -56,8 +57,10 @@ def _main(argv: list[str]) -> int:
     return DONE
 
 
-def checked(argv: list[str], world_size: int) -> Run | None:
+def checked(argv: list[str], world_size: int, ranks_here: int | None) -> Run | None:
     """Return the run of a command line that can work on so many ranks, without loading torch, which takes seconds.
+
+    `ranks_here` is how many of them this machine has, None where that is not known.
 
     None: the flags ask for a table or a list, which rank 0 has printed.
 
@@ -73,7 +76,7 @@ def checked(argv: list[str], world_size: int) -> Run | None:
     rules.check(run, world_size)
     from megatron_moe.training.plan import check_start
 
-    check_start(run, world_size)
+    check_start(run, world_size, ranks_here)
     return run
 
 

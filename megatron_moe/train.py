@@ -28,7 +28,7 @@ def _main(argv: list[str]) -> int:
     launch, flags = options.split(argv)
     if launch is None:
         return pretrain.main(flags)
-    run = pretrain.checked(flags, launch.world_size)
+    run = pretrain.checked(flags, launch.world_size, launch.nproc_per_node)
     if run is None:
         return 0
     note(f"{launched.LAUNCHER}: starting {launch.world_size} ranks{_of_nodes(launch)}, {_backend(run)} ...")

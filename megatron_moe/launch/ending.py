@@ -90,8 +90,13 @@ class Ending:
 
 
 def of_failures(failures: Mapping[int, Any]) -> Ending:
-    """Return the ending of torch's ProcessFailures, rank -> failure, which are in the order in which they were seen."""
-    return Ending(tuple(RankEnd(rank, failure.pid, failure.exitcode) for rank, failure in failures.items()))
+    """Return the ending of torch's ProcessFailures, rank -> failure.
+
+    torch looks at all ranks a few times a second. Where it finds several that have ended, those that a signal killed
+    come first: a rank that ends by itself may do so because another one is gone.
+    """
+    ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+    return Ending(tuple(RankEnd(rank, failure.pid, failure.exitcode) for rank, failure in ordered))
 
 
 def _listed(ends: list[RankEnd]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.platform import devices
+from megatron_moe.platform import host
 
 VALUE, SWITCH, NUMBER, SECONDS = "VALUE", "", "N", "S"
 """What follows an option: any word, nothing, a whole number, or a number of seconds."""
@@ -145,7 +145,7 @@ def _check(name: str, value: str) -> None:
         least, _, most = value.partition(":")
         if least != most:
             raise ConfigError(
-                f"--nnodes {value}: the layout and the batch need the number of ranks before they start; give one number"
+                f"--nnodes {value}: layout and batch need the number of ranks before they start; give one number"
             )
         text = least
     if kind == NUMBER and not (text.isdecimal() and (int(text) > 0 or name != "--nnodes")):
@@ -156,8 +156,8 @@ def _check(name: str, value: str) -> None:
 
 def _nproc_per_node(value: str) -> int:
     """Return the ranks on each node: the number, or the devices or processors that a word asks for."""
-    if value in ("gpu", "auto") and devices.visible_count():
-        return devices.visible_count()
+    if value in ("gpu", "auto") and host.visible_devices():
+        return host.visible_devices()
     if value in ("cpu", "auto"):
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if value == "gpu":

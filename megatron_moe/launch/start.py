@@ -1,4 +1,4 @@
-"""Starts the ranks of this node through torch's elastic agent, passes signals on to them, and returns how they ended."""
+"""Starts the ranks of this node by torch's elastic agent, passes signals on to them, and returns how they ended."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Agent(threading.Thread):
             for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
         parser = torchrun.get_args_parser()
-        parser.error = _refuse  # it would print its usage, and end the process
+        parser.error = _refuse  # type: ignore[method-assign] # it would print its usage, and end the process
         args = parser.parse_args([*self._options.words, "program"])
         args.training_script = "-c"  # which the parser would take for an option of its own
         args.training_script_args = [_RANK, str(PACKAGE_ROOT), *self._flags]
