@@ -28,7 +28,6 @@ pytestmark = pytest.mark.one_engine
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 GENERATED = {"PKG-INFO", "setup.cfg"}
-CLAIM = "An installed wheel trains, converts and generates without a clone of the repository."
 
 
 def quiet(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -158,7 +157,7 @@ def test_what_is_no_command_ends_with_one_line(capfd: pytest.CaptureFixture[str]
 # ---- the installed package
 
 
-@pytest.mark.claim(CLAIM)
+@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
     where = quiet([installed / "python", "-c", "import megatron_moe; print(megatron_moe.__file__)"], tmp_path)
     assert where.stdout.startswith(str(installed.parent)), where.stderr
@@ -167,7 +166,7 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
         assert quiet([*command, "--version"], tmp_path).stdout == version
 
 
-@pytest.mark.claim(CLAIM)
+@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_it_reads_its_tables(installed: Path, tmp_path: Path) -> None:
     answered = quiet([installed / "megatron-moe", "flags", "--moe-grouped-gemm"], tmp_path)
     assert answered.returncode == 0 and "--moe-grouped-gemm" in answered.stdout, answered.stderr
@@ -176,7 +175,7 @@ def test_it_reads_its_tables(installed: Path, tmp_path: Path) -> None:
     assert listed.returncode == 0 and "megatron-core" in listed.stdout, listed.stderr
 
 
-@pytest.mark.claim(CLAIM)
+@pytest.mark.claim("An installed wheel trains, converts and generates without a clone of the repository.")
 def test_it_trains_imports_exports_and_generates(installed: Path, tmp_path: Path) -> None:
     tiny_models.make("mixtral", 1, tmp_path / "hf")
     for words in (
