@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_torchrun import gone, steps, until
 from tests.end_to_end.test_torchrun import Launch as Torchrun
+from tests.end_to_end.test_torchrun import gone, steps, until
 from tests.helpers.mistakes import LAUNCHER
 
 pytestmark = [pytest.mark.one_engine, pytest.mark.slow]
