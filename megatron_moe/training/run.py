@@ -45,7 +45,7 @@ def pretrain(
         also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `apps.audit.step.auditing`.
-        stage: told what begins before the first line of the log, as "building the model".
+        stage: called with what begins before the first line of the log, as "building the model".
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
