@@ -15,7 +15,7 @@
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 WORKDIR /opt/megatron_moe
-COPY setup.py pyproject.toml README.md CONTRIBUTING.md LICENSE Makefile pretrain_moe.py ./
+COPY setup.py pyproject.toml README.md CONTRIBUTING.md CHANGELOG.md LICENSE Makefile pretrain_moe.py ./
 COPY constraints constraints
 COPY docker docker
 COPY megatron_moe megatron_moe
@@ -28,7 +28,7 @@ COPY tests tests
 # The image's own constraints keep its torch, numpy and Transformer Engine; ours would replace them. The last step ends
 # the build if pip has replaced or removed one of them nevertheless.
 RUN python docker/image_libraries.py record before.json \
-    && pip install --no-cache-dir --no-build-isolation --editable '.[dev]' \
+    && pip install --no-cache-dir --no-build-isolation --editable '.[hf,data]' \
     && python docker/image_libraries.py compare before.json \
     && rm before.json \
     && python -c "import megatron_moe"

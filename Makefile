@@ -12,6 +12,7 @@ VENV ?= $(if $(filter $(PYTHON_VERSION),$(DEFAULT_VERSION)),.venv,.venv-$(PYTHON
 ENGINE := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),py311,py312)
 CONSTRAINTS := constraints/constraints-$(ENGINE).txt
 TRANSFORMER_ENGINE := constraints/transformer-engine-$(ENGINE).txt
+EXTRAS ?= dev
 STAMP := $(VENV)/.set-up-$(PYTHON_VERSION)
 RUN := $(VENV)/bin/python
 
@@ -92,7 +93,7 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE)
 	@echo "setting up $(VENV) with Python $(PYTHON_VERSION), versions from $(CONSTRAINTS)"
 	@test "$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$(PYTHON_VERSION)" \
 	  || $(PYTHON) -m venv --clear $(VENV)
-	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(RUN) -m pip install --progress-bar on --no-compile --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	$(RUN) -m pip install --progress-bar on --no-compile --no-deps --only-binary :all: --upgrade --quiet \
 	  --target $(VENV)/transformer_engine_python --requirement $(TRANSFORMER_ENGINE)
 	@$(RUN) -W ignore -c 'import megatron_moe.training.run'

@@ -1,76 +1,13 @@
-"""The entry script for torchrun: read the command line, refuse what cannot work, train.
+"""The entry script for torchrun. See `megatron_moe/pretrain.py`.
 
-    torchrun --nproc-per-node 2 pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20
-
-Exit status: 0 done, or stopped and saved on request; 1 a fault of the run, printed once; 2 a mistake in the flags or
-files, printed once; 130 Ctrl-C.
+torchrun --nproc-per-node 2 pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
-from megatron_moe.config import cli, rules
-from megatron_moe.config.launch import launched_world, rank_that_prints
-from megatron_moe.config.schema import Run
-from megatron_moe.hf import architecture
-from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say
-from megatron_moe.platform import advisories
-from megatron_moe.precision import table
-from megatron_moe.report import legend
-from megatron_moe.training.signals import die_with_launcher
-
-
-def main(argv: list[str]) -> int:
-    """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
-    die_with_launcher()
-    return run_program("pretrain_moe.py", _main, argv)
-
-
-def _main(argv: list[str]) -> int:
-    try:
-        rank, world_size = launched_world()
-        run = cli.parse(argv, architecture.filled_in, world_size)
-        if run.logging.log_legend:
-            if rank == 0:
-                say(legend.text())
-            return DONE
-        if run.precision.print_precision or run.logging.list_advisories:
-            rules.check_model(run, world_size)
-            if rank == 0:
-                say(_asked_for(run, world_size))
-            return DONE
-        rules.check(run, world_size)
-        from megatron_moe.training.plan import check_start
-
-        check_start(run, world_size)
-        # Not before flags and files are right: loading torch and the engine takes seconds.
-        from megatron_moe.training.run import pretrain
-
-        if run.precision.audit_precision:
-            from megatron_moe.apps.audit.step import auditing
-
-            pretrain(run, audit=auditing)
-        else:
-            pretrain(run)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if rank_that_prints() == 0:
-            note("pretrain_moe.py: interrupted")
-        # Leaving in good order would wait for ranks that are gone.
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
-    return DONE
-
-
-def _asked_for(run: Run, world_size: int) -> str:
-    """Return the table or the list that a flag asks for instead of the run."""
-    if run.precision.print_precision:
-        return table.text(run)
-    return advisories.text(run, world_size, advisories.engine_version())
-
+from megatron_moe.pretrain import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -28,14 +28,18 @@ setup(
     description="Mixture-of-experts pre-training on megatron-core",
     long_description=readme(),
     long_description_content_type="text/markdown",
+    keywords=["mixture-of-experts", "pre-training", "megatron", "distributed training", "large language models"],
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_moe", "megatron_moe.*"]),
     package_data={
+        "megatron_moe": ["py.typed"],
         "megatron_moe.config": ["megatron_flags.tsv"],
         "megatron_moe.platform": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
     },
+    entry_points={"console_scripts": ["megatron-moe = megatron_moe.console:main"]},
     install_requires=[
         # The public torch.nn.functional.grouped_mm; NVIDIA's image of the Dockerfile brings a 2.12 pre-release.
         "torch>=2.11,<3",
@@ -66,7 +70,16 @@ setup(
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA],
     },
     classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world
+from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.ignored import READ_WITH
 from megatron_moe.config.schema import Run, replace
@@ -121,7 +121,9 @@ _NO_PROFILE: dict[str, Any] = {name: getattr(Run().logging, name) for name in ("
 def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
     run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_PROFILE)
-    check_start(run, launched_world()[1])
+    _, world_size = launched_world()
+    require_rendezvous(world_size)
+    check_start(run, world_size, local_world_size(world_size))
     # Not before flags and files are right: loading torch and the engine takes seconds.
     from megatron_moe.training.profiler import stations
     from megatron_moe.training.run import pretrain

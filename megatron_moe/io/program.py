@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
 from megatron_moe.config.launch import rank_that_prints
+from megatron_moe.io import launched
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
@@ -43,6 +44,7 @@ def run_program(
         speaks = rank == 0 or (of_machine and os.environ.get("LOCAL_RANK") == "0")
         if speaks:
             print(f"{name}: {text}", file=sys.stderr, flush=True)
+            launched.leave(launched.REPORTED, text)
         return speaks
 
     try:
@@ -76,3 +78,9 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Print one line for the person who waits, apart from the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def stage(text: str) -> None:
+    """Say on rank 0 what a run is doing before the first line of its log."""
+    if rank_that_prints() == 0:
+        note(f"{launched.name()}: {text} ...")

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
-from megatron_moe.parallel import nccl
+from megatron_moe.parallel import meeting, nccl
 from megatron_moe.platform import numerics
 
 _SIDE_TIMEOUT = timedelta(seconds=10)
@@ -276,7 +276,8 @@ def _join(backend: str, timeout: timedelta) -> None:
     if backend == "nccl":
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        with meeting.watched():
+            dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 

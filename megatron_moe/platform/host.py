@@ -39,6 +39,13 @@ def device_files() -> str | None:
     return ", ".join(sorted(str(path) for path in folder.glob(pattern))) or None
 
 
+def visible_devices() -> int:
+    """Return how many NVIDIA devices a process started here would see, by its environment and the driver's files."""
+    if expected_devices(os.environ) is None:
+        return 0
+    return len(os.environ.get(VISIBLE, device_files() or "").split(","))
+
+
 def cannot_have_a_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether no device file and no setting lets torch find a GPU; False where that is not certain."""
     return expected_devices(environment) is None and not (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +68,9 @@ class LoadedModel:
     origin_notes: list[str]
 
 
-def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) -> Trainer:
+def build_trainer(
+    planned: RunPlan, resources: ExitStack, also: Sequence[Sink], stage: Callable[[str], None]
+) -> Trainer:
     """Build everything a run needs and load what it starts from; the run's start is reported.
 
     Collective over all ranks. `resources` is what is given back when the run ends.
@@ -76,7 +78,9 @@ def build_trainer(planned: RunPlan, resources: ExitStack, also: Sequence[Sink]) 
     run = planned.run
     ranks = _meet(run, resources)
     planned = _verified(planned)
+    stage("building the model")
     built = _build_and_load(planned, ranks)
+    stage("building the datasets")
     splits = _build_splits(planned, ranks)
     progress, source = built.loaded.progress, planned.start_from.source
     reporter = Reporter(run, is_writer=ranks.facts.rank == 0, start_iteration=progress.iteration, also=also)

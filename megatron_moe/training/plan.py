@@ -11,7 +11,6 @@ from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import check_data, require_sequence
 from megatron_moe.data.fingerprint import Fingerprint, data_fingerprint, require_same_data, require_same_order
@@ -74,16 +73,18 @@ def _stage_notes(run: Run) -> list[str]:
     return [f"stages of the pipeline's ranks: {ranks}"]
 
 
-def check_start(run: Run, world_size: int) -> None:
+def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
     """Check what a run needs of this machine and of its files, without torch and without reading whole files.
 
     `pretrain` checks the same once more, when torch is loaded, and what takes longer.
+
+    Args:
+        ranks_here: how many of the ranks this machine has; None where that is not known.
 
     Raises:
         ConfigError: the run cannot start; the message is the one that `plan_run` would raise, or names a limit of this
             machine that no run of these sizes stays within.
     """
-    require_rendezvous(world_size)
     if run.parallel.distributed_backend == "nccl" and host.cannot_have_a_gpu(os.environ):
         raise ConfigError(
             "--distributed-backend nccl: needs a CUDA device and this machine has none; leave the flag out or use gloo"
@@ -91,8 +92,8 @@ def check_start(run: Run, world_size: int) -> None:
     require_profiler(run, has_gpu=not host.cannot_have_a_gpu(os.environ))
     if run.logging.metrics_file is not None:
         require_metrics(Path(run.logging.metrics_file))
-    planned = plan_run(run, deep=False)
-    _require_room(run, planned.vocab_size, world_size)
+    planned = plan_run(run, world_size, deep=False)
+    _require_room(run, planned.vocab_size, world_size, ranks_here)
 
 
 def require_profiler(run: Run, *, has_gpu: bool) -> None:
@@ -101,9 +102,8 @@ def require_profiler(run: Run, *, has_gpu: bool) -> None:
         raise ConfigError("--profile: records by CUDA's profiler, and there is no GPU; add --use-pytorch-profiler")
 
 
-def _require_room(run: Run, vocab_size: int, world_size: int) -> None:
+def _require_room(run: Run, vocab_size: int, world_size: int, ranks: int | None) -> None:
     """Refuse worker processes and weights that are certainly too many for this machine."""
-    ranks = local_world_size(world_size)
     workers, most = run.data.num_workers * (ranks or 1), max(16, WORKERS_PER_CORE * host.cores())
     if workers > most:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _require_room(run: Run, vocab_size: int, world_size: int) -> None:
         )
 
 
-def plan_run(run: Run, *, deep: bool | None = None) -> RunPlan:
+def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     """Read the folders, the tokenizer and the data of a run, and plan it; change nothing.
 
     Args:
@@ -137,7 +137,7 @@ def plan_run(run: Run, *, deep: bool | None = None) -> RunPlan:
     Raises:
         ConfigError: one of them does not fit the flags.
     """
-    schedule = batch_schedule(run, launched_world()[1])
+    schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.
     is_imported = run.checkpoint.load_hf is not None and start_from.source is None

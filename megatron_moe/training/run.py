@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,13 +33,19 @@ from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.trainer import Trainer
 
 
-def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None) -> dict[str, Any]:
+def pretrain(
+    run: Run,
+    also: Sequence[Sink] = (),
+    audit: StepAudit | None = None,
+    stage: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
     Args:
         also: sinks that get every event of the run, on rank 0, in addition to those that the flags ask for.
         audit: what traces the second step where `--audit-precision` asks for it; pretrain_moe.py hands in
             `apps.audit.step.auditing`.
+        stage: called with what begins before the first line of the log, as "building the model".
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -47,7 +53,7 @@ def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None
         KeyboardInterrupt: Ctrl-C.
     """
     _check(run, audit)
-    planned = plan_run(run)
+    planned = plan_run(run, launched_world()[1])
     if run.logging.dry_run:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join([*planned.notes, "dry run: the configuration is sound"]), flush=True)
@@ -57,7 +63,7 @@ def pretrain(run: Run, also: Sequence[Sink] = (), audit: StepAudit | None = None
     with StopSignals(save=run.training.exit_signal_handler) as stop:
         try:
             with ExitStack() as resources:
-                trainer = build_trainer(planned, resources, also)
+                trainer = build_trainer(planned, resources, also, stage)
                 if trainer.watchdog is not None:
                     stop.before_end = trainer.watchdog.report_before_end
                 _train(trainer, stop, audit if run.precision.audit_precision else None)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from megatron_moe.checkpoint.errors import SaveError
 from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.io import launched
 from megatron_moe.training import flight_recorder, hang_report
 from megatron_moe.training.hang_report import (
     DOING,
@@ -239,7 +240,7 @@ class Watchdog:
             self._end_in_any_case(status)
             if self._alone:
                 self._write_stacks(status)
-                _print(f"pretrain_moe.py: rank {self._rank} is ended: {reason}; {status}")
+                _print(f"{launched.name()}: rank {self._rank} is ended: {reason}; {status}")
             else:
                 try:
                     self._end_together(status, reason)
@@ -263,7 +264,9 @@ class Watchdog:
             marks = {rank: self._beat_of(rank).get("mark", "unknown") for rank in missing}
             text = hang_report.conclusion(answers, missing, marks)
             text = f"the job of {self._world} ranks is ended{f' ({reason})' if reason else ''}: {text}"
-            _print(f"pretrain_moe.py: {text}")
+            where = f"; stacks and this text are in {self.folder}" if self.folder is not None else ""
+            if not launched.leave(launched.CONCLUSION, text + where):
+                _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
             self._store.set(self._key("verdict"), text)
         # A rank that is stopped is named before it is woken: it would answer then.
@@ -297,7 +300,7 @@ class Watchdog:
         elif self._host is not None and (stopped := self._host.state() == STOPPED):
             holder = "rank 0 is stopped (SIGSTOP), which may hold it"
         _print(
-            f"pretrain_moe.py: the job of {self._world} ranks is ended: the ranks' store does not answer "
+            f"{launched.name()}: the job of {self._world} ranks is ended: the ranks' store does not answer "
             f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {status}"
         )
         if stopped and self._host is not None:
@@ -352,17 +355,19 @@ class Watchdog:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
         text = f"==== {head.rstrip()}\n{text}\n"
-        _print(text)
+        if launched.folder() is None:
+            _print(text)
         self._write(f"stacks_rank_{self._rank:05d}.txt", text)
 
     def _write(self, name: str, text: str) -> None:
-        if self.folder is None:
+        folder = self.folder or launched.folder()
+        if folder is None:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text, encoding="utf-8")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            _print(f"rank {self._rank}: cannot write {self.folder / name}: {error}")
+            _print(f"rank {self._rank}: cannot write {folder / name}: {error}")
 
     # The store.
 

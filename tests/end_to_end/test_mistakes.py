@@ -45,6 +45,8 @@ RUN_BY = {
 """Program -> the functions that run it: a new door of a program is one more."""
 SCRIPTS = {"train": "pretrain_moe.py", "plan": "tools/plan.py", "generate": "tools/generate.py"}
 MOST_SECONDS = 2.0
+LAUNCHED_OF = 10
+"""Of so many mistakes of a training command one is made under the launcher as well."""
 ADDITIONS = 4_000_000
 """What Python adds in a quarter of a second on a machine on which a mistake takes half of one."""
 
@@ -59,7 +61,10 @@ def rows() -> list[dict[str, Any]]:
             for main in RUN_BY[part["program"]]:
                 words = " ".join([part.get("base", ""), typed])
                 found.append({"program": part["program"], "main": main, "typed": words, "env": env, "names": names})
-    return found
+    launched = [row for row in found if row["program"] == "train" and not row["env"]][::LAUNCHED_OF]
+    return found + [
+        {**row, "main": "megatron_moe.train:main", "typed": f"--nproc-per-node 1 {row['typed']}"} for row in launched
+    ]
 
 
 ROWS = rows()

@@ -86,6 +86,14 @@ def test_a_container_does_not_run_as_root(path: Path) -> None:
     assert f"useradd --create-home --shell /bin/bash {users[-1]}" in made
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_has_the_programs_and_no_tools_of_developers(path: Path) -> None:
+    made = " ".join(rest for word, rest in instructions(path) if word == "RUN")
+    (extras,) = re.findall(r"EXTRAS=(\S+)|--editable '\.\[(.+?)\]'", made)
+    assert set("".join(extras).split(",")) == {"hf", "data"}
+    assert "EXTRAS ?= dev\n" in (ROOT / "Makefile").read_text()
+
+
 def test_the_gpu_build_compares_the_images_libraries_before_and_after_pip() -> None:
     (step,) = [rest for word, rest in instructions(ROOT / "Dockerfile") if word == "RUN" and "pip install" in rest]
     commands = [command.strip().split()[:3] for command in step.split("&&")]

@@ -1,0 +1,63 @@
+"""What a rank and the launcher of `megatron-moe train` agree on: a folder for what is to be said once.
+
+The launcher makes the folder, names it to its ranks in the environment, and reads it when they have ended. Under
+torchrun, or without a launcher, there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = "MEGATRON_MOE_LAUNCHER"
+"""Environment variable: the launcher's folder on this machine."""
+
+REPORTED, CONCLUSION = "reported.txt", "conclusion.txt"
+"""Files there: that a rank has printed why the run ended, and the watchdog's conclusion, which the launcher prints."""
+
+LAUNCHER, SCRIPT = "megatron-moe train", "pretrain_moe.py"
+FIRST_NOTE_SECONDS = 10.0
+
+
+def name() -> str:
+    """Return the program's name for messages: the launcher's if it started this process, the entry script's if not."""
+    return LAUNCHER if FOLDER in os.environ else SCRIPT
+
+
+def folder() -> Path | None:
+    """Return the launcher's folder, None without one."""
+    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+
+
+def leave(file: str, text: str) -> bool:
+    """Write a text for the launcher; return whether it will find it."""
+    where = folder()
+    if where is None:
+        return False
+    try:
+        (where / file).write_text(text, encoding="utf-8")
+    except OSError:  # the launcher is gone, and its folder with it
+        return False
+    return True
+
+
+class Waiting:
+    """Decides when to say that something is still waited for: after `FIRST_NOTE_SECONDS`, and then ever more rarely."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self._next = FIRST_NOTE_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return self._clock() - self._began
+
+    def is_due(self) -> bool:
+        """Return whether it is time to say so; the next time is when it has taken twice as long."""
+        if self.seconds < self._next:
+            return False
+        self._next = 2 * self.seconds
+        return True

@@ -1,0 +1,96 @@
+"""The entry of a training run: read the command line, refuse what cannot work, train.
+
+    torchrun --nproc-per-node 2 -m megatron_moe.pretrain --preset tiny --mock-data --vocab-size 1000 --train-iters 20
+
+Exit status: 0 done, or stopped and saved on request; 1 a fault of the run, printed once; 2 a mistake in the flags or
+files, printed once; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from megatron_moe.config import cli, rules
+from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
+from megatron_moe.config.schema import Run
+from megatron_moe.hf import architecture
+from megatron_moe.io import launched
+from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say, stage
+from megatron_moe.platform import advisories
+from megatron_moe.precision import table
+from megatron_moe.report import legend
+from megatron_moe.training.signals import die_with_launcher
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank and return the exit status; every rank of a run calls this with the same arguments."""
+    die_with_launcher()
+    return run_program(launched.name(), _main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    try:
+        _, world_size = launched_world()
+        run = checked(argv, world_size, local_world_size(world_size))
+        if run is None:
+            return DONE
+        require_rendezvous(world_size)
+        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+        # The launcher has said what it starts.
+        stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")
+        from megatron_moe.training.run import pretrain
+
+        if run.precision.audit_precision:
+            from megatron_moe.apps.audit.step import auditing
+
+            pretrain(run, audit=auditing, stage=stage)
+        else:
+            pretrain(run, stage=stage)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if rank_that_prints() == 0:
+            note(f"{launched.name()}: interrupted")
+        # Leaving in good order would wait for ranks that are gone.
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    return DONE
+
+
+def checked(argv: list[str], world_size: int, ranks_here: int | None) -> Run | None:
+    """Return the run of a command line that can work on so many ranks, without loading torch, which takes seconds.
+
+    `ranks_here` is how many of them this machine has, None where that is not known.
+
+    None: the flags ask for a table or a list, which rank 0 has printed.
+
+    Raises:
+        ConfigError: a mistake in the flags, or in files or settings of this machine.
+    """
+    run = cli.parse(argv, architecture.filled_in, world_size)
+    if run.logging.log_legend:
+        if rank_that_prints() == 0:
+            say(legend.text())
+        return None
+    if run.precision.print_precision or run.logging.list_advisories:
+        rules.check_model(run, world_size)
+        if rank_that_prints() == 0:
+            say(_asked_for(run, world_size))
+        return None
+    rules.check(run, world_size)
+    from megatron_moe.training.plan import check_start
+
+    check_start(run, world_size, ranks_here)
+    return run
+
+
+def _asked_for(run: Run, world_size: int) -> str:
+    """Return the table or the list that a flag asks for instead of the run."""
+    if run.precision.print_precision:
+        return table.text(run)
+    return advisories.text(run, world_size, advisories.engine_version())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""The launch options: torchrun's, read and checked without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.launch import options
+from megatron_moe.platform import host
+
+pytestmark = pytest.mark.one_engine
+
+
+def torchs() -> dict[str, bool]:
+    """torchrun's options -> whether a value follows."""
+    from torch.distributed.run import get_args_parser
+
+    return {
+        next(name for name in action.option_strings if name.startswith("--")): action.nargs != 0
+        for action in get_args_parser()._actions
+        if action.option_strings and action.dest != "help"
+    }
+
+
+def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
+    known = torchs()
+    assert set(known) <= set(options.TAKEN) | set(options.REFUSED)
+    assert not set(options.TAKEN) & set(options.REFUSED)
+    for name, takes_value in known.items():
+        if name in options.TAKEN:
+            assert (options.TAKEN[name] != options.SWITCH) == takes_value, name
+
+
+def test_without_launch_options_there_is_one_rank():
+    assert options.split(["--preset", "tiny"], {}) == (None, ["--preset", "tiny"])
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "world_size"),
+    [
+        ("--nproc-per-node 2 --preset tiny", {}, 2),
+        ("--nproc_per_node=2 --preset tiny", {}, 2),
+        ("--preset tiny --nnodes 3 --nproc-per-node 2", {}, 6),
+        ("--nnodes 2:2 --preset tiny", {}, 2),
+        ("--preset tiny", {"PET_NPROC_PER_NODE": "4"}, 4),
+        ("--nproc-per-node 2 --preset tiny", {"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2"}, 4),
+    ],
+)
+def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size):
+    launch, flags = options.split(words.split(), environment)
+    assert launch is not None and launch.world_size == world_size and flags == ["--preset", "tiny"]
+
+
+def test_gpu_and_cpu_are_counted_here(monkeypatch):
+    monkeypatch.setattr(host, "visible_devices", lambda: 8)
+    launch, _ = options.split(["--nproc-per-node", "gpu"], {})
+    assert launch is not None and launch.world_size == 8 and "--nproc-per-node=8" in launch.words
+    monkeypatch.setattr(host, "visible_devices", lambda: 0)
+    with pytest.raises(ConfigError, match="gpu"):
+        options.split(["--nproc-per-node", "gpu"], {})
+    launch, _ = options.split(["--nproc-per-node", "auto"], {})
+    assert launch is not None and launch.world_size == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0"),
+        ("--nproc-per-node two", "--nproc-per-node two"),
+        ("--nproc-per-node", "--nproc-per-node"),
+        ("--nproc-per-node --preset tiny", "--nproc-per-node"),
+        ("--nproc-per-node 2 --nproc-per-node 4", "twice"),
+        ("--nproc-per-node 2 --nnodes 1:4", "--nnodes 1:4"),
+        ("--nproc-per-node 2 --nnodes 0", "--nnodes 0"),
+        ("--nproc-per-node 2 --master-port x", "--master-port x"),
+        ("--nproc-per-node 2 --standalone=1", "--standalone"),
+        ("--nproc-per-node 2 --monitor-interval soon", "--monitor-interval soon"),
+        ("--nproc-per-node 2 --max-restarts 3", "--load"),
+        ("--nproc-per-node 2 -m thing", "torchrun"),
+    ],
+)
+def test_a_mistake_is_named(words, names):
+    with pytest.raises(ConfigError, match=names):
+        options.split(words.split(), {})
+
+
+def test_a_rank_does_not_launch():
+    with pytest.raises(ConfigError, match="RANK=1"):
+        options.split(["--nproc-per-node", "2"], {"RANK": "1"})
+
+
+def test_the_options_are_read_without_torch():
+    code = (
+        "import sys; from megatron_moe.launch.options import split; split(['--nproc-per-node', 'auto'], {}); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

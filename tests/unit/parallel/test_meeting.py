@@ -1,0 +1,61 @@
+"""Ranks that do not come are told of while the process group is created."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_moe.io import launched
+from megatron_moe.parallel import groups, meeting
+
+pytestmark = pytest.mark.one_engine
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """This process is rank 0 of two, and runs the store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr(launched, "FIRST_NOTE_SECONDS", 0.05)
+    return store
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """What is printed, and whether it was."""
+    said, printed = [], threading.Event()
+    monkeypatch.setattr(meeting, "note", lambda text: (said.append(text), printed.set()))
+    return said, printed
+
+
+def test_rank_0_says_how_many_ranks_it_waits_for(two_ranks, notes, monkeypatch):
+    said, printed = notes
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: printed.wait(60))
+    groups._join("gloo", timedelta(seconds=1))
+    assert "waiting for 1 of 2 ranks" in said[0] and f"127.0.0.1:{two_ranks.port}" in said[0]
+
+
+def test_a_rank_that_has_come_is_no_longer_waited_for(two_ranks, notes, monkeypatch):
+    said, printed = notes
+    monkeypatch.setenv("RANK", "1")
+    with meeting.watched():
+        while two_ranks.add("arrived/0", 0) == 0:
+            pass
+    monkeypatch.setenv("RANK", "0")
+    with meeting.watched():
+        while two_ranks.add("arrived/0", 0) < 2:
+            pass
+        assert not printed.wait(0.5)
+    assert said == []
+
+
+def test_without_a_store_the_error_is_that_of_the_meeting(two_ranks, notes, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ValueError, match="the original"), meeting.watched():
+        raise ValueError("the original")
+    assert notes[0] == []
