@@ -162,7 +162,8 @@ def test_what_was_verified_is_told_and_is_no_warning(alone, root):
 
 
 def test_nothing_is_verified_where_there_is_nothing_to_load(alone, tmp_path):
-    assert found({"load": str(tmp_path / "none")}) == (None, [], [])
+    own = str(tmp_path / "none")
+    assert found({"load": own, "save": own}) == (None, [], [])
 
 
 @pytest.mark.claim("Where the newest step is damaged the newest sound one is loaded, and the log says so.")

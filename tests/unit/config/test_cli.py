@@ -127,7 +127,7 @@ def test_none_unsets_what_a_preset_set():
         (["4"], ["'4'"]),
         (["--num-layers", "four"], ["--num-layers", "four", "whole number"]),
         (["--num-layers", "4.0"], ["--num-layers", "4.0", "whole number"]),
-        (["--num-layers"], ["--num-layers", "expected one argument"]),
+        (["--num-layers"], ["--num-layers", "needs a value"]),
         (["--num-layers", "none"], ["--num-layers", "none"]),
         (["--lr", "fast"], ["--lr", "fast", "not a number"]),
         (["--moe-router-dtype", "bf16"], ["--moe-router-dtype", "bf16", "fp32, fp64"]),

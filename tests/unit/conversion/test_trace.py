@@ -208,7 +208,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "an empty folder": (lambda hf, at: ["--load", str(at)], "is no checkpoint"),
     "a step of a folder that has none": (lambda hf, at: ["--ckpt-step", "3"], "has no steps"),
     "a family for a folder that says it": (lambda hf, at: ["--family", "mixtral"], "whose config.json says which"),
-    "no tokens": (lambda hf, at: ["--tokens", str(at / "none")], "none: is no safetensors file that can be read"),
+    "no tokens": (lambda hf, at: ["--tokens", str(at / "none")], "none: is no file"),
     "tokens of another format": (lambda hf, at: ["--tokens", str(hf / "config.json")], "is no safetensors file"),
     "another name": (lambda hf, at: broken_tokens(at, {"ids": tokens_of()}), "holds ids, and no input_ids"),
     "floats": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of().float()}), "torch.float32; token ids are"),
@@ -226,7 +226,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a negative id": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of() - 131}), "is outside of the vocabul"),
     "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "its folder does not exist"),
     "no folder for the norms": (lambda hf, at: ["--grad-norms", str(at / "a" / "b")], "--grad-norms"),
-    "an output that is a folder": (lambda hf, at: ["--output", str(at)], "cannot be written; name a file"),
+    "an output that is a folder": (lambda hf, at: ["--output", str(at)], "is a folder"),
 }
 
 
