@@ -164,7 +164,8 @@ def step_of(path: Path, ckpt_step: int | None, flag: str = "--load") -> tuple[Pa
         raise ConfigError(f"{flag} {path}: is a file; name the folder of a run, of a step or of a model")
     if not path.is_dir():
         hub = f"; {how_to_download(str(path))}" if is_hub_name(str(path)) and not path.exists() else ""
-        raise ConfigError(f"{flag} {path}: there is no such folder{hub}")
+        there = "is a file; name the folder that it is in" if path.exists() else f"there is no such folder{hub}"
+        raise ConfigError(f"{flag} {path}: {there}")
     name = path.absolute().name
     is_step = _STEP.fullmatch(name) is not None and (path / STATE).exists()
     if not (is_step or steps(path) or (path / OWNER).exists() or (path / LATEST).exists()):

@@ -223,7 +223,7 @@ def choice_suggestion(word: str, known: Iterable[str]) -> str:
     for found in (same, longer, shorter):
         if 0 < len(found) <= 4:
             return f"; did you mean {' or '.join(found)}?"
-    return suggestion(word, names)
+    return suggestion(word, names) if len(word) > 3 else ""  # of three letters, one apart is another word
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

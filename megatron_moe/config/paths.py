@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
 
+_LFS = b"version https://git-lfs"
 MOST_BYTES_OF_SETTINGS = 16 * 2**20
 """Settings are some kilobytes; a device such as /dev/zero never ends."""
 
@@ -55,6 +56,17 @@ def require_readable(flag: str, given: str) -> None:
     needed = os.R_OK | os.X_OK if stat.S_ISDIR(found.st_mode) else os.R_OK
     if not os.access(given, needed):
         raise ConfigError(f"{flag} {given}: you may not read it; get the permission, or name another path")
+    if stat.S_ISREG(found.st_mode) and is_lfs_pointer(given):
+        raise ConfigError(f"{flag} {given}: {OF_LFS}")
+
+
+OF_LFS = "is a pointer of Git LFS and not the file itself; fetch it by `git lfs pull` where it comes from"
+
+
+def is_lfs_pointer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is what a clone without Git LFS has in a large file's place."""
+    with open(path, "rb") as file:
+        return file.read(len(_LFS)) == _LFS
 
 
 def require_writable_file(flag: str, given: str, *, in_new_folder: bool = False) -> None:
@@ -73,7 +85,7 @@ def require_writable_file(flag: str, given: str, *, in_new_folder: bool = False)
         raise ConfigError(f"{flag} {given}: is a folder; name a file in it")
     mode = _mode(flag, given, path)
     if mode is not None and stat.S_ISDIR(mode):
-        raise ConfigError(f"{flag} {given}: is a folder, so it cannot be written as a file; name a file in it")
+        raise ConfigError(f"{flag} {given}: is a folder; name a file in it")
     if mode is not None and not stat.S_ISREG(mode):
         raise ConfigError(f"{flag} {given}: is no ordinary file, and cannot be replaced by one; name another one")
     if mode is not None and not os.access(path, os.W_OK):

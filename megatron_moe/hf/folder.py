@@ -122,7 +122,13 @@ class HFFolder:
 def _checked(path: Path) -> HFFolder:
     files, notes = _listing(path)
     if CONFIG not in files:
-        raise FormatError(f"{CONFIG} is missing; a folder with {CONFIG}, .safetensors files and a tokenizer works")
+        snapshots = sorted(path.glob(f"snapshots/*/{CONFIG}"))  # a folder of the hub's cache
+        works = (
+            f"the snapshot in it is {snapshots[-1].parent}"
+            if snapshots
+            else (f"a folder with {CONFIG}, .safetensors files and a tokenizer works")
+        )
+        raise FormatError(f"{CONFIG} is missing; {works}")
     config = parse_object(read_small(files[CONFIG], LARGEST_CONFIG), CONFIG)
     headers = _headers(files, notes)
     tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import OF_LFS, is_lfs_pointer
 from megatron_moe.io.hashing import SideHasher
 
 LARGEST_HEADER = 16 * 2**20
@@ -173,6 +174,8 @@ def read_header(path: Path) -> Header:
             if len(start) < LENGTH.size:
                 raise FormatError(f"{path} has {size} bytes; a .safetensors file starts with 8 that give its header's")
             (length,) = LENGTH.unpack(start)
+            if length > size - LENGTH.size and is_lfs_pointer(path):
+                raise FormatError(f"{path} {OF_LFS}")
             if length > size - LENGTH.size:
                 raise FormatError(f"{path}: its header is to have {length} bytes, the file has {size}")
             if length > LARGEST_HEADER:

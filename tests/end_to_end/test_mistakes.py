@@ -40,6 +40,7 @@ RUN_BY = {
     "verify_resume": ["megatron_moe.apps.verify_resume.cli:main"],
     "preflight": ["megatron_moe.apps.preflight.cli:main"],
     "profile_step": ["megatron_moe.apps.profile_step:main"],
+    "merge": ["megatron_moe.apps.merge:main"],
     "megatron_flags": ["megatron_moe.apps.megatron_flags.cli:main"],
 }
 """Program -> the functions that run it: a new door of a program is one more."""
@@ -93,6 +94,9 @@ def files(tmp_path_factory) -> Path:
     for name, content in TEXTS.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
+    (root / "lfs.bin").write_bytes((root / "lfs.idx").read_bytes())
+    for name, target in (("loop", "loop"), ("dangling", "not there")):
+        (root / name).symlink_to(target)
     for name in ("empty", "hf_no_weights"):
         (root / name).mkdir(exist_ok=True)
     tiny = flatten(replace(Run(), **PRESETS["tiny"], mock_data=True, vocab_size=1000))
@@ -124,6 +128,12 @@ TEXTS = {
     "choice.yaml": "lr_decay_style: cosin\n",
     "nothing.yaml": "data_path: []\n",
     "empty_text.yaml": "save: ''\n",
+    "lfs.idx": "version https://git-lfs.github.com/spec/v1\n",
+    "octal.yaml": "seed: 010\n",
+    "deep.yaml": "[" * 5000,
+    "digits.yaml": f"train_iters: {'9' * 5000}\n",
+    "digits.json": f'{{"train_batch_size": {"9" * 5000}}}',
+    "home.yaml": "save: ~/runs\n",
     "float.yaml": "num_layers: 2.5\n",
     "truth.yaml": "bf16: 1\n",
     "negative.yaml": "lr: -0.1\n",

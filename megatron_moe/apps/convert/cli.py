@@ -227,13 +227,14 @@ def _size(text: str) -> int:
 def _require_source(args: argparse.Namespace) -> None:
     """Check --load by its small files and headers, before torch is loaded."""
     load = Path(args.load)
+    steps = [folder.step_folder(load, number) for number in folder.steps(load)]
     if args.origin == "hf" and load.is_dir():
-        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or folder.steps(load):
+        if (load / folder.OWNER).exists() or (load / folder.STATE).exists() or steps:
             raise ConfigError(f"--from hf: --load {load} is a checkpoint of this framework; --from native converts it")
         settings_of(HFFolder.open(load), f"--load {load}")
     elif args.origin == "native" and (load / folder.CONFIG).exists() and not (load / folder.STATE).exists():
         raise ConfigError(f"--from native: --load {load} is a Hugging Face folder; --from hf converts it")
-    elif args.origin == "megatron" and ((load / folder.OWNER).exists() or (load / folder.STATE).exists()):
+    elif args.origin == "megatron" and any((step / folder.STATE).exists() for step in (load, *steps)):
         raise ConfigError(f"--from megatron: --load {load} is a checkpoint of this framework; --from native is right")
     elif args.origin == "native" or not load.is_dir():
         locate(load, args.ckpt_step, args.family)
