@@ -35,10 +35,7 @@ NOT_READ = {
     "moe_enable_deepep": "Megatron-LM's switch for what the flex dispatcher does: the rules check that it is chosen",
     "pretrained_checkpoint": "the command line makes it --load and --finetune where --load has no step yet",
     "use_rope_scaling": "a rule refuses it, but for latent attention, which does not read it",
-    "list_advisories": "the entry script acts on it before a run is built",
-    "log_legend": "the entry script acts on it before a run is built",
     "fp8_param_gather": "the command line leaves it out with a note, and a rule refuses it",
-    "print_precision": "the entry script acts on it before a run is built",
     "use_checkpoint_args": "the command line is read again with the checkpoint's settings",
     "valid_data_path": "read by its name, with those of the other splits (data/sources.py)",
 }
