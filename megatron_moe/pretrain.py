@@ -20,7 +20,7 @@ from megatron_moe.io import launched
 from megatron_moe.io.program import DONE, INTERRUPTED, note, run_program, say, stage
 from megatron_moe.platform import advisories
 from megatron_moe.precision import table
-from megatron_moe.report import legend
+from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
 
 
@@ -71,7 +71,7 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None) -> Run | N
     run = cli.parse(argv, architecture.filled_in, world_size)
     if run.logging.log_legend:
         if rank_that_prints() == 0:
-            say(legend.text())
+            say(legend_text())
         return None
     if run.precision.print_precision or run.logging.list_advisories:
         rules.check_model(run, world_size)

@@ -226,7 +226,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "a negative id": (lambda hf, at: broken_tokens(at, {"input_ids": tokens_of() - 131}), "is outside of the vocabul"),
     "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "its folder does not exist"),
     "no folder for the norms": (lambda hf, at: ["--grad-norms", str(at / "a" / "b")], "--grad-norms"),
-    "an output that is a folder": (lambda hf, at: ["--output", str(at)], "is a folder, so it cannot be written"),
+    "an output that is a folder": (lambda hf, at: ["--output", str(at)], "is a folder; name a file in it"),
 }
 
 

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_moe.report import legend
-from megatron_moe.report.console import Interval
+from megatron_moe.report.console import LEGEND, Interval
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.panel import SMALLEST, Curve, View
 from megatron_moe.report.records import EvalRecord
@@ -95,7 +94,7 @@ def test_every_word_of_a_line_is_in_the_legend_in_its_order():
     )
     whole = Interval()
     whole.add(record.replace(health=HEALTH.__class__(**{**vars(HEALTH), "gradient_swallowed": 25})))
-    words = [word for word, _ in legend.LEGEND]
+    words = [word for word, _ in LEGEND]
     found = []
     for part in whole.line(10).split(" | "):
         found.append(max((word for word in words if part.startswith(word) or part.endswith(f" {word}")), key=len))
