@@ -60,7 +60,7 @@ class SentencePieceModel:
             *(bool(normalizer.get(field, [1])[-1]) for field in (3, 4, 5)),
         )
 
-    def library_tokenizer(self) -> tokenizers.Tokenizer:
+    def fast_tokenizer(self) -> tokenizers.Tokenizer:
         """Return the same tokenizer of the tokenizers library, except that it knows the control pieces in a text.
 
         A U+2581 of a text counts as a space, as in SentencePiece itself.

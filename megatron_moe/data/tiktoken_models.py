@@ -113,7 +113,7 @@ class RankedTokenizer(Tokenizer):
             lambda run: b"".join(self._bytes.get(i, b"") for i in run).decode("utf-8", errors="replace"),
         )
 
-    def library_tokenizer(self) -> tokenizers.Tokenizer:
+    def fast_tokenizer(self) -> tokenizers.Tokenizer:
         """Return the same tokenizer of the tokenizers library, which finds the special tokens by itself."""
         import tokenizers
 

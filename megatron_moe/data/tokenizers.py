@@ -125,7 +125,7 @@ class _LibraryTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(ids, self.vocab_size, self._model.decode)
 
-    def library_tokenizer(self) -> tokenizers.Tokenizer:
+    def fast_tokenizer(self) -> tokenizers.Tokenizer:
         """Return the tokenizer of the tokenizers library."""
         return self._model
 

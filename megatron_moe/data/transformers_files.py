@@ -146,10 +146,10 @@ def _draft(tokenizer: Tokenizer, file: Path | None) -> _Draft | None:
     if isinstance(tokenizer, SentencePieceTokenizer):
         assert file is not None
         content = file.read_bytes()
-        model = SentencePieceModel.parse(content).library_tokenizer()
+        model = SentencePieceModel.parse(content).fast_tokenizer()
         return _Draft(model.to_str().encode(), _roles(tokenizer, model), others={PIECES: content})
     if isinstance(tokenizer, (GPT2BPETokenizer, RankedTokenizer)):
-        model = tokenizer.library_tokenizer()
+        model = tokenizer.fast_tokenizer()
         return _Draft(model.to_str().encode(), _roles(tokenizer, model))
     return _of_bytes() if isinstance(tokenizer, ByteTokenizer) else None
 
@@ -162,7 +162,7 @@ def _of_tokenizer_json(tokenizer: HuggingFaceTokenizer, path: Path) -> _Draft:
         if (file.parent / name).is_file():
             said |= json.loads((file.parent / name).read_text(encoding="utf-8"))
     roles = {role: _token(said[role]) for role in _ROLES if said.get(role) is not None}
-    roles |= _roles(tokenizer, tokenizer.library_tokenizer())
+    roles |= _roles(tokenizer, tokenizer.fast_tokenizer())
     template = file.parent / TEMPLATE
     others = {TEMPLATE: template.read_bytes()} if template.is_file() else {}
     return _Draft(file.read_bytes(), roles, {key: said[key] for key in _KEPT if key in said}, others)
