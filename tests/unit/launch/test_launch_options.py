@@ -57,8 +57,9 @@ def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size
 
 def test_gpu_and_cpu_are_counted_here(monkeypatch):
     monkeypatch.setattr(host, "visible_devices", lambda: 8)
-    launch, _ = options.split(["--nproc-per-node", "gpu"], {})
-    assert launch is not None and launch.world_size == 8 and "--nproc-per-node=8" in launch.words
+    for word in ("gpu", "auto"):
+        launch, _ = options.split(["--nproc-per-node", word], {})
+        assert launch is not None and launch.world_size == 8 and "--nproc-per-node=8" in launch.words
     monkeypatch.setattr(host, "visible_devices", lambda: 0)
     with pytest.raises(ConfigError, match="gpu"):
         options.split(["--nproc-per-node", "gpu"], {})
