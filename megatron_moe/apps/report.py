@@ -16,10 +16,14 @@ from megatron_moe.report.page.files import RunState
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
-        prog="report.py", description="Write one page with the charts and facts of runs, side by side.", allow_abbrev=False
+        prog="report.py",
+        description="Write one page with the charts and facts of runs, side by side.",
+        allow_abbrev=False,
     )
     p.add_argument("runs", nargs="+", metavar="RUN", help="a folder with metrics.jsonl, or the file of --metrics-file")
-    p.add_argument("--output", metavar="FILE", help="page to write; default: report.html next to the first run's metrics")
+    p.add_argument(
+        "--output", metavar="FILE", help="page to write; default: report.html next to the first run's metrics"
+    )
     return p
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives by the DevTools protocol, over the two pipes that it offers: no port, no library.
+"""A headless Chromium that a test drives by the DevTools protocol over two pipes: no port, no library.
 
 Messages are JSON objects that end with a zero byte (--remote-debugging-pipe: it reads descriptor 3 and writes 4).
 """
@@ -120,7 +120,9 @@ class Page:
     def mouse(self, kind: str, x: float, y: float, *, clicks: int = 0) -> None:
         """Send a mouse event: mouseMoved, mousePressed, mouseReleased."""
         button = "none" if kind == "mouseMoved" and not clicks else "left"
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(clicks > 0), clickCount=clicks)
+        self.call(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(clicks > 0), clickCount=clicks
+        )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a PNG of the window, or of the whole page."""

@@ -60,7 +60,10 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
     """Return what the page shows of one run, as plain values."""
     status = status_of(state)
     series = {key: columns for key, columns in state.course.rows().items() if not key.startswith(("loss_hex",))}
-    x = {axis: series.pop(key, {"mean": []}) for axis, key in (("iteration", "iteration"), ("tokens", "total_tokens"), ("hours", "hours"))}
+    x = {
+        axis: series.pop(key, {"mean": []})
+        for axis, key in (("iteration", "iteration"), ("tokens", "total_tokens"), ("hours", "hours"))
+    }
     info = {key: state.info[key] for key in state.info if key != "attempts"}
     last = {key: value for key, value in state.last.items() if not isinstance(value, (dict, list))}
     return {

@@ -77,7 +77,10 @@ class RunState:
         self._begin()
 
     def _begin(self) -> None:
-        self._steps, self._evaluated = GrowingLines(self.metrics_file), GrowingLines(evaluations_path(self.metrics_file))
+        self._steps, self._evaluated = (
+            GrowingLines(self.metrics_file),
+            GrowingLines(evaluations_path(self.metrics_file)),
+        )
         self._happened = GrowingLines(events_path(self.metrics_file))
         self.course, self.evaluations = Course(_ROOM), dict[str, Course]()
         self.loads, self.health = LayerCourse(_ROOM_OF_LOADS), LayerCourse(_ROOM_OF_HEALTH)
@@ -126,7 +129,7 @@ class RunState:
         if line.get("skipped"):
             values["skipped"] = 1.0
             values.pop("loss", None)
-        if line.get("loss") is None or "loss" not in values and not line.get("skipped"):
+        if line.get("loss") is None or ("loss" not in values and not line.get("skipped")):
             values["not_finite"] = 1.0
         counts = line.get("tokens_per_expert")
         if isinstance(counts, dict) and counts:

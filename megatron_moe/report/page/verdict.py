@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,10 @@ def status_of(state: RunState) -> dict[str, str]:
         silent = _silent_seconds(state)
         each = state.seconds / state.count if state.count else 0.0
         if silent > max(_SILENT_SECONDS, _SILENT_STEPS * each):
-            return {"state": "killed", "text": f"{at}: no ending was written, and nothing since {duration_text(silent)}"}
+            return {
+                "state": "killed",
+                "text": f"{at}: no ending was written, and nothing since {duration_text(silent)}",
+            }
         return {"state": "running", "text": at}
     for word in ("finished", "stopped", "failed"):
         if str(ending).startswith(word):
@@ -43,7 +45,7 @@ def status_of(state: RunState) -> dict[str, str]:
 
 
 def findings(state: RunState, status: dict[str, str]) -> list[dict[str, str]]:
-    """Return what is good and what needs attention: level (bad, attention, good), text, what to do, chart, page of docs."""
+    """Return what is good and what needs attention: level (bad, attention, good), text, do, chart, page."""
     found = [*_of_steps(state), *_of_loss(state, status), *_of_experts(state), *_of_attempts(state, status)]
     order = {"bad": 0, "attention": 1, "good": 2}
     return sorted(found, key=lambda finding: order[finding["level"]])
@@ -57,7 +59,11 @@ def _of_steps(state: RunState) -> list[dict[str, str]]:
     watch, found = state.watch, []
     if watch.not_finite:
         text = f"{watch.not_finite:,} steps had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
-        found.append(_finding("bad", text, "loss", "see which batch, and whether --on-nan skips it", "reliability.md#r7-nan-and-inf"))
+        found.append(
+            _finding(
+                "bad", text, "loss", "see which batch, and whether --on-nan skips it", "reliability.md#r7-nan-and-inf"
+            )
+        )
     if watch.skipped:
         share = watch.skipped / state.count
         text = f"{watch.skipped:,} of {state.count:,} steps were skipped, the last at {watch.last_skipped:,}"
@@ -68,7 +74,7 @@ def _of_steps(state: RunState) -> list[dict[str, str]]:
         found.append(_finding("good", "every step was finite and applied", "loss"))
     if watch.spike_count:
         places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
-        text = f"the loss jumped at {watch.spike_count:,} steps, last at {places}"
+        text = f"the loss jumped {watch.spike_count:,} times, last at {places}"
         do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
         found.append(_finding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
     if watch.norm_spikes:
@@ -129,7 +135,9 @@ def _of_experts(state: RunState) -> list[dict[str, str]]:
     if effective.min() < _COLLAPSED:
         lowest = int(effective.argmin())
         text = f"layer {layers[lowest]} uses {100 * effective[lowest]:.0f} % of its experts: its load has collapsed"
-        found.append(_finding("bad", text, "experts", "go back to a checkpoint before it, with stronger balancing", page))
+        found.append(
+            _finding("bad", text, "experts", "go back to a checkpoint before it, with stronger balancing", page)
+        )
     elif peak[worst] > _UNEVEN:
         text = f"the fullest expert of layer {layers[worst]} gets {peak[worst]:.2f} times the mean"
         found.append(_finding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page))

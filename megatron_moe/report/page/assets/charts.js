@@ -156,7 +156,7 @@ const Charts = (function () {
     };
     const o = options(box, Object.assign({ height: 230, hover: tell, under: [given.bands || (() => {})], over: [given.marks || (() => {})] }, given));
     o.series = series; o.bands = bands;
-    if (given.from !== undefined) o.scales.y.range = (u, low, high) => { const r = uPlot.rangeNum(low, high, 0.1, true); return [Math.min(given.from, r[0]), r[1]]; };
+    if (given.from !== undefined) o.scales.y.range = (u, low, high) => { if (low === null || high === null || high <= given.from) return [given.from, given.from + 1]; return [given.from, uPlot.rangeNum(given.from, high, 0.1, true)[1]]; };
     const plot = new uPlot(o, data, box);
     register(box, plot, false);
     tell(plot);
@@ -202,7 +202,7 @@ const Charts = (function () {
     const o = options(box, {
       height: given.height || Math.max(110, Math.min(520, 60 + rows * 14)), hover: tell, over: [paint], unit: given.unit, x: given.x, alone: given.alone,
       scale: { range: [-0.5, rows - 0.5], dir: -1 },
-      y: { values: (u, all) => all.map((v) => (Number.isInteger(v) && v >= 0 && v < rows ? given.rows[v] : "")), grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50] },
+      y: { values: (u, all) => all.map((v) => (Number.isInteger(v) && v >= 0 && v < rows ? given.rows[v] : "")), grid: { show: false }, space: 13, incrs: [1, 2, 5, 10, 20, 50] },
     });
     o.series = [{}, { show: true, stroke: "transparent", points: { show: false } }];
     o.cursor.points = { show: false };

@@ -181,7 +181,7 @@
   function scale(kind, low, high) {
     const bar = make("span", { class: "scale" });
     bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map((share) => Charts.shade(kind, share)).join(",")})`;
-    return make("small", {}, number(low), bar, number(high));
+    return make("small", {}, " " + number(low), bar, number(high));
   }
   function spans(run, block) {
     const places = block.from.map((from, i) => [Charts.place(run, from), Charts.place(run, block.to[i])]);
@@ -191,7 +191,7 @@
 
   function layerMap(grid, run, block, id, title, unit, name, kind, low) {
     const table = block.figures[name], peak = block.figures[name + "_high"], all = table.flat().filter((v) => v !== null).sort((a, b) => a - b);
-    if (!all.length) return;
+    if (!all.length || (name === "dead" && !all[all.length - 1])) return;
     const least = low === undefined ? all[0] : low, most = Math.max(least + 1e-6, all[Math.floor(0.99 * (all.length - 1))]);
     const { whole, box, readout } = card(id, (several ? run.name + ": " : "") + title, unit, true);
     whole.firstChild.append(scale(kind, least, most));
