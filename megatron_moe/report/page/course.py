@@ -1,6 +1,6 @@
 """The course of a run in bounded memory: numbers over iterations, and layers over iterations, in bins that grow.
 
-A bin covers `width` iterations. Where there are more than twice `room` bins, neighbours are joined and the width doubles,
+A bin covers `width` iterations. Where there are more than twice `room` bins, neighbours join and the width doubles,
 so a run of any length keeps between `room` and twice `room` of them. A bin keeps the extremes and the mean, so that a
 peak of one step is seen however long the run is.
 """
