@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint.save import changed_by_updates
 from megatron_moe.config.schema import Run, replace
+from tests.helpers.engines import cases
 from tests.helpers.trained_steps import OPTIMIZERS, TINY, differing, tensors
 
 EVERY = {"train_iters": 4, "save_interval": 2}
@@ -66,7 +67,7 @@ def trained(
 
 
 @pytest.mark.claim("A step that is saved in the background has the bits of its step, not of a later one.")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, both=["bf16, distributed"]))
 def test_what_is_saved_in_the_background_is_the_state_of_its_step_and_not_of_a_later_one(gloo, tmp_path, optimizer):
     flags = {**OPTIMIZERS[optimizer], **EVERY, "expert_model_parallel_size": 2}
     gloo.run(2, trained, flags={**flags, "save": str(tmp_path / "at once")})
