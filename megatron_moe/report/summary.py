@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.io.files import replace_json
 from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.run_info import RunInfo
 from megatron_moe.report.sink import Sink
-
-_PACKAGES = ("megatron-moe", "megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")
-
-
-def versions() -> dict[str, str]:
-    """Return name -> version of Python and of the installed packages that a run's numbers depend on."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 class Totals:
@@ -46,15 +32,17 @@ class Totals:
 
 
 class SummarySink(Sink):
-    """A sink that writes the summary to `path`: the run's values, over defaults from the records and the environment.
+    """A sink that writes the summary to `path`: the run's results, over what the records say, and what the run is.
 
-    The defaults are `iterations`, `train_seconds`, `tokens_per_second` and `versions`. `totals` holds the steps of
-    earlier incarnations, so that the summary of a resumed run covers all of them.
+    The records say `iterations`, `train_seconds` and `tokens_per_second`. `totals` holds the steps of earlier
+    incarnations, so that the summary of a resumed run covers all of them. What the run is has the keys of
+    `run_info.FIELDS`.
     """
 
-    def __init__(self, path: Path, totals: Totals) -> None:
+    def __init__(self, path: Path, totals: Totals, info: RunInfo) -> None:
         self.artifact = path
         self._totals = totals
+        self._info = info
 
     def step(self, record: StepRecord) -> None:
         self._totals.add(record)
@@ -63,4 +51,4 @@ class SummarySink(Sink):
         if summary is not None:
             assert self.artifact is not None
             self.artifact.parent.mkdir(parents=True, exist_ok=True)
-            replace_json(self.artifact, {**self._totals.as_dict(), "versions": versions(), **summary})
+            replace_json(self.artifact, {**self._totals.as_dict(), **summary, **self._info.values})
