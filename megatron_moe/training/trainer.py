@@ -207,7 +207,7 @@ class Trainer:
             try:
                 self.saver.finish()
             except SaveError as error:
-                self.reporter.message(str(error))
+                self.reporter.event("warning", str(error))
 
     def finish_save(self) -> None:
         """Wait, at the end, for a checkpoint in the background.

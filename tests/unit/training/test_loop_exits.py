@@ -26,7 +26,7 @@ def test_an_exit_interval_stops_after_the_iteration_it_divides():
     reasons = [
         exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
     ]
-    assert reasons == [None, "stopped at iteration 5 (--exit-interval 5)", None, None]
+    assert reasons == [None, "(--exit-interval 5)", None, None]
 
 
 def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | None:
@@ -41,8 +41,8 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
 @pytest.mark.parametrize(
     ("flags", "asked", "late", "reason"),
     [
-        ({"exit_signal_handler": True}, 1, None, "stopped at iteration 7 by SIGTERM"),
-        ({"exit_duration_in_mins": 1.0}, None, 1, "stopped at iteration 7 (--exit-duration-in-mins 1)"),
+        ({"exit_signal_handler": True}, 1, None, "by SIGTERM"),
+        ({"exit_duration_in_mins": 1.0}, None, 1, "(--exit-duration-in-mins 1)"),
         ({"exit_signal_handler": True, "exit_duration_in_mins": 5.0}, None, 1, None),
     ],
 )
