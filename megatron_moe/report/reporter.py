@@ -17,9 +17,8 @@ from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord
-from megatron_moe.report.run_info import RunInfo
+from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import Sink, TensorBoardSink
-from megatron_moe.report.summary import SummarySink, Totals
 
 FINISHED = "finished"
 """The ending of an attempt that has done its work; see `run_info.ATTEMPT_FIELDS` for others."""

@@ -95,7 +95,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
     from megatron_moe.report.reporter import Reporter
     from megatron_moe.training.run import pretrain
 
-    take, message, told, taken = BatchIterator.__next__, Reporter.message, [], []
+    take, event, told, taken = BatchIterator.__next__, Reporter.event, [], []
 
     def masked(iterator: Any) -> Any:
         batch = take(iterator)
@@ -104,13 +104,13 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
             batch["loss_mask"] *= 0
         return batch
 
-    BatchIterator.__next__, Reporter.message = masked, lambda self, text: told.append(text)
+    BatchIterator.__next__, Reporter.event = masked, lambda self, kind, text, **_: told.append(text)
     try:
         pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
     except RunFault as fault:
         return told, str(fault)
     finally:
-        BatchIterator.__next__, Reporter.message = take, message
+        BatchIterator.__next__, Reporter.event = take, event
     return told, ""
 
 
