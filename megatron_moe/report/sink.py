@@ -9,11 +9,11 @@ from typing import Any
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.report.metric import MetricError, StepRecord, metrics
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, EventRecord
 
 
 class Sink:
-    """Takes the events of one run in order: start, then steps, evaluations and messages, then close, once.
+    """Takes the events of one run in order: start, then steps, evaluations and events, then end and close, once.
 
     A sink overrides the events that it cares for.
 
@@ -33,11 +33,19 @@ class Sink:
     def evaluation(self, record: EvalRecord) -> None:
         """Take an evaluation that is done."""
 
+    def event(self, record: EventRecord) -> None:
+        """Take something that happened, such as a checkpoint or a fault; by default, `message` gets a shown text."""
+        if record.shown:
+            self.message(record.text)
+
     def message(self, text: str) -> None:
         """Take a line for the person who watches the run."""
 
     def flush(self) -> None:
         """Put what came so far where it survives whatever the checkpoint survives that is about to be published."""
+
+    def end(self, ending: str) -> None:
+        """Take how this attempt ends: "finished", "stopped by SIGTERM", "failed: ..."; `close` follows."""
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Take the end of the run: with its summary, or with None where it was interrupted."""

@@ -43,7 +43,7 @@ def trained(
 
     told: list[str] = []
     left: list[int] = []
-    write, message, copy_rest = writer.write, Reporter.message, writer.Staged.copy_rest
+    write, event, copy_rest = writer.write, Reporter.event, writer.Staged.copy_rest
 
     def slowly(*args: Any) -> writer.Written:
         if torch.distributed.get_rank() == slow_rank:
@@ -55,15 +55,15 @@ def trained(
         time.sleep(copying)
         copy_rest(self)
 
-    def heard(self: Reporter, text: str) -> None:
+    def heard(self: Reporter, kind: str, text: str, **facts: Any) -> None:
         told.append(text)
-        message(self, text)
+        event(self, kind, text, **facts)
 
-    writer.write, Reporter.message, writer.Staged.copy_rest = slowly, heard, copied_slowly  # type: ignore[method-assign]
+    writer.write, Reporter.event, writer.Staged.copy_rest = slowly, heard, copied_slowly  # type: ignore[method-assign]
     try:
         return {**pretrain(build({**TINY, **flags})), "told": told, "left": left}
     finally:
-        writer.write, Reporter.message, writer.Staged.copy_rest = write, message, copy_rest  # type: ignore[method-assign]
+        writer.write, Reporter.event, writer.Staged.copy_rest = write, event, copy_rest  # type: ignore[method-assign]
 
 
 @pytest.mark.claim("A step that is saved in the background has the bits of its step, not of a later one.")

@@ -98,7 +98,9 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_same_files_as_one_that_was_
 
 def test_an_interrupted_run_has_metrics_but_no_summary_and_no_picture(tmp_path):
     tell(run_with(tmp_path, "metrics_file", "summary_file", "plot_file"), 0, 3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.eval.jsonl", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "metrics.eval.jsonl", "metrics.events.jsonl", "metrics.jsonl", "metrics.run.json",
+    ]  # fmt: skip
 
 
 def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_losses(tmp_path):
