@@ -113,6 +113,23 @@ def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_loss
     assert "speed/mfu" not in seen
 
 
+def test_megatrons_names_are_over_iterations_and_samples_and_one_line_after_a_restart(tmp_path):
+    run = schema.replace(run_with(tmp_path, "tensorboard_dir"), tensorboard_names="megatron")
+    for start, stop in ((0, 5), (4, 6)):
+        with Reporter(run, is_writer=True, start_iteration=start, stream=io.StringIO()) as reporter:
+            for iteration in range(start + 1, stop + 1):
+                reporter.step(STEP.replace(iteration=iteration, consumed_samples=8 * iteration, skipped=iteration == 2))
+            reporter.evaluation(EvalRecord(stop, "valid", 3.0, 100, 0.1))
+    found, over = scalars(tmp_path / "tensorboard"), scalars(tmp_path / "tensorboard" / "vs_samples")
+    assert [step for step, _ in found["lm loss"]] == [1, 3, 4, 5, 6], "of a skipped step there is no loss"
+    assert [step for step, _ in over["lm loss vs samples"]] == [8, 24, 32, 40, 48]
+    assert [step for step, _ in over["grad-norm vs samples"]] == [8, 16, 24, 32, 40, 48]
+    assert found["lm loss validation"] == [(6, 3.0)] and over["lm loss validation vs samples"] == [(48, 3.0)]
+    assert found["load_balancing_loss"][0] == (1, 1.5)
+    assert {"loss/train", "loss/valid", "optimizer/learning_rate", "loss/aux_loss"}.isdisjoint(found)
+    assert "experts/load_max_over_mean" in found and "load_balancing_loss vs samples" not in over
+
+
 def test_a_run_that_had_nothing_left_to_do_still_tells_its_totals(tmp_path):
     run = run_with(tmp_path, "metrics_file", "summary_file")
     tell(run, 0, 6)
