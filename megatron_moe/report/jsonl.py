@@ -28,7 +28,7 @@ from megatron_moe.report.records import (
     step_from_json,
     to_json,
 )
-from megatron_moe.report.run_info import info_path
+from megatron_moe.report.run_info import info_path, read_info
 from megatron_moe.report.sink import Sink
 
 
@@ -63,13 +63,17 @@ def read_events(metrics_file: Path) -> Iterator[EventRecord]:
 
 
 def require_metrics(path: Path) -> None:
-    """Refuse a file that does not begin as metrics do; one may be missing or empty.
+    """Refuse a file that does not begin as metrics do, or whose neighbours do not; each may be missing or empty.
+
+    Ranks that do not write check it, too: an error that rank 0 alone finds later would leave them waiting.
 
     Raises:
         ConfigError: the message names the flag.
     """
-    if path.exists():
-        next(_lines(path), None)
+    for part in (path, evaluations_path(path), events_path(path)):
+        if part.exists():
+            next(_lines(part), None)
+    read_info(path)
 
 
 class JsonlSink(Sink):

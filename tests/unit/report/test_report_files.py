@@ -9,7 +9,7 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io import files
-from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
+from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps, require_metrics
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
@@ -113,6 +113,15 @@ def test_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
     with pytest.raises(ConfigError):
         JsonlSink(path, 2)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["m.jsonl", "m.eval.jsonl", "m.events.jsonl", "m.run.json"])
+def test_a_bad_neighbour_is_refused_before_the_ranks_meet(tmp_path, name):
+    write(tmp_path / "m.jsonl", 0, 2)
+    require_metrics(tmp_path / "m.jsonl")
+    (tmp_path / name).write_text("nonsense\n")
+    with pytest.raises(ConfigError, match="--metrics-file"):
+        require_metrics(tmp_path / "m.jsonl")
 
 
 def test_an_evaluation_that_is_made_again_after_a_kill_is_one_line(tmp_path):
