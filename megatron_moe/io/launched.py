@@ -32,7 +32,7 @@ def name() -> str:
 
 def command() -> str:
     """Return the command line that started the run on this machine, quoted for a shell: the launcher's, if any."""
-    return os.environ.get(COMMAND) or shlex.join(sys.argv)
+    return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 
 def folder() -> Path | None:

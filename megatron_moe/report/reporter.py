@@ -185,9 +185,13 @@ class Reporter:
         self._closed = True
 
         # The reason for the end may be a file system that does not answer.
-        thread = threading.Thread(target=self._record_end, args=(ending, fault), name="last words", daemon=True)
+        thread = threading.Thread(target=self._try_to_record_end, args=(ending, fault), name="last words", daemon=True)
         thread.start()
         thread.join(_SECONDS_FOR_LAST_WORDS)
+
+    def _try_to_record_end(self, ending: str, fault: str | None) -> None:
+        with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
+            self._record_end(ending, fault)
 
     def _record_end(self, ending: str, fault: str | None = None) -> None:
         for kind, text in (("fault", fault), ("end", ending)):

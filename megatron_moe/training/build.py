@@ -234,9 +234,10 @@ def _say(line: str) -> None:
 def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: LoadedModel) -> None:
     run = trainer.run
     trainer.reporter.start(_facts(trainer))
-    if planned.start_from.source is not None:
-        step = planned.start_from.source.step
-        trainer.reporter.event("loaded", f"read {step}", shown=False, path=str(step))
+    source = planned.start_from.source
+    if (read := source.step if source is not None else run.checkpoint.load_hf) is not None:
+        trainer.reporter.event("loaded", f"read {read}", shown=False, path=str(read))
+    warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
     cuda = platform.has_cuda()
     known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
@@ -254,7 +255,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_kernel_notes(),
         *known,
     ):
-        trainer.reporter.message(note)
+        trainer.reporter.event("warning" if note in warnings else "message", note)
 
 
 def _kernel_notes() -> list[str]:
