@@ -33,7 +33,7 @@ def write(folder: Path, lines: list[dict[str, Any]], **info: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     if info:
-        (folder / "metrics.run.json").write_text(json.dumps(info))
+        (folder / "metrics.run.json").write_text(json.dumps({"run_id": "0123456789abcdef", **info}))
     return folder
 
 

@@ -31,8 +31,9 @@ def write_page(path: Path, states: Sequence[RunState], names: Sequence[str], *, 
 
 def page(states: Sequence[RunState], names: Sequence[str], *, every: float | None = None) -> str:
     """Return the page of runs as HTML."""
+    titles = unique(names)
     data = {
-        "runs": [run_data(state, name) for state, name in zip(states, unique(names))],
+        "runs": [run_data(state, title) for state, title in zip(states, titles)],
         "units": {metric.name: metric.unit for metric in metrics() if metric.unit},
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "every": every,
@@ -43,13 +44,14 @@ def page(states: Sequence[RunState], names: Sequence[str], *, every: float | Non
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(", ".join(run["name"] for run in data["runs"]))
+    title = html.escape(", ".join(titles))
     head = "".join(f"<style>{style}</style>\n" for style in styles)
     body = "".join(f"<script>{script}</script>\n" for script in scripts)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<!-- The charts are drawn by uPlot.\n{html.escape(_asset('uPlot.LICENSE'), quote=False)}-->\n"
         f"<title>{title} - megatron_moe</title>\n{head}</head><body>\n"
         '<main id="page"><noscript>This page draws its charts with JavaScript.</noscript></main>\n'
         f'<script type="application/json" id="data">{text}</script>\n{body}</body></html>\n'
@@ -105,7 +107,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("megatron_moe.report.page").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files("megatron_moe.report.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(content: str) -> str:

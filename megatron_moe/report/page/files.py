@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_moe.report.jsonl import evaluations_path
+from megatron_moe.report.jsonl import evaluations_path, events_path
 from megatron_moe.report.page.course import Course, LayerCourse
 from megatron_moe.report.page.watch import StepWatch
+from megatron_moe.report.run_info import read_info
 
 _ROOM, _ROOM_OF_LOADS, _ROOM_OF_HEALTH = 1000, 150, 60
 _WINDOW = 100
@@ -25,16 +26,6 @@ _NO_SERIES = {"iteration", "tokens_per_expert", "dropped_per_expert", "health", 
 _WORST = {"effective_experts": min, "flip_rate": max, "margin_mean": min, "margin_p5": min, "max_logit": max,
           "bias_min": min, "bias_max": max}  # fmt: skip
 _OF_A_LAYER = (*_WORST, "bias_mean")
-
-
-def events_path(metrics_file: Path) -> Path:
-    """Return the file of a run's events: metrics.events.jsonl for metrics.jsonl."""
-    return metrics_file.with_name(f"{metrics_file.stem}.events{metrics_file.suffix}")
-
-
-def run_info_path(metrics_file: Path) -> Path:
-    """Return the file about the run: metrics.run.json for metrics.jsonl."""
-    return metrics_file.with_name(f"{metrics_file.stem}.run.json")
 
 
 class GrowingLines:
@@ -102,10 +93,14 @@ class RunState:
         return self._steps.bad + self._evaluated.bad + self._happened.bad
 
     def update(self) -> None:
-        """Read what the files have more than at the last call; all of it where lines were taken back."""
+        """Read what the files have more than at the last call; all of it where lines were taken back.
+
+        Raises:
+            ConfigError: the file about the run is something else, see `run_info.read_info`.
+        """
         if self._steps.was_cut() or self._evaluated.was_cut():
             self._begin()
-        self.info = _read_object(run_info_path(self.metrics_file))
+        self.info = read_info(self.metrics_file)
         self.watch.clip = (self.info.get("all_flags") or {}).get("clip_grad")
         for line in self._steps.new():
             self._step(line)
@@ -266,11 +261,3 @@ def _time(text: Any) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
