@@ -100,10 +100,13 @@ class Shell:
         self._folder = folder
         self._environment = {**rank_environment(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
-    def run(self, commands: str) -> tuple[int, str]:
-        """Return exit status and output of a block, which ends at the first command that fails."""
+    def run(self, commands: str, verified: bool = True) -> tuple[int, str]:
+        """Return exit status and output of a block, which ends at the first command that fails.
+
+        Of a block that cannot be run here, only the syntax is checked.
+        """
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", commands],
+            ["bash", "-euo" if verified else "-neuo", "pipefail", "-c", commands],
             cwd=self._folder,
             env=self._environment,
             stdout=subprocess.PIPE,
