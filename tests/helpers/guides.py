@@ -58,10 +58,16 @@ def steps(text: str) -> list[Step]:
 def substituted(text: str, replacements: Mapping[str, str]) -> str:
     """Return a page with its commands made small. Each replacement has to match exactly once, or it says nothing."""
     commands = "".join(step.commands for step in steps(text))
-    for old, new in replacements.items():
+    for old in replacements:
         assert commands.count(old) == 1, f"{old!r} is {commands.count(old)} times in the guide's commands"
-        text = BLOCK.sub(lambda block: block[0].replace(old, new) if block[1] == "bash" else block[0], text)
-    return text
+
+    def made_small(block: re.Match[str]) -> str:
+        lines = block[0]
+        for old, new in replacements.items() if block[1] == "bash" else ():
+            lines = lines.replace(old, new)
+        return lines
+
+    return BLOCK.sub(made_small, text)
 
 
 def masked(line: str) -> str:
