@@ -1,6 +1,6 @@
 """A long run holds no more at its end than at its beginning: memory, handles, threads, children, time and files.
 
-20,000 steps of a tiny MoE on two ranks with all that goes on beside training: evaluations, checkpoints in the
+20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
 background with retention, metrics, TensorBoard, health, the picture. `tests/helpers/long_run.py` judges; that it finds
 a leak is held by tests/unit/test_long_run_judgement.py.
 """
