@@ -277,7 +277,7 @@ def _draw_load(panel: Axes, loads: Loads) -> None:
     layers, by_expert = sorted(loads.of_layer), loads.by_expert
     rows = [loads.of_layer[layer].means() for layer in layers]  # per layer [spans, E], or [spans, 1]
     image = np.concatenate(rows, axis=1).T
-    # A column begins and ends half a distance beside the first and the last step that it is the mean of.
+    # A column begins and ends half a distance next to the first and the last step that it is the mean of.
     half = (loads.last - loads.first) / max(loads.steps.rows - 1, 1) / 2 or 0.5
     left = loads.first - half
     mesh = panel.imshow(
