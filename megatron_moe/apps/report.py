@@ -9,7 +9,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.io.texts import size_text
-from megatron_moe.report.page.build import write_page
+from megatron_moe.report.page.build import run_name, write_page
 from megatron_moe.report.page.files import RunState
 
 
@@ -54,7 +54,7 @@ def _main(argv: list[str]) -> int:
             raise ConfigError(f"RUN {given}: {file} has no line of metrics; name the file of --metrics-file")
         states.append(state)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_page(output, states, [_name(file) for file in files])
+    write_page(output, states, [run_name(file) for file in files])
     say(f"wrote {output} ({size_text(output.stat().st_size)}): {_steps(states)}")
     return DONE
 
@@ -66,11 +66,6 @@ def _metrics_file(given: str) -> Path:
         hint = "has no metrics.jsonl" if path.is_dir() else "is not there"
         raise ConfigError(f"RUN {given}: {hint}; give a folder with metrics.jsonl, or the file of --metrics-file")
     return file
-
-
-def _name(file: Path) -> str:
-    folder = file.resolve().parent.name
-    return folder if file.name == "metrics.jsonl" and folder else file.stem
 
 
 def _steps(states: list[RunState]) -> str:

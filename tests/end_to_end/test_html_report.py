@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_moe.apps import report
+from megatron_moe.config import schema
+from megatron_moe.report.jsonl import read_events, read_steps
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.page import build
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
+from megatron_moe.report.reporter import Reporter
 from tests.helpers import chromium
 
 pytestmark = pytest.mark.one_engine
@@ -126,6 +134,97 @@ def test_mistakes_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
 
 
+# ---- written while the run trains
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time of pages, which passes where a test says so."""
+    shown = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(build, "time", SimpleNamespace(monotonic=lambda: shown.now))
+    return shown
+
+
+def reporter(folder: Path, page: Path) -> Reporter:
+    run = schema.replace(schema.Run(), train_iters=4, metrics_file=str(folder / "metrics.jsonl"), report_file=str(page))
+    return Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
+
+
+def record(iteration: int) -> StepRecord:
+    values = {name: value for name, value in line(iteration).items() if name != "tokens_per_expert"}
+    rest = {"consumed_samples": 8 * iteration, "loss_scale": 1.0, "global_batch_size": 8, "seconds_left": 1.0}
+    return StepRecord(**{**values, **rest, "tokens_per_expert": {3: [1, 2]}})
+
+
+def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending_is_known(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    page = tmp_path / "new" / "page.html"
+    with reporter(tmp_path, page) as running:
+        running.start({"device": "cpu"})
+        seen = [data_of(page)["runs"][0]]
+        for iteration, seconds in ((1, 29.0), (2, 1.5), (3, 1.0)):
+            clock.now += seconds
+            running.step(record(iteration))
+            seen.append(data_of(page)["runs"][0])
+        running.close()
+    last = data_of(page)["runs"][0]
+    assert [run["steps"] for run in [*seen, last]] == [0, 0, 2, 2, 3]
+    assert {run["status"]["state"] for run in seen} == {"running"} and last["status"]["state"] == "finished"
+    assert data_of(page)["every"] == 30 and last["events"][-1]["kind"] == "end"
+
+
+def test_a_page_that_took_long_is_written_more_rarely(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = []
+
+    def slow(*given: Any, every: float) -> None:
+        clock.now += 2.0
+        pages.append(every)
+
+    monkeypatch.setattr(build, "write_page", slow)
+    running = reporter(tmp_path, tmp_path / "page.html")
+    running.start({})
+    for iteration in range(1, 11):
+        clock.now += 20.0
+        running.step(record(iteration))
+    assert pages == [30.0, 100.0, 100.0]
+
+
+def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock: SimpleNamespace) -> None:
+    page, metrics = tmp_path / "page.html", tmp_path / "metrics.jsonl"
+    running = reporter(tmp_path, page)
+    for iteration in (1, 2):
+        running.step(record(iteration))
+        clock.now += 31.0
+    size = metrics.stat().st_size
+    with open(metrics, "r+b") as file:
+        file.write(b"x" * (size - 1))
+    running.step(record(3))
+    run = data_of(page)["runs"][0]
+    assert run["x"]["iteration"]["mean"] == [1, 2, 3]
+    assert not any("could not be read" in finding["text"] for finding in run["findings"])
+
+
+def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    page = tmp_path / "taken"
+    page.mkdir()
+    (page / "file").touch()
+    with reporter(tmp_path, page) as running:
+        running.start({})
+        for iteration in (1, 2, 3):
+            clock.now += 60.0
+            running.step(record(iteration))
+        running.close({})
+    events = list(read_events(tmp_path / "metrics.jsonl"))
+    assert [event.kind for event in events if event.kind in ("warning", "end")] == ["warning", "end"]
+    assert "--report-file" in next(event.text for event in events if event.kind == "warning")
+    assert len(list(read_steps(tmp_path / "metrics.jsonl"))) == 3
+
+
 # ---- in a browser
 
 
@@ -180,3 +279,25 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
     assert browser.errors == [] and {address.partition(":")[0] for address in browser.requests} == {"file"}
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
+
+
+def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
+    browser: chromium.Page, tmp_path: Path
+) -> None:
+    run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1}])
+    page, state = run / "page.html", RunState(run / "metrics.jsonl")
+    state.update()
+    build.write_page(page, [state], ["run"], every=0.3)
+    browser.open(page)
+    browser.evaluate("Charts.zoom([1.2, 1.9])")
+    (run / "metrics.run.json").write_text(json.dumps({"run_id": "0", **FINISHED}))
+    state.update()
+    build.write_page(page, [state], ["run"], every=0.3)
+    until = time.monotonic() + chromium.SECONDS
+    while browser.evaluate("(document.querySelector('.pill') || {}).textContent") != "finished":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert browser.evaluate(RANGE) == [1.2, 1.9]
+    browser.evaluate("window.same = true")
+    time.sleep(1.0)
+    assert browser.evaluate("window.same"), "the page of a run that has ended stays"

@@ -10,22 +10,26 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.io.files import finite, replace_text
-from megatron_moe.report.metric import metrics
+from megatron_moe.report.metric import StepRecord, metrics
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.page.verdict import findings, status_of
+from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.sink import Sink
 
+_LEAST_SECONDS, _TIMES_ITS_COST = 30.0, 50.0
 _SCRIPTS, _STYLES = ("uPlot.iife.min.js", "charts.js", "report.js"), ("uPlot.min.css", "report.css")
 
 
 def write_page(path: Path, states: Sequence[RunState], names: Sequence[str], *, every: float | None = None) -> None:
-    """Write the page of runs, atomically; `every` is after how many seconds it is written again while a run goes on."""
+    """Write the page of runs, atomically; `every` is after how many seconds it is written again while a run trains."""
     replace_text(path, page(states, names, every=every))
 
 
@@ -96,6 +100,12 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
     }
 
 
+def run_name(metrics_file: Path) -> str:
+    """Return what a page calls a run: its folder, or the name of a metrics file that has one of its own."""
+    folder = metrics_file.resolve().parent.name
+    return folder if metrics_file.name == "metrics.jsonl" and folder else metrics_file.stem
+
+
 def unique(names: Sequence[str]) -> list[str]:
     """Return the names with a number behind those that came before."""
     seen: dict[str, int] = {}
@@ -104,6 +114,55 @@ def unique(names: Sequence[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return found
+
+
+class PageSink(Sink):
+    """Writes the page of the run that goes on: at its start, while it trains, and when its ending is known.
+
+    The files are read as they grow, and what was read once is kept. Between two pages are at least 30 seconds, and 50
+    times what the last one took, so that pages take less than 2 % of the time.
+
+    Args:
+        path: the page.
+        metrics_file: the file of --metrics-file; its sink comes before this one.
+        warn: takes the text where a page cannot be written, once. The run goes on, and the next page is tried.
+    """
+
+    def __init__(self, path: Path, metrics_file: Path, warn: Callable[[str], None]) -> None:
+        self._path, self._warn, self._warned = path, warn, False
+        self._state, self._every, self._next = RunState(metrics_file), _LEAST_SECONDS, 0.0
+
+    def start(self, facts: dict[str, Any]) -> None:
+        self._write()
+
+    def step(self, record: StepRecord) -> None:
+        self._write_where_it_is_time()
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._write_where_it_is_time()
+
+    def end(self, ending: str) -> None:
+        self._write()
+
+    def _write_where_it_is_time(self) -> None:
+        if time.monotonic() >= self._next:
+            self._write()
+
+    def _write(self) -> None:
+        start = time.monotonic()
+        try:
+            self._state.update()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_page(self._path, [self._state], [run_name(self._state.metrics_file)], every=self._every)
+            self.artifact = self._path
+        except Exception as error:  # whatever it is, a page is not worth the run
+            self.artifact = None
+            if not self._warned:
+                self._warned = True
+                self._warn(f"--report-file {self._path} was not written ({type(error).__name__}: {error})")
+        now = time.monotonic()
+        self._every = max(_LEAST_SECONDS, _TIMES_ITS_COST * (now - start))
+        self._next = now + self._every
 
 
 def _asset(name: str) -> str:

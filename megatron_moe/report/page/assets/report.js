@@ -271,9 +271,9 @@
     if (!data.every || !runs.some((run) => run.status.state === "running")) return;
     let touched = 0;
     ["mousemove", "keydown", "wheel", "touchstart"].forEach((kind) => addEventListener(kind, () => { touched = Date.now(); }, { passive: true }));
-    setInterval(function () { if (!document.hidden && Date.now() - touched > 5000) location.reload(); }, Math.max(5, data.every) * 1000);
-    const late = (Date.now() - Date.parse(data.written)) / 1000;
-    if (late > 3 * data.every + 30) page.prepend(make("p", { class: "card attention", role: "alert" }, `This page was last written ${duration(late)} ago, and is written every ${duration(data.every)} while the run trains: the run may have ended without a word.`));
+    setInterval(function () { if (!document.hidden && Date.now() - touched > 5000) location.reload(); }, data.every * 1000);
+    const late = (Date.now() - Date.parse(data.written)) / 1000, step = Math.max(...runs.map((run) => (run.steps ? run.seconds / run.steps : 0)));
+    if (late > 3 * data.every + 60 + 5 * step) page.prepend(make("p", { class: "card attention", role: "alert" }, `This page was last written ${duration(late)} ago, and is written about every ${duration(data.every)} while the run trains: it was probably killed. megatron-moe report says how it ended.`));
   }
   load();
   page.replaceChildren(...runs.map(verdict), toolbar(), charts, tables(), make("p", { class: "dim" }, "written " + clock(data.written)));
