@@ -22,6 +22,7 @@ const Charts = (function () {
   function tick(value) {
     if (value === null) return "";
     const size = Math.abs(value);
+    if (size >= 1e15) return value.toExponential(1);
     for (const [least, sign] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
       if (size >= least) return Number((value / { T: 1e12, G: 1e9, M: 1e6, k: 1e3 }[sign]).toPrecision(4)) + sign;
     return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(5)));
@@ -156,6 +157,7 @@ const Charts = (function () {
     };
     const o = options(box, Object.assign({ height: 230, hover: tell, under: [given.bands || (() => {})], over: [given.marks || (() => {})] }, given));
     o.series = series; o.bands = bands;
+    if (given.from === undefined && !given.log) o.scales.y.range = (u, low, high) => { if (low === null || low === undefined) return [0, 1]; const room = Math.abs(low) * 0.1 || 1; return low === high ? [low - room, low + room] : uPlot.rangeNum(low, high, 0.1, true); };
     if (given.from !== undefined) o.scales.y.range = (u, low, high) => { if (low === null || high === null || high <= given.from) return [given.from, given.from + 1]; return [given.from, uPlot.rangeNum(given.from, high, 0.1, true)[1]]; };
     const plot = new uPlot(o, data, box);
     register(box, plot, false);

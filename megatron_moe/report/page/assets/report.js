@@ -41,10 +41,11 @@
     const valid = (run.evaluations.valid || {}).loss, load = run.experts && Math.max(...run.experts.load.map((row) => Math.max(...row)));
     const dead = run.experts && run.experts.load.reduce((sum, row) => sum + row.filter((one) => one === 0).length, 0);
     const tile = (name, value, more) => (value === null || value === undefined ? null : make("div", { class: "card" }, make("small", {}, name), make("b", {}, value), make("small", {}, more || "")));
+    const bad = run.findings.filter((one) => one.level === "bad").length;
     const rate = run.seconds > 0 ? run.tokens / run.seconds : null;
     return make("section", { class: "card", id: "verdict-" + at },
-      make("h1", {}, make("span", { class: "pill " + run.status.state }, run.status.state), run.name),
-      make("div", { class: "dim" }, [run.status.text, run.info.host && "on " + run.info.host, run.info.ranks && `${run.info.ranks} ranks`, run.info.start_time && "since " + clock(run.info.start_time)].filter(Boolean).join(", ")),
+      make("h1", {}, make("span", { class: "pill " + (run.status.state === "finished" && bad ? "attention" : run.status.state) }, run.status.state), run.name),
+      make("div", { class: "dim" }, [run.status.state === "finished" && bad && (bad > 1 ? `${bad} problems` : "1 problem"), run.status.text, run.info.host && "on " + run.info.host, run.info.ranks && `${run.info.ranks} ranks`, run.info.start_time && "since " + clock(run.info.start_time)].filter(Boolean).join(", ")),
       make("div", { class: "tiles" },
         tile("step", last.iteration && number(last.iteration), total ? `of ${number(total)}` : ""),
         tile("loss", last.loss !== undefined && number(last.loss), "nats per token, last step"),
@@ -83,6 +84,7 @@
     ["Training", "grad_norm", "Gradient norm", "L2, before clipping", ["grad_norm"], { log: true, level: "clip_grad" }],
     ["Training", "loss_scale", "Loss scale", "factor, log scale", ["loss_scale"], { log: true, varies: true }],
     ["Training", "batch", "Global batch", "sequences", ["global_batch_size"], { varies: true }],
+    ["Training", "tokens", "Tokens of a step", "tokens", ["tokens"], { varies: true }],
     ["Experts", "expert_load", "Load of the fullest expert, worst layer", "max / mean", ["expert_load"], { from: 1 }],
     ["Experts", "empty_experts", "Experts without a token in a step", "(layer, expert) pairs", ["empty_experts"], { from: 0 }],
     ["Experts", "bias", "Expert bias", "largest magnitude", ["expert_bias_max"]],
