@@ -96,8 +96,8 @@ def _contest(
 
     seconds: dict[str, list[float]] = {name: [] for name in ("engine", "sync", *BACKGROUND)}
     ours, theirs = folder_module.step_folder(folder / "ours", progress.iteration), folder / "engine"
-    at_once = Saver(run, target(run), lambda _: None)
-    background = Saver(replace(run, async_save=True), target(run), lambda _: None)
+    at_once = Saver(run, target(run), lambda *_, **__: None)
+    background = Saver(replace(run, async_save=True), target(run), lambda *_, **__: None)
 
     def save_as_the_engine() -> None:
         theirs.mkdir()

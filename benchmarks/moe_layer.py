@@ -37,7 +37,7 @@ from megatron_moe.kernels import compiled
 from megatron_moe.kernels.choice import why_no_triton
 from megatron_moe.parallel import groups
 from megatron_moe.platform import half_products
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5}

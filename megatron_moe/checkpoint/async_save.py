@@ -28,16 +28,16 @@ class Saver:
     """The saver of one run's steps, one after the other. All methods are collective.
 
     Args:
-        message: called on rank 0 with each line to report.
+        report: called on rank 0 with each event: its kind ("saved", "warning", "message"), its text, and facts by name.
 
     With `--on-save-error stop`, the default, each method raises SaveError on every rank where a step could not be
     saved; with `continue` the error is reported, and the run goes on without that step.
     """
 
-    def __init__(self, run: Run, target: Target, message: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, target: Target, report: Callable[..., None]) -> None:
         self._run = run
         self._target = target
-        self._message = message
+        self._report = report
         self._memory = SaveBuffers()
         self._pending: _Pending | None = None
         self.error: SaveError | None = None
@@ -100,16 +100,18 @@ class Saver:
             raise
         self._pending = None
         saving = pending.saving
-        self._message(f"saved {saving.step} ({pending.times()})")
+        self._report(
+            "saved", f"saved {saving.step} ({pending.times()})", path=str(saving.step), seconds=pending.seconds()
+        )
         for note in saving.notes:
-            self._message(note)
+            self._report("message", note)
         return saving.step
 
     def _failed(self, error: SaveError) -> bool:
         self._pending, self.error = None, error
         if self._run.checkpoint.on_save_error == "stop":
             raise error
-        self._message(f"CHECKPOINT ERROR: {error}; going on (--on-save-error continue)")
+        self._report("warning", f"CHECKPOINT ERROR: {error}; going on (--on-save-error continue)")
         return False
 
 
@@ -146,8 +148,12 @@ class _Pending:
 
     def times(self) -> str:
         """Return how much was written and how long it took, for the log."""
-        whole = f"{size_text(self.saving.num_bytes)} in {time.monotonic() - self._started:.1f} s"
+        whole = f"{size_text(self.saving.num_bytes)} in {self.seconds():.1f} s"
         return whole if self.blocked is None else f"{whole}, of which training waited {self.blocked:.2f} s"
+
+    def seconds(self) -> float:
+        """Return the time since the save has begun."""
+        return time.monotonic() - self._started
 
     def _do(self, work: Callable[[], None]) -> None:
         if not self._background:

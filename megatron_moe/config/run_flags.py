@@ -195,6 +195,11 @@ class LoggingConfig:
     tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard's events")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's events in memory before they are written, at most")
+    tensorboard_names: str = mute(
+        "ours",
+        "TensorBoard's tags: ours, or Megatron-LM's where it has one, with its tags over samples in vs_samples/",
+        choices=("ours", "megatron"),
+    )
     log_timers_to_tensorboard: bool = flag(False, "step time, throughput and --timing-log-level's times, there")
     log_memory_to_tensorboard: bool = flag(False, "what the allocator of rank 0's device holds, there")
     log_validation_ppl_to_tensorboard: bool = flag(False, "the perplexity of evaluations, there")

@@ -7,12 +7,16 @@ torchrun, or without a launcher, there is none.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = "MEGATRON_MOE_LAUNCHER"
 """Environment variable: the launcher's folder on this machine."""
+COMMAND = "MEGATRON_MOE_COMMAND"
+"""Environment variable: the launcher's command line."""
 
 REPORTED, CONCLUSION = "reported.txt", "conclusion.txt"
 """Files there: that a rank has printed why the run ended, and the watchdog's conclusion, which the launcher prints."""
@@ -24,6 +28,11 @@ FIRST_NOTE_SECONDS = 10.0
 def name() -> str:
     """Return the program's name for messages: the launcher's if it started this process, the entry script's if not."""
     return LAUNCHER if FOLDER in os.environ else SCRIPT
+
+
+def command() -> str:
+    """Return the command line that started the run on this machine, quoted for a shell: the launcher's, if any."""
+    return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 
 def folder() -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -42,6 +43,7 @@ def start(options: LaunchOptions, flags: Sequence[str]) -> int:
     """
     folder = Path(tempfile.mkdtemp(prefix="megatron-moe-"))
     os.environ[launched.FOLDER] = str(folder)
+    os.environ[launched.COMMAND] = shlex.join([*launched.LAUNCHER.split(), *options.words, *flags])
     # torch sets it with a warning of five lines.
     if options.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,7 +58,7 @@ def start(options: LaunchOptions, flags: Sequence[str]) -> int:
         if text := ending.text(folder):
             note(f"{launched.LAUNCHER}: {text}")
     finally:
-        del os.environ[launched.FOLDER]
+        del os.environ[launched.FOLDER], os.environ[launched.COMMAND]
         _remove(folder)
     if agent.is_alive():  # nothing ends that call
         os._exit(ending.status)

@@ -149,6 +149,10 @@ def _losses_from_json(losses: list[float | None]) -> list[float]:
     return [math.nan if loss is None else loss for loss in losses]
 
 
+def _by_reporter(_: StepFacts) -> None:
+    """Return None: the reporter of the rank that writes fills it in."""
+
+
 def _required(name: str, **options: Any) -> Metric:
     return Metric(name, required=True, **options)
 
@@ -263,4 +267,7 @@ BUILT_IN: tuple[Metric, ...] = (
     Metric("world_size", unit="ranks", compute=_world_size, tensorboard="world-size"),
     Metric("data_hash"),
     Metric("expert_bias_hash"),
+    Metric("time", unit="UTC, ISO 8601", compute=_by_reporter),
+    Metric("run_id", unit="16 hex digits", compute=_by_reporter),
+    Metric("attempt", unit="1 for the first start, +1 at each that continues", compute=_by_reporter),
 )

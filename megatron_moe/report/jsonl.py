@@ -1,9 +1,12 @@
-"""metrics.jsonl: one line per step, exact, also after any number of kills and resumes.
+"""metrics.jsonl: one line per step, exact, also after any number of kills and resumes; and its neighbours.
 
 A run that continues from step k cuts every line after k before it writes the first new one, because those weights are
 gone. A line is flushed to the system when its step is reported, which survives a kill, and is on the disk
 before a checkpoint is published (`Sink.flush`), which survives a power cut: so the lines up to a checkpoint exist
 wherever the checkpoint does. Lines that are missing all the same, because the file is another one, are reported.
+
+metrics.eval.jsonl has the evaluations, and is cut likewise. metrics.events.jsonl has what happened, and is never cut:
+what a killed attempt met is kept, and its lines name the attempt.
 """
 
 from __future__ import annotations
@@ -17,13 +20,26 @@ from typing import IO, Any
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord, eval_from_json, step_from_json, to_json
+from megatron_moe.report.records import (
+    EvalRecord,
+    EventRecord,
+    eval_from_json,
+    event_from_json,
+    step_from_json,
+    to_json,
+)
+from megatron_moe.report.run_info import info_path, read_info
 from megatron_moe.report.sink import Sink
 
 
 def evaluations_path(metrics_file: Path) -> Path:
     """Return the file of the evaluations: metrics.eval.jsonl for metrics.jsonl, which holds the steps."""
     return metrics_file.with_name(f"{metrics_file.stem}.eval{metrics_file.suffix}")
+
+
+def events_path(metrics_file: Path) -> Path:
+    """Return the file of the events: metrics.events.jsonl for metrics.jsonl."""
+    return metrics_file.with_name(f"{metrics_file.stem}.events{metrics_file.suffix}")
 
 
 def read_steps(metrics_file: Path) -> Iterator[StepRecord]:
@@ -39,22 +55,33 @@ def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
             yield eval_from_json(line)
 
 
+def read_events(metrics_file: Path) -> Iterator[EventRecord]:
+    """Yield the events that belong to a metrics file, in the order in which they happened; none where there is none."""
+    if events_path(metrics_file).exists():
+        for line in _lines(events_path(metrics_file)):
+            yield event_from_json(line)
+
+
 def require_metrics(path: Path) -> None:
-    """Refuse a file that does not begin as metrics do; one may be missing or empty.
+    """Refuse a file that does not begin as metrics do, or whose neighbours do not; each may be missing or empty.
+
+    Ranks that do not write check it, too: an error that rank 0 alone finds later would leave them waiting.
 
     Raises:
         ConfigError: the message names the flag.
     """
-    if path.exists():
-        next(_lines(path), None)
+    for part in (path, evaluations_path(path), events_path(path)):
+        if part.exists():
+            next(_lines(part), None)
+    read_info(path)
 
 
 class JsonlSink(Sink):
-    """Appends a line per step to `path` and a line per evaluation to its neighbour; each line is flushed.
+    """Appends a line per step to `path`, and lines for evaluations and events to its neighbours; each is flushed.
 
     A run that was killed leaves lines after its last checkpoint. When the run continues from iteration k those lines
-    are cut before the first new one is written, in one atomic step. A run that starts at 0 keeps an older file as
-    `NAME.previous`.
+    are cut before the first new one is written, in one atomic step, but for events. A run that starts at 0 keeps older
+    files, that about the run among them, as `NAME.previous`, if there is a step in them.
 
     Raises:
         ConfigError: `path` exists and holds something other than metrics; it is left as it was.
@@ -66,18 +93,24 @@ class JsonlSink(Sink):
         """Lines of an abandoned incarnation that were removed at the start."""
         self.missing = 0
         """Steps up to `start_iteration` that the file has no line of."""
-        # Both files are read before either is changed.
+        # All files are read before one is changed.
         kept = {part: _count_up_to(part, start_iteration) for part in (path, evaluations_path(path)) if part.exists()}
-        for part, (keep, total) in kept.items():
-            if start_iteration == 0 and total:
-                os.replace(part, part.with_name(f"{part.name}.previous"))
-            elif keep < total:
-                _cut(part, keep)
-                self.cut_lines += total - keep
+        events = events_path(path)
+        whole, all_events = _count_up_to(events, None) if events.exists() else (0, 0)
+        if start_iteration == 0:
+            _set_aside(path)
+        else:
+            for part, (keep, total) in kept.items():
+                if keep < total:
+                    _cut(part, keep)
+                    self.cut_lines += total - keep
+            if whole < all_events:
+                _cut(events, whole)
         self.missing = start_iteration - (kept[path][0] if path in kept else 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self._evaluations: IO[str] | None = None
+        self._events: IO[str] | None = None
         self._evaluated = {_identity(record) for record in read_evaluations(path)}
 
     def step(self, record: StepRecord) -> None:
@@ -94,22 +127,30 @@ class JsonlSink(Sink):
             self._evaluations = open(path, "a", encoding="utf-8")  # noqa: SIM115
         _append(self._evaluations, record)
 
+    def event(self, record: EventRecord) -> None:
+        if self._events is None:
+            assert self.artifact is not None
+            self._events = open(events_path(self.artifact), "a", encoding="utf-8")  # noqa: SIM115
+        _append(self._events, record)
+
     def flush(self) -> None:
-        for file in (self._steps, self._evaluations):
-            if file is not None and not file.closed:
-                os.fsync(file.fileno())
+        for file in self._open_files():
+            os.fsync(file.fileno())
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        self._steps.close()
-        if self._evaluations is not None:
-            self._evaluations.close()
+        for file in self._open_files():
+            file.close()
+
+    def _open_files(self) -> list[IO[str]]:
+        files = (self._steps, self._evaluations, self._events)
+        return [file for file in files if file is not None and not file.closed]
 
 
 def _identity(record: EvalRecord) -> tuple[int, str, int, str]:
     return record.iteration, record.split, record.tokens, float(record.loss).hex()
 
 
-def _append(file: IO[str], record: StepRecord | EvalRecord) -> None:
+def _append(file: IO[str], record: StepRecord | EvalRecord | EventRecord) -> None:
     file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
     file.flush()
 
@@ -132,9 +173,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _count_up_to(path: Path, iteration: int) -> tuple[int, int]:
-    """Count (lines up to `iteration`, all lines, a torn one included); lines are in the order of their iterations."""
-    keep = sum(1 for line in _lines(path) if line["iteration"] <= iteration)
+def _set_aside(metrics_file: Path) -> None:
+    """Rename the files of the run before this one; what a start without one step has left is removed instead."""
+    records = [part for part in (evaluations_path(metrics_file), metrics_file) if part.exists() and part.stat().st_size]
+    about = [part for part in (info_path(metrics_file), events_path(metrics_file)) if part.exists()]
+    for part in [*about, *records]:  # the steps last: where a kill interrupts this, the next start goes on with it
+        if records:
+            os.replace(part, part.with_name(f"{part.name}.previous"))
+        else:
+            part.unlink()
+
+
+def _count_up_to(path: Path, iteration: int | None) -> tuple[int, int]:
+    """Count (lines up to `iteration`, all lines, a torn one included); lines are in the order of their iterations.
+
+    Without an iteration all lines are counted in both, but for a torn one.
+    """
+    keep = sum(1 for line in _lines(path) if iteration is None or line["iteration"] <= iteration)
     with open(path, "rb") as file:
         total = sum(1 for _ in file)
     return keep, total

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord
+from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import Sink, TensorBoardSink
-from megatron_moe.report.summary import SummarySink, Totals
+
+FINISHED = "finished"
+"""The ending of an attempt that has done its work; see `run_info.ATTEMPT_FIELDS` for others."""
+_SECONDS_FOR_LAST_WORDS = 2.0
 
 
 class Reporter:
@@ -48,24 +55,17 @@ class Reporter:
         if not is_writer:
             return
         self._sinks.extend(also)
+        self._iteration = start_iteration
+        self._info = RunInfo(run, start_iteration)
+        self._files: JsonlSink | None = None
         flags = run.logging
         totals = Totals()
-        notes: list[str] = []
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
-            metrics = _writable("--metrics-file", flags.metrics_file, lambda path: JsonlSink(path, start_iteration))
-            if metrics.cut_lines:
-                notes.append(
-                    f"{flags.metrics_file}: took back {metrics.cut_lines} lines after iteration {start_iteration}"
-                )
-            if metrics.missing:
-                notes.append(
-                    f"{flags.metrics_file}: had {start_iteration - metrics.missing} lines of the {start_iteration} "
-                    "iterations before this start: it is a new file, or another run's"
-                )
-            for record in read_steps(Path(flags.metrics_file)) if start_iteration else ():
-                totals.add(record)
-            self._sinks.append(metrics)
+            self._files = _writable(
+                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration, totals)
+            )
+            self._sinks.append(self._files)
         if flags.tensorboard_dir:
             self._sinks.append(
                 _writable(
@@ -75,7 +75,7 @@ class Reporter:
                 )
             )
         if flags.summary_file:
-            self._sinks.append(SummarySink(Path(flags.summary_file), totals))
+            self._sinks.append(SummarySink(Path(flags.summary_file), totals, self._info))
         if flags.plot_file:
             from megatron_moe.report.plot import PlotSink
 
@@ -90,55 +90,114 @@ class Reporter:
                 style=flags.console,
             )
         )
-        for note in notes:
-            self.message(note)
+        if self._files is not None:
+            for kind, note in _notes_on(self._files, start_iteration):
+                self.event(kind, note)
+
+    def _open_metrics(self, path: Path, start_iteration: int, totals: Totals) -> JsonlSink:
+        """Open the files of the metrics, add up the steps that they have, and write what the run is next to them."""
+        files = JsonlSink(path, start_iteration)
+        for record in read_steps(path) if start_iteration else ():
+            totals.add(record)
+        self._info.write()
+        files.event(self._event("start", f"attempt {self._info.values['attempt']}, from iteration {start_iteration}"))
+        return files
 
     def start(self, facts: dict[str, Any]) -> None:
         """Show what is worth knowing about the run, in the order given.
 
         `unigram_entropy` (nats per token), where it is among the facts, is also drawn as a line in the plot.
         """
+        if self._sinks:
+            self._info.start(facts)
         for sink in self._sinks:
             sink.start(facts)
 
     def step(self, record: StepRecord) -> None:
         """Record one optimizer step. Iterations come in order, each once."""
+        if self._sinks:
+            self._iteration = record.iteration
+            record = record.replace(**self._info.stamp())
         for sink in self._sinks:
             sink.step(record)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Record one evaluation."""
+        if self._sinks:
+            record = dataclasses.replace(record, **self._info.stamp())
         for sink in self._sinks:
             sink.evaluation(record)
 
+    def event(self, kind: str, text: str, *, shown: bool = True, **facts: Any) -> None:
+        """Record something that happened, and show its text without disturbing the progress line.
+
+        Args:
+            kind: one of `records.EVENTS`.
+            shown: False where the person who watches gets the text in another way.
+            facts: plain values that belong to the kind.
+        """
+        if self._sinks:
+            record = self._event(kind, text, facts, shown)
+            for sink in self._sinks:
+                sink.event(record)
+
     def message(self, text: str) -> None:
-        """Show one line to the person who watches, without disturbing the progress line."""
-        for sink in self._sinks:
-            sink.message(text)
+        """Show one line that is no event of a kind of its own."""
+        self.event("message", text)
 
     def flush(self) -> None:
         """Put what was reported so far on the disk, before a checkpoint is published."""
         for sink in self._sinks:
             sink.flush()
 
-    def close(self, summary: dict[str, Any] | None = None) -> None:
+    def close(self, summary: dict[str, Any] | None = None, ending: str = FINISHED) -> None:
         """End the report; a second call does nothing.
 
-        With a summary, summary.json is written (the values given, over `iterations`, `train_seconds`,
-        `tokens_per_second` and `versions`), the plot is drawn, and the console names every file. Without
+        With a summary, summary.json is written (the values given, over `iterations`, `train_seconds` and
+        `tokens_per_second`, and what the run is), the plot is drawn, and the console names every file. Without
         one, the run was interrupted: files are closed and the terminal is given back, quickly.
         """
         if self._closed or not self._sinks:
             return
         self._closed = True
         *files, console = self._sinks
-        for sink in files:
-            sink.close(summary)
-        console.close(summary)
+        try:
+            self._record_end(ending)
+            for sink in self._sinks:
+                sink.end(ending)
+        finally:
+            for sink in files:
+                sink.close(summary)
+            console.close(summary)
         if summary is not None:
             for sink in files:
                 if sink.artifact is not None:
                     console.message(f"wrote {sink.artifact}")
+
+    def last_words(self, ending: str, fault: str | None = None) -> None:
+        """Record how the attempt ends where the process is about to be ended, from any thread. Sinks are not closed.
+
+        Args:
+            fault: the text of the fault that ends it.
+        """
+        if self._closed or not self._sinks:
+            return
+        self._closed = True
+
+        # The reason for the end may be a file system that does not answer.
+        thread = threading.Thread(target=self._try_to_record_end, args=(ending, fault), name="last words", daemon=True)
+        thread.start()
+        thread.join(_SECONDS_FOR_LAST_WORDS)
+
+    def _try_to_record_end(self, ending: str, fault: str | None) -> None:
+        with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
+            self._record_end(ending, fault)
+
+    def _record_end(self, ending: str, fault: str | None = None) -> None:
+        for kind, text in (("fault", fault), ("end", ending)):
+            if self._files is not None and text is not None:
+                self._files.event(self._event(kind, text))
+        self._info.end(ending, self._iteration)
 
     def __enter__(self) -> Reporter:
         return self
@@ -146,7 +205,39 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None)
+        if error is None:
+            self.close(None)
+            return
+        with suppress(OSError):  # a full disk, which is why the run ends or is less than that
+            if isinstance(error, RunFault):
+                self.event("fault", str(error), shown=False)
+        with suppress(OSError):
+            self.close(None, _ending_of(error))
+
+    def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None, shown: bool = True) -> EventRecord:
+        assert kind in EVENTS, kind
+        return EventRecord(self._iteration, kind, text, **self._info.stamp(), facts=facts or {}, shown=shown)
+
+
+def _notes_on(files: JsonlSink, start_iteration: int) -> Iterator[tuple[str, str]]:
+    """Yield what is worth knowing about the metrics of a run that continues: a kind of event and its text."""
+    if files.cut_lines:
+        yield "message", f"{files.artifact}: took back {files.cut_lines} lines after iteration {start_iteration}"
+    if files.missing:
+        yield (
+            "warning",
+            f"{files.artifact}: had {start_iteration - files.missing} lines of the {start_iteration} iterations before "
+            "this start: it is a new file, or another run's",
+        )
+
+
+def _ending_of(error: BaseException) -> str:
+    """Return how an attempt ended that an exception has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by SIGINT"
+    text = str(error).strip().partition("\n")[0]
+    known = isinstance(error, (ConfigError, RunFault))
+    return f"failed: {text}" if known and text else f"failed: {type(error).__name__}: {text}".rstrip(": ")
 
 
 def _writable(flag: str, name: str, build: Callable[[Path], Any]) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.report.metric import MetricError, StepRecord, metrics
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, EventRecord
 
 
 class Sink:
-    """Takes the events of one run in order: start, then steps, evaluations and messages, then close, once.
+    """Takes the events of one run in order: start, then steps, evaluations and events, then end and close, once.
 
     A sink overrides the events that it cares for.
 
@@ -33,21 +34,50 @@ class Sink:
     def evaluation(self, record: EvalRecord) -> None:
         """Take an evaluation that is done."""
 
+    def event(self, record: EventRecord) -> None:
+        """Take something that happened, such as a checkpoint or a fault; by default, `message` gets a shown text."""
+        if record.shown:
+            self.message(record.text)
+
     def message(self, text: str) -> None:
         """Take a line for the person who watches the run."""
 
     def flush(self) -> None:
         """Put what came so far where it survives whatever the checkpoint survives that is about to be published."""
 
+    def end(self, ending: str) -> None:
+        """Take how this attempt ends: "finished", "stopped by SIGTERM", "failed: ..."; `close` follows."""
+
     def close(self, summary: dict[str, Any] | None) -> None:
         """Take the end of the run: with its summary, or with None where it was interrupted."""
+
+
+MEGATRON_TAGS: dict[str, str] = {
+    "loss/train": "lm loss",
+    "loss/valid": "lm loss validation",
+    "loss/test": "lm loss test",
+    "optimizer/learning_rate": "learning-rate",
+    "optimizer/grad_norm": "grad-norm",
+    "optimizer/loss_scale": "loss-scale",
+    "batch/global_batch_size": "batch-size",
+    "loss/aux_loss": "load_balancing_loss",
+    "loss/seq_aux_loss": "seq_load_balancing_loss",
+    "loss/global_aux_loss": "global_load_balancing_loss",
+    "loss/z_loss": "z_loss",
+}
+"""A tag of ours -> Megatron-LM's; metrics that it does not have keep theirs."""
+_OVER_SAMPLES = {
+    *(tag for tag in MEGATRON_TAGS.values() if not tag.endswith("_loss")),
+    *("world-size", "params-norm", "num-zeros", "lm loss validation ppl", "lm loss test ppl"),
+}
 
 
 class TensorBoardSink(Sink):
     """Writes the scalars of all metrics under `folder`, one event per scalar and step of `--tensorboard-log-interval`.
 
     A resumed run writes a new event file whose first event makes TensorBoard forget every step after
-    `start_iteration` of the older files.
+    `start_iteration` of the older files. With `--tensorboard-names megatron` scalars over the samples are written, too,
+    in a subfolder: that event counts in steps of its file, which are samples there.
 
     Raises:
         ConfigError: the tensorboard package is missing.
@@ -65,15 +95,21 @@ class TensorBoardSink(Sink):
         self.artifact = folder
         self._interval = options.tensorboard_log_interval
         self._perplexity = options.log_validation_ppl_to_tensorboard
-        self._writer = SummaryWriter(
-            str(folder), purge_step=start_iteration + 1, max_queue=options.tensorboard_queue_size
-        )
+        self._of_megatron = options.tensorboard_names == "megatron"
+        self._consumed_samples = 0
+        self._open = partial(SummaryWriter, max_queue=options.tensorboard_queue_size)
+        self._writer = self._open(str(folder), purge_step=start_iteration + 1)
+        self._over_samples: Any = None
 
     def start(self, facts: dict[str, Any]) -> None:
         table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
         self._writer.add_text("run", f"| | |\n|---|---|\n{table}", 0)
 
     def step(self, record: StepRecord) -> None:
+        if self._of_megatron and self._over_samples is None:
+            before = record.consumed_samples - record.global_batch_size
+            self._over_samples = self._open(f"{self.artifact}/vs_samples", purge_step=before + 1)
+        self._consumed_samples = record.consumed_samples
         if record.iteration % self._interval:
             return
         written: dict[str, str] = {}
@@ -82,18 +118,37 @@ class TensorBoardSink(Sink):
                 if tag in written:
                     raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
                 written[tag] = metric.name
-                self._writer.add_scalar(tag, number, record.iteration)
+                # Of a step that was not applied Megatron-LM has no loss.
+                if not (self._of_megatron and record.skipped and tag == "loss/train"):
+                    self._write(tag, number, record.iteration)
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._writer.add_scalar(f"loss/{record.split}", record.loss, record.iteration)
+        self._write(f"loss/{record.split}", record.loss, record.iteration)
         if self._perplexity:
             split = {"valid": "validation"}.get(record.split, record.split)
             perplexity = math.exp(min(record.loss, 20.0))  # bounded as in Megatron-LM
-            self._writer.add_scalar(f"lm loss {split} ppl", perplexity, record.iteration)
-        self._writer.flush()
+            self._write(f"lm loss {split} ppl", perplexity, record.iteration)
+        self.flush()
 
     def flush(self) -> None:
-        self._writer.flush()
+        for writer in self._writers():
+            writer.flush()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        self._writer.close()
+        for writer in self._writers():
+            writer.close()
+
+    def _writers(self) -> list[Any]:
+        return [writer for writer in (self._writer, self._over_samples) if writer is not None]
+
+    def _write(self, tag: str, number: float, iteration: int) -> None:
+        shown = _of_megatron(tag) if self._of_megatron else tag
+        self._writer.add_scalar(shown, number, iteration)
+        # None before the first step of this process: an evaluation that a signal had put off.
+        if self._over_samples is not None and shown in _OVER_SAMPLES:
+            self._over_samples.add_scalar(f"{shown} vs samples", number, self._consumed_samples)
+
+
+def _of_megatron(tag: str) -> str:
+    depth = tag.removeprefix("loss/mtp_")
+    return f"mtp_{depth} loss" if depth != tag else MEGATRON_TAGS.get(tag, tag)

@@ -117,6 +117,7 @@ def build_trainer(
     )
     folder = fault_folder(run)
     if ranks.watchdog is not None:
+        ranks.watchdog.last_words = reporter.last_words
         ranks.watchdog.folder = folder  # not earlier: a folder for checkpoints is claimed first
     if folder is not None and groups.recorded() is not None:
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
@@ -186,7 +187,7 @@ def _build_saver(planned: RunPlan, ranks: RunRanks, comes_from: Origin, reporter
     if run.checkpoint.save is None:
         return None
     loaded_step = start_from.start_iteration if start_from.continues else None
-    return Saver(run, target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from), reporter.message)
+    return Saver(run, target(run, lock=ranks.lock, loaded=loaded_step, origin=comes_from), reporter.event)
 
 
 def _unigram_entropy(planned: RunPlan, ranks: RunRanks, splits: Splits) -> float | None:
@@ -233,6 +234,10 @@ def _say(line: str) -> None:
 def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: LoadedModel) -> None:
     run = trainer.run
     trainer.reporter.start(_facts(trainer))
+    source = planned.start_from.source
+    if (read := source.step if source is not None else run.checkpoint.load_hf) is not None:
+        trainer.reporter.event("loaded", f"read {read}", shown=False, path=str(read))
+    warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
     cuda = platform.has_cuda()
     known = advisories.start_lines(run, ranks.facts.world_size, platform.engine_version(), cuda=cuda)
     for note in (
@@ -250,7 +255,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_kernel_notes(),
         *known,
     ):
-        trainer.reporter.message(note)
+        trainer.reporter.event("warning" if note in warnings else "message", note)
 
 
 def _kernel_notes() -> list[str]:

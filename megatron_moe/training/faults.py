@@ -192,10 +192,11 @@ class FaultWatch:
             if self._spikes is not None:
                 self._spikes.see(result.loss, self._first_sample)
         elif result.empty:
-            self._trainer.reporter.message(
+            self._trainer.reporter.event(
+                "warning",
                 f"iteration {self._trainer.progress.iteration}: no token of the global batch counts for the loss "
                 "(every loss mask is 0): nothing is learnt from it, weights, expert_bias and learning rate "
-                "stay as they were"
+                "stay as they were",
             )
         elif not result.overflow:
             self._handle_non_finite(result)
@@ -212,8 +213,8 @@ class FaultWatch:
             raise RunFault(f"{text}; skipping the step does not repair that: continue from the last checkpoint")
         if trainer.run.faults.on_nan == "stop":
             raise RunFault(f"{text}; stopped (--on-nan stop), nothing of the step was applied")
-        trainer.reporter.message(
-            f"{text}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
+        trainer.reporter.event(
+            "fault", f"{text}; the step is left out (--on-nan skip), {trainer.progress.skipped_iterations} so far"
         )
 
 

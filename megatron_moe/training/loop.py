@@ -31,7 +31,7 @@ StepAudit = Callable[[Run, list[torch.nn.Module], Callable[[str], None]], Abstra
 """What `--audit-precision` puts around a step: from the run, its model and the reporter's message, a context."""
 
 
-def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str:
+def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -> str | None:
     """Train until `--train-iters` or an exit condition; the last state is saved.
 
     Each round runs one step, looks after a checkpoint in the background, and checks dtypes, evaluates and saves where
@@ -41,7 +41,7 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
         audit: with `--audit-precision`, the context around the process's second step.
 
     Returns:
-        Why it ended, in words.
+        What stopped it before `--train-iters`, as `exit_reason` has it; None where it did all iterations.
 
     Raises:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
@@ -55,7 +55,7 @@ def train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None = None) -
         steps.close()
 
 
-def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> str:
+def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> str | None:
     """Run the rounds of `train`."""
     started, skips = time.monotonic(), 0
     if trainer.evaluation_pending and trainer.run.training.eval_iters:
@@ -77,7 +77,7 @@ def _train(trainer: Trainer, stop: StopSignals, steps: StepRunner) -> str:
             return reason
     trainer.save()
     trainer.finish_save()
-    return f"done: {trainer.progress.iteration} iterations"
+    return None
 
 
 class StepRunner:
@@ -227,7 +227,7 @@ def _due(trainer: Trainer, interval: int | None) -> bool:
 
 
 def exit_reason(trainer: Trainer, stop: StopSignals, started: float) -> str | None:
-    """Return why to stop before `--train-iters`, agreed by all ranks; None to go on.
+    """Return what stops the run before `--train-iters`, such as "by SIGTERM", agreed by all ranks; None to go on.
 
     Ranks get a signal, and see the clock pass, at different iterations; the first one decides for all.
     """
@@ -235,15 +235,15 @@ def exit_reason(trainer: Trainer, stop: StopSignals, started: float) -> str | No
     if done >= (options.train_iters or 0):
         return None
     if options.exit_interval and done % options.exit_interval == 0:
-        return f"stopped at iteration {done} (--exit-interval {options.exit_interval})"
+        return f"(--exit-interval {options.exit_interval})"
     if not (options.exit_signal_handler or options.exit_duration_in_mins):
         return None
     minutes = (time.monotonic() - started) / 60
     limit = options.exit_duration_in_mins
     terminated, out_of_time = _of_any_rank(stop.stop_signal, int(limit is not None and minutes >= limit))
     if terminated:
-        return f"stopped at iteration {done} by {signal_name(terminated)}"
-    return f"stopped at iteration {done} (--exit-duration-in-mins {limit:g})" if out_of_time else None
+        return f"by {signal_name(terminated)}"
+    return f"(--exit-duration-in-mins {limit:g})" if out_of_time else None
 
 
 def agreed_stop(run: Run, stop: StopSignals) -> bool:

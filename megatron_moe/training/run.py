@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import exact
+from megatron_moe.report.reporter import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters
@@ -64,15 +66,21 @@ def pretrain(
         try:
             with ExitStack() as resources:
                 trainer = build_trainer(planned, resources, also, stage)
-                if trainer.watchdog is not None:
-                    stop.before_end = trainer.watchdog.report_before_end
-                _train(trainer, stop, audit if run.precision.audit_precision else None)
+                stop.before_end = partial(_before_end, trainer)
+                ending = _train(trainer, stop, audit if run.precision.audit_precision else None)
                 summary = _summary(trainer, planned.tokenizer, stop)
-                trainer.reporter.close(summary)
+                trainer.reporter.close(summary, ending)
             clean = True
             return summary
         finally:
             groups.destroy(abort=not clean)
+
+
+def _before_end(trainer: Trainer) -> None:
+    """Report why, before a SIGTERM that does not save ends this process."""
+    if trainer.watchdog is not None:
+        trainer.watchdog.report_before_end()
+    trainer.reporter.last_words("stopped by SIGTERM")
 
 
 class _ExactRecords(Sink):
@@ -108,8 +116,8 @@ def _check(run: Run, audit: StepAudit | None) -> None:
         switches.deterministic_environment()
 
 
-def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> None:
-    """Run the loop, and report why it ended."""
+def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> str:
+    """Run the loop, report why it ended, and return it as `run_info.ATTEMPT_FIELDS` has it."""
     if trainer.finished:
         trainer.reporter.message(
             f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of --train-iters "
@@ -117,11 +125,16 @@ def _train(trainer: Trainer, stop: StopSignals, audit: StepAudit | None) -> None
         )
     try:
         with collector_off(trainer.run.training):
-            reason = train(trainer, stop, audit)
-        trainer.reporter.message(reason)
+            stopped_by = train(trainer, stop, audit)
     except RunFault:  # on all ranks; what is being written in the background is of before
         trainer.leave_save()
         raise
+    iteration = trainer.progress.iteration
+    if stopped_by is None:
+        trainer.reporter.message(f"done: {iteration} iterations")
+        return FINISHED
+    trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped_by}", by=stopped_by)
+    return f"stopped {stopped_by}"
 
 
 def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[str, Any]:

@@ -122,9 +122,11 @@ class SpikeWatch:
                     "tokens": ids,
                 }
                 file.write(json.dumps(line) + "\n")
-        self._trainer.reporter.message(
+        self._trainer.reporter.event(
+            "fault",
             f"iteration {iteration}: the loss jumped to {loss:.4f} from a median of {middle:.4f} (deviation "
-            f"{deviation:.4f}); its {num_samples} sequences are in {path}; {self.count} spikes since the start"
+            f"{deviation:.4f}); its {num_samples} sequences are in {path}; {self.count} spikes since the start",
+            path=str(path),
         )
 
     def _per_sequence(self, num_samples: int) -> tuple[list[float], list[float]]:

@@ -23,7 +23,7 @@ from megatron_moe.platform import numerics
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.reporter import Reporter
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 from megatron_moe.training.batch_size import BatchSchedule
 from megatron_moe.training.evaluate import evaluate, gathered_parameters
 from megatron_moe.training.garbage import collected
@@ -207,7 +207,7 @@ class Trainer:
             try:
                 self.saver.finish()
             except SaveError as error:
-                self.reporter.message(str(error))
+                self.reporter.event("warning", str(error))
 
     def finish_save(self) -> None:
         """Wait, at the end, for a checkpoint in the background.

@@ -101,6 +101,8 @@ class Watchdog:
         self._neighbour: Process | None = None
         self._host: Process | None = None
         self._failures = 0
+        self.last_words: Callable[[str, str], None] | None = None
+        """Called where this rank concludes why the run ends, with "failed: " and the reason, and the reason."""
 
     # Called by the run.
 
@@ -240,7 +242,9 @@ class Watchdog:
             self._end_in_any_case(status)
             if self._alone:
                 self._write_stacks(status)
-                _print(f"{launched.name()}: rank {self._rank} is ended: {reason}; {status}")
+                text = f"rank {self._rank} is ended: {reason}; {status}"
+                _print(f"{launched.name()}: {text}")
+                self._record(text)
             else:
                 try:
                     self._end_together(status, reason)
@@ -269,11 +273,16 @@ class Watchdog:
                 _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
             self._store.set(self._key("verdict"), text)
+            self._record(text)
         # A rank that is stopped is named before it is woken: it would answer then.
         deadline = time.monotonic() + self._settle
         while not self._store.check([self._key("verdict")]) and time.monotonic() < deadline:
             time.sleep(0.05)
         self._end_missing([rank for rank in self._here if rank not in answers])
+
+    def _record(self, text: str) -> None:
+        if self.last_words is not None:
+            self.last_words(f"failed: {text}", text)
 
     def _end_in_any_case(self, status: RankStatus) -> None:
         """Start a timer that ends this process where the store gives neither an answer nor an error.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_moe.training.replicas import ReplicaDifference, bit_hash
+from tests.helpers.engines import cases
 from tests.helpers.replica_cases import flip, flipped_bits
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
@@ -42,7 +43,14 @@ def test_the_odd_copy_is_named_where_there_is_a_majority():
 @pytest.mark.claim("A flipped bit in one replica is found in the same step and named; sound ones raise no alarm.")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(2, EP2), (4, TP2_DP2), (4, {**TP2_DP2, "data_parallel_sharding_strategy": "optim_grads_params", "fp16": True})],
+    cases(
+        [
+            (2, EP2),
+            (4, TP2_DP2),
+            (4, {**TP2_DP2, "data_parallel_sharding_strategy": "optim_grads_params", "fp16": True}),
+        ],
+        both=[(2, EP2)],
+    ),
 )
 def test_flipped_bits_are_caught_in_the_same_step(gloo, ranks, flags):
     for outcome in gloo.run(ranks, flipped_bits, flags=flags, trials=5):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe.report.jsonl import read_events
+from megatron_moe.report.run_info import read_info
 from tests.helpers import broken_jobs, kills
 from tests.helpers.ranks import RankParent
 
@@ -44,7 +46,13 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
         assert "rank 0: " in broken.cause() and "reporter.py" not in broken.cause()
         stacks = sorted(path.name for path in (folder / "checkpoints" / "faults").glob("stacks_rank_*.txt"))
         assert len(stacks) == (1 if kind == "KILL" else 2)
+        (killed,) = read_info(folder / "metrics.jsonl")["attempts"]
+        assert killed["ending"].startswith("failed: ") and killed["end_iteration"] in (3, 4)
+        kinds = [event.kind for event in read_events(folder / "metrics.jsonl")]
+        assert kinds[-1] == "end" and ("fault" in kinds) == (kind != "exception")
         job = kills.undisturbed_job(launcher, folder, [*argv, "--save-interval", "2"], world_size)
+        endings = [one.get("ending") for one in read_info(folder / "metrics.jsonl")["attempts"]]
+        assert endings == [killed["ending"], "finished"]
         assert kills.differences(job, oracle, 2) == []
 
 

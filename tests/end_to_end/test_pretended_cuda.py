@@ -45,6 +45,7 @@ def trained(
     return output, [step for step in map(json.loads, lines) if "loss" in step]
 
 
+@pytest.mark.one_engine
 @pytest.mark.claim("A run started on a CPU goes on with CUDA, and the other way round.")
 def test_a_run_goes_on_with_another_kind_of_device(tmp_path):
     trained(CPU, tmp_path, 1)
@@ -55,6 +56,7 @@ def test_a_run_goes_on_with_another_kind_of_device(tmp_path):
     assert [step["iteration"] for step in steps] == [1, 2, 3]
 
 
+@pytest.mark.one_engine
 @pytest.mark.claim(
     "A Transformer Engine or apex that cannot be loaded is named at the start, and a run without it works."
 )

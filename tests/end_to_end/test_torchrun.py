@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_moe.data.preprocess import PreprocessOptions, preprocess
+from megatron_moe.report.run_info import read_info
 from tests.helpers.launchers import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +169,8 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     for a, b in zip(expected, repeated):
         for name in ("loss_hex", "grad_norm_hex", "learning_rate", "tokens_per_expert", "expert_bias_max"):
             assert a[name] == b[name], f"iteration {a['iteration']}: {name}"
+    endings = [one.get("ending") for one in read_info(parts)["attempts"]]
+    assert endings == ["stopped by SIGTERM", "stopped by SIGINT", None, "finished"], "nobody records a SIGKILL"
     summaries = [json.loads((tmp_path / name).read_text()) for name in ("whole.json", "parts.json")]
     assert summaries[0]["valid_loss"] == summaries[1]["valid_loss"]
     assert summaries[1]["iterations"] == ITERATIONS

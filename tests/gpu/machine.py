@@ -12,7 +12,7 @@ def preflight(stage: Stage) -> None:
     """Stage 1: versions, and what tools/preflight.py finds of a model like DeepSeek-V2-Lite."""
     from megatron_moe.apps.preflight.checks import run_checks
     from megatron_moe.config import cli
-    from megatron_moe.report.summary import versions
+    from megatron_moe.report.run_info import versions
 
     stage.figure("versions", **versions(), **_device(stage))
     run = cli.parse(["--preset", "deepseek-v2-lite", "--mock-data", "--vocab-size", "1000", "--bf16"])

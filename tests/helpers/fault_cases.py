@@ -210,13 +210,13 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
         def end(self, result: Any) -> None:
             said: list[str] = []
             raised = False
-            message = self._trainer.reporter.message
-            self._trainer.reporter.message = said.append
+            event = self._trainer.reporter.event
+            self._trainer.reporter.event = lambda _kind, text, **_: said.append(text)
             try:
                 super().end(result)
             except RunFault as fault:
                 said, raised = [str(fault)], True
-            self._trainer.reporter.message = message
+            self._trainer.reporter.event = event
             self.fault.__exit__(None, None, None)
             if not self.due:
                 sound.append(result.committed)

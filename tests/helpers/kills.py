@@ -20,8 +20,18 @@ from megatron_moe.checkpoint import manifest
 from megatron_moe.checkpoint.folder import step_folder, steps
 from tests.helpers.launchers import Launcher
 
-CLOCKS = ("seconds", "tokens_per_second", "model_tflops", "mfu", "seconds_left", "memory_bytes")
-"""Fields of metrics.jsonl that tell of the machine, not of the training."""
+CLOCKS = (
+    "seconds",
+    "tokens_per_second",
+    "model_tflops",
+    "mfu",
+    "seconds_left",
+    "memory_bytes",
+    "time",
+    "run_id",
+    "attempt",
+)
+"""Fields of metrics.jsonl that tell of the machine and of when it ran, not of the training."""
 
 HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval", "distributed_timeout_minutes")
 """Settings in which the oracle may differ: when and how a run is saved, or ended, must not change what it computes."""

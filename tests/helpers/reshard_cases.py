@@ -80,7 +80,7 @@ def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     train = runs.train
 
-    def saving_first(trainer: Any, stop: Any, audit: Any) -> str:
+    def saving_first(trainer: Any, stop: Any, audit: Any) -> str | None:
         trainer.saved = None
         trainer.save()
         trainer.finish_save()

@@ -13,6 +13,8 @@ from benchmarks import expert_parallel, whole_step
 from benchmarks import problem as problems
 from benchmarks.problem import Shape, make_problem, oracle, relative_error
 
+pytestmark = pytest.mark.one_engine
+
 REPO = Path(__file__).resolve().parents[2]
 BUDGET = json.loads((REPO / "tests/data/operation_budget.json").read_text())
 """Contestant and dtype -> torch operations of one step of the layer, those of torch's form."""

@@ -18,7 +18,7 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 
 if TYPE_CHECKING:  # flags and files are checked before torch is loaded
     import torch

@@ -17,7 +17,7 @@ from megatron_moe.apps.doctor.small_copy import PADDED_VOCABULARY, changed_field
 from megatron_moe.config import rules
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io.local_ranks import RankFailure
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 
 # In fp32 scores of two layouts differ by some 1e-7; a choice with a smaller margin than this proves nothing.
 CLEAR_MARGIN = 1e-5

@@ -14,7 +14,7 @@ from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 
 
 def parser() -> argparse.ArgumentParser:

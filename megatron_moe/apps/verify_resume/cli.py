@@ -29,7 +29,7 @@ from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from megatron_moe.io.program import run_program, say
-from megatron_moe.report.summary import versions
+from megatron_moe.report.run_info import versions
 
 EQUAL, DIFFERENT = 0, 1
 _COMPARED = ("loss_hex", "grad_norm_hex")

@@ -15,6 +15,7 @@ from megatron_moe.checkpoint import folder, load, manifest
 from megatron_moe.checkpoint.plan import plan
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.report.jsonl import read_events
 from tests.helpers import damage
 from tests.helpers.checkpoint_steps import make_step
 from tests.helpers.trained_steps import TINY, trained
@@ -172,8 +173,12 @@ def test_a_run_goes_on_from_the_step_before_and_its_summary_says_so(gloo, alone,
     gloo.run(2, trained, flags={**flags, "train_iters": 2, "save": str(tmp_path)})
     flip(tmp_path / "iter_0000002" / "__1_0.distcp", 5000)
     both = {"load": str(tmp_path), "save": str(tmp_path)}
-    summary, _ = gloo.run(2, trained, flags={**flags, **both, "train_iters": 3})
+    metrics = tmp_path / "metrics.jsonl"
+    summary, _ = gloo.run(2, trained, flags={**flags, **both, "train_iters": 3, "metrics_file": str(metrics)})
     (warning,) = summary["checkpoint_warnings"]
+    events = {event.kind: event for event in read_events(metrics)}
+    assert warning in {event.text for event in read_events(metrics) if event.kind == "warning"}
+    assert events["loaded"].facts == {"path": str(tmp_path / "iter_0000001")}
     assert "step 2 is damaged and passed over: __1_0.distcp does not hold what was saved" in warning
     # step 2 was made again, what was damaged is kept under another name, and nothing is wrong any more
     assert folder.steps(tmp_path) == [1, 2, 3] and (tmp_path / "iter_0000002.bad").is_dir()

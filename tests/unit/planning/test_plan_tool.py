@@ -91,6 +91,7 @@ def v3_example(page):
     return shlex.split(command.replace("\\\n", "")), [line for line in printed.splitlines() if line != "..."]
 
 
+@pytest.mark.one_engine
 @pytest.mark.claim("The plan for DeepSeek-V3 on the pages is what tools/plan.py prints.")
 def test_the_example_of_the_readme_fits_and_prints_what_the_pages_say(capsys):
     words, in_readme = v3_example("README.md")

@@ -7,11 +7,12 @@ import os
 import pytest
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import Run
 from megatron_moe.io import files
-from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps
+from megatron_moe.report.jsonl import JsonlSink, evaluations_path, read_evaluations, read_steps, require_metrics
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord
-from megatron_moe.report.summary import SummarySink, Totals
+from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
 
 BASE = StepRecord(
     iteration=1,
@@ -114,6 +115,15 @@ def test_a_bad_file_of_evaluations_leaves_the_steps_as_they_were(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["m.jsonl", "m.eval.jsonl", "m.events.jsonl", "m.run.json"])
+def test_a_bad_neighbour_is_refused_before_the_ranks_meet(tmp_path, name):
+    write(tmp_path / "m.jsonl", 0, 2)
+    require_metrics(tmp_path / "m.jsonl")
+    (tmp_path / name).write_text("nonsense\n")
+    with pytest.raises(ConfigError, match="--metrics-file"):
+        require_metrics(tmp_path / "m.jsonl")
+
+
 def test_an_evaluation_that_is_made_again_after_a_kill_is_one_line(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, 0, 4, loss=2.0)
@@ -143,7 +153,7 @@ def test_a_cut_that_fails_halfway_leaves_the_old_file_whole(tmp_path, monkeypatc
 def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_path):
     totals = Totals()
     totals.add(BASE)
-    sink = SummarySink(tmp_path / "summary.json", totals)
+    sink = SummarySink(tmp_path / "summary.json", totals, RunInfo(Run(), 0))
     sink.step(BASE.replace(iteration=2, seconds=1.5))
     sink.close({"valid_loss": 2.5, "train_seconds": 9.0, "perplexity": float("inf")})
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -158,7 +168,7 @@ def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_pa
 def test_an_interrupted_run_leaves_the_summary_of_an_earlier_one_as_it_was(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text("{}")
-    SummarySink(path, Totals()).close(None)
+    SummarySink(path, Totals(), RunInfo(Run(), 0)).close(None)
     assert path.read_text() == "{}"
 
 

@@ -98,7 +98,9 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_same_files_as_one_that_was_
 
 def test_an_interrupted_run_has_metrics_but_no_summary_and_no_picture(tmp_path):
     tell(run_with(tmp_path, "metrics_file", "summary_file", "plot_file"), 0, 3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.eval.jsonl", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "metrics.eval.jsonl", "metrics.events.jsonl", "metrics.jsonl", "metrics.run.json",
+    ]  # fmt: skip
 
 
 def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_losses(tmp_path):
@@ -109,6 +111,23 @@ def test_tensorboard_gets_the_loss_the_load_of_each_layer_and_the_auxiliary_loss
     assert seen["loss/aux_loss"][0] == (1, 1.5)
     assert seen["loss/valid"][0][0] == 2
     assert "speed/mfu" not in seen
+
+
+def test_megatrons_names_are_over_iterations_and_samples_and_one_line_after_a_restart(tmp_path):
+    run = schema.replace(run_with(tmp_path, "tensorboard_dir"), tensorboard_names="megatron")
+    for start, stop in ((0, 5), (4, 6)):
+        with Reporter(run, is_writer=True, start_iteration=start, stream=io.StringIO()) as reporter:
+            for iteration in range(start + 1, stop + 1):
+                reporter.step(STEP.replace(iteration=iteration, consumed_samples=8 * iteration, skipped=iteration == 2))
+            reporter.evaluation(EvalRecord(stop, "valid", 3.0, 100, 0.1))
+    found, over = scalars(tmp_path / "tensorboard"), scalars(tmp_path / "tensorboard" / "vs_samples")
+    assert [step for step, _ in found["lm loss"]] == [1, 3, 4, 5, 6], "of a skipped step there is no loss"
+    assert [step for step, _ in over["lm loss vs samples"]] == [8, 24, 32, 40, 48]
+    assert [step for step, _ in over["grad-norm vs samples"]] == [8, 16, 24, 32, 40, 48]
+    assert found["lm loss validation"] == [(6, 3.0)] and over["lm loss validation vs samples"] == [(48, 3.0)]
+    assert found["load_balancing_loss"][0] == (1, 1.5)
+    assert {"loss/train", "loss/valid", "optimizer/learning_rate", "loss/aux_loss"}.isdisjoint(found)
+    assert "experts/load_max_over_mean" in found and "load_balancing_loss vs samples" not in over
 
 
 def test_a_run_that_had_nothing_left_to_do_still_tells_its_totals(tmp_path):

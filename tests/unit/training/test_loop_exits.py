@@ -26,7 +26,7 @@ def test_an_exit_interval_stops_after_the_iteration_it_divides():
     reasons = [
         exit_reason(trainer(iteration, exit_interval=5), QUIET, time.monotonic()) for iteration in (4, 5, 6, 100)
     ]
-    assert reasons == [None, "stopped at iteration 5 (--exit-interval 5)", None, None]
+    assert reasons == [None, "(--exit-interval 5)", None, None]
 
 
 def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | None:
@@ -41,8 +41,8 @@ def agreed(flags: dict[str, Any], asked: int | None, late: int | None) -> str | 
 @pytest.mark.parametrize(
     ("flags", "asked", "late", "reason"),
     [
-        ({"exit_signal_handler": True}, 1, None, "stopped at iteration 7 by SIGTERM"),
-        ({"exit_duration_in_mins": 1.0}, None, 1, "stopped at iteration 7 (--exit-duration-in-mins 1)"),
+        ({"exit_signal_handler": True}, 1, None, "by SIGTERM"),
+        ({"exit_duration_in_mins": 1.0}, None, 1, "(--exit-duration-in-mins 1)"),
         ({"exit_signal_handler": True, "exit_duration_in_mins": 5.0}, None, 1, None),
     ],
 )
@@ -95,7 +95,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
     from megatron_moe.report.reporter import Reporter
     from megatron_moe.training.run import pretrain
 
-    take, message, told, taken = BatchIterator.__next__, Reporter.message, [], []
+    take, event, told, taken = BatchIterator.__next__, Reporter.event, [], []
 
     def masked(iterator: Any) -> Any:
         batch = take(iterator)
@@ -104,13 +104,13 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
             batch["loss_mask"] *= 0
         return batch
 
-    BatchIterator.__next__, Reporter.message = masked, lambda self, text: told.append(text)
+    BatchIterator.__next__, Reporter.event = masked, lambda self, kind, text, **_: told.append(text)
     try:
         pretrain(build({**PRESETS["tiny"], "mock_data": True, "tokenizer_type": "ByteTokenizer", **flags}))
     except RunFault as fault:
         return told, str(fault)
     finally:
-        BatchIterator.__next__, Reporter.message = take, message
+        BatchIterator.__next__, Reporter.event = take, event
     return told, ""
 
 

@@ -160,7 +160,7 @@ def documented(line: str) -> str:
     import re
 
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pretrain(" in code)
     stream = io.StringIO()
     try:
         with contextlib.redirect_stdout(stream):
