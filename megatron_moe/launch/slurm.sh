@@ -1,7 +1,8 @@
-# How the job starts, ends and goes on; `megatron-moe slurm` wrote it. It needs bash, coreutils and Slurm, no container.
+# How the job starts, ends and goes on; `megatron-moe slurm` wrote it. It needs bash, coreutils and Slurm on the nodes.
 #
 # Above are RUN (the run's folder), SAVE (its checkpoints), PROCESSES (ranks per node), MAX_RESTARTS, SAVE_SECONDS,
-# CPU_BIND, PREFLIGHT (yes or empty), CONTAINER (none, pyxis or apptainer), IMAGE, MOUNTS, FLAGS and PREFLIGHT_FLAGS.
+# CPU_BIND, NUMA_BINDING, PREFLIGHT (yes or empty), CONTAINER (empty, pyxis or apptainer), IMAGE, MOUNTS, EXCLUDE,
+# PREFLIGHT_FLAGS (the preflight's own) and FLAGS (the training's).
 
 say() { echo "slurm job $SLURM_JOB_ID: $*"; }
 
@@ -44,6 +45,13 @@ give_up_if_exhausted() {
   exit 1
 }
 
+# The folders of the host that a container needs, with commas.
+mounts() {
+  local folders=$PWD
+  [[ $RUN == /* ]] && folders+=,$RUN
+  echo "$folders${MOUNTS:+,$MOUNTS}"
+}
+
 # The command of the package on every node: in the container, or where an environment with it and torch is found.
 find_program() {
   local python
@@ -51,8 +59,9 @@ find_program() {
   pyxis) PROGRAM=(megatron-moe) TORCHRUN=(torchrun) IN_CONTAINER=() && return ;;
   apptainer)
     PROGRAM=(megatron-moe) TORCHRUN=(torchrun)
-    IN_CONTAINER=(apptainer exec --bind "$PWD${MOUNTS:+,$MOUNTS}" --pwd "$PWD" "$IMAGE")
-    [[ ${SLURM_GPUS_ON_NODE:-0} != 0 ]] && IN_CONTAINER=("${IN_CONTAINER[@]:0:2}" --nv "${IN_CONTAINER[@]:2}")
+    IN_CONTAINER=(apptainer exec)
+    [[ -e /dev/nvidiactl ]] && IN_CONTAINER+=(--nv)
+    IN_CONTAINER+=(--bind "$(mounts)" --pwd "$PWD" "$IMAGE")
     return
     ;;
   esac
@@ -84,9 +93,11 @@ echo "$status" >"$statuses.$SLURMD_NODENAME"
 exit "$status"'
 
 on_every_node() {
-  local container=()
+  local container=() watcher
+  status=0
+  [[ $time_up || $cancelled ]] && return
   [[ $CONTAINER == pyxis ]] && container=(--container-image "$IMAGE" --container-workdir "$PWD"
-    --container-mounts "$PWD${MOUNTS:+,$MOUNTS}")
+    --container-mounts "$(mounts)")
   rm -f "$STATUSES".*
   # srun does not inherit --cpus-per-task since Slurm 22.05: all ranks of a node would share one core. When one node has
   # ended, the others get as long as a checkpoint takes.
@@ -95,7 +106,8 @@ on_every_node() {
     --kill-on-bad-exit=0 --wait "$SAVE_SECONDS" "${container[@]}" \
     bash -c "$PER_NODE" bash "$STATUSES" "${IN_CONTAINER[@]}" "$@" &
   srun_pid=$!
-  status=0
+  end_the_others &
+  watcher=$!
   wait "$srun_pid" || status=$?
   # A trapped signal ends `wait` early, with the ranks still at work.
   while kill -0 "$srun_pid" 2>/dev/null; do
@@ -103,36 +115,89 @@ on_every_node() {
     wait "$srun_pid" || status=$?
   done
   srun_pid=''
+  kill "$watcher" 2>/dev/null
 }
 
-# Slurm's USR1 before the limit: the ranks save and end. During the start there may be no step yet, or ranks that do not
-# listen: then they are asked again.
+# When one node has failed, the others notice that by themselves once they train, and their watchdogs say why. Those that
+# wait for it at the start would for long, and keep a SIGTERM until then: SIGINT ends them at once.
+end_the_others() {
+  local file code
+  while sleep 1; do
+    for file in "$STATUSES".*; do
+      code=0
+      [[ -r $file ]] && read -r code <"$file"
+      ((code)) || continue
+      sleep 10
+      say "${file##*.status.} ended with status $code; the other nodes are ended"
+      scancel --signal=INT "$SLURM_JOB_ID"
+      return
+    done
+  done
+}
+
+# Slurm's USR1 before the limit: the ranks save and end.
 time_is_up() {
   time_up=yes
   say "time is almost up: the ranks are asked to save and end"
   ask_to_end &
 }
 
+# Ranks that still start may not have listened, and are asked again. Those that have not ended when a checkpoint would be
+# written are given up, so that there is time to requeue the job, which ends them.
 ask_to_end() {
+  local deadline=$((SECONDS + SAVE_SECONDS + 30))
   trap - USR1 TERM
-  while :; do
-    scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null
-    sleep 10
+  while ((SECONDS < deadline)); do
+    scancel --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null
+    sleep 5
   done
+  say "the ranks have not ended within $((SAVE_SECONDS + 30)) s (--save-seconds $SAVE_SECONDS)"
+  kill -KILL "$srun_pid"
 }
 
-# The nodes on which a signal ended a rank, as a kill or a crash does, and not as a consequence of another one's end.
+# The nodes on which a signal ended a rank: a kill or a crash, but neither a request to end nor SIGABRT, which libraries
+# raise where another node is gone.
 killed_nodes() {
   local file code
   for file in "$STATUSES".*; do
     [[ -r $file ]] || continue
     read -r code <"$file"
-    if ((code > 128 && code != 130 && code != 143)); then echo "${file##*.status.}"; fi
+    if ((code > 128 && code != 130 && code != 134 && code != 138 && code != 143)); then echo "${file##*.status.}"; fi
   done
 }
 
+# The nodes of the last attempt that Slurm says are down.
+down_nodes() {
+  local node
+  for node in $nodes; do
+    if [[ $(sinfo -h -N -n "$node" -t down,fail -o %N) ]]; then echo "$node"; fi
+  done
+}
+
+blame() {
+  local node
+  for node in "$@"; do failed="${failed:+$failed }$node"; done
+}
+
 # Those that failed twice, with commas.
-failed_twice() { tr ' ' '\n' <<<"$failed" | sort | uniq -d | paste -sd, -; }
+failed_twice() {
+  local node seen='' twice=''
+  for node in $failed; do
+    if [[ " $seen " == *" $node "* && ",$twice," != *",$node,"* ]]; then twice+=${twice:+,}$node; fi
+    seen+=" $node"
+  done
+  echo "$twice"
+}
+
+# How many nodes of the partition are up that are not among these, which are written with commas.
+others_up() {
+  local node seen=' ' count=0
+  for node in $(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N); do
+    if [[ ",$1," != *",$node,"* && $seen != *" $node "* ]]; then count=$((count + 1)); fi
+    seen+="$node "
+  done
+  echo "$count"
+}
 
 requeue() {
   local bad left
@@ -146,7 +211,7 @@ requeue() {
   fi
   bad=$(failed_twice)
   if [[ $bad ]]; then
-    left=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -cvxF "${bad//,/$'\n'}")
+    left=$(others_up "$bad${EXCLUDE:+,$EXCLUDE}")
     if ((left < SLURM_JOB_NUM_NODES)); then
       say "would leave out $bad, which failed twice, but only $left other nodes of $SLURM_JOB_PARTITION are up, of $SLURM_JOB_NUM_NODES needed"
     elif scontrol update "jobid=$SLURM_JOB_ID" "excnodelist=$bad${EXCLUDE:+,$EXCLUDE}"; then
@@ -156,15 +221,26 @@ requeue() {
   exit 0
 }
 
+# Whether a node has ended with the status of a mistake in flags or files; the others then end in some other way.
+is_a_mistake() {
+  local file code
+  for file in "$STATUSES".*; do
+    [[ -r $file ]] && read -r code <"$file" && ((code == 2)) && return
+  done
+  return 1
+}
+
 # What a step of the job came to. Returns where the next one may begin.
 after() {
-  local what=$1 node
+  local what=$1
   if [[ $cancelled ]]; then
-    ended="Slurm ended it (cancelled, preempted or requeued), newest checkpoint at step $(newest_step)"
+    # shellcheck disable=SC2046 # a word each
+    blame $(down_nodes)
+    ended="Slurm ended it (cancelled, preempted, requeued or without a node), newest checkpoint at step $(newest_step)"
     write_state
     exit "$((status ? status : 143))"
   fi
-  if ((status == 2)); then
+  if is_a_mistake; then
     ended="a mistake, $what"
     write_state
     say "is not requeued: $what ended with status 2, a mistake in its flags, files or settings, which the log names above"
@@ -177,7 +253,8 @@ after() {
     requeue
   fi
   ((status == 0)) && return
-  for node in $(killed_nodes); do failed="${failed:+$failed }$node"; done
+  # shellcheck disable=SC2046
+  blame $(killed_nodes)
   ended="$what ended with status $status${failed:+, nodes that failed so far: $failed}"
   count
   give_up_if_exhausted
@@ -192,14 +269,13 @@ main() {
   trap time_is_up USR1
   trap 'cancelled=yes' TERM
   # The background loop that asks ranks to end goes with this script.
-  trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
+  trap 'for job in $(jobs -p); do kill "$job" 2>/dev/null; done' EXIT
   find_program
   read_state
   if [[ $ended == running ]]; then
     ended='without a word: a node was lost, or Slurm killed it'
-    for node in $nodes; do
-      sinfo -h -N -n "$node" -t down,fail -o %N | grep -q . && failed="${failed:+$failed }$node"
-    done
+    # shellcheck disable=SC2046
+    blame $(down_nodes)
   fi
   case $ended in 'without a word'* | 'Slurm ended it'*)
     count
@@ -213,15 +289,15 @@ main() {
   ended=running
   write_state
   # The first node's address as Slurm knows it, for its name may mean nothing outside Slurm; and a port for each job.
-  local first=${nodes%% *} port=$((20000 + SLURM_JOB_ID % 10000)) address
-  address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+  local first=${nodes%% *} port=$((20000 + SLURM_JOB_ID % 10000)) address=''
+  [[ $(scontrol show node "$first") =~ NodeAddr=([^[:space:]]+) ]] && address=${BASH_REMATCH[1]}
   local meet=(--nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCESSES" --rdzv-backend c10d
     --rdzv-endpoint "${address:-$first}:$port" --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-conf "is_host=@IS_HOST@")
   if [[ $PREFLIGHT ]]; then
-    on_every_node "${TORCHRUN[@]}" "${meet[@]}" -m megatron_moe preflight "${PREFLIGHT_FLAGS[@]}"
+    on_every_node "${TORCHRUN[@]}" "${meet[@]}" -m megatron_moe preflight "${PREFLIGHT_FLAGS[@]}" "${FLAGS[@]}"
     after 'the preflight'
   fi
-  on_every_node "${PROGRAM[@]}" train "${meet[@]}" "${FLAGS[@]}"
+  on_every_node "${PROGRAM[@]}" train "${meet[@]}" ${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"} "${FLAGS[@]}"
   after 'the training'
   ended='done'
   write_state

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_moe.config.errors import ConfigError
+
 LOGIC = Path(__file__).with_name("slurm.sh")
 
 
@@ -21,9 +23,10 @@ class Job:
         processes: ranks per node.
         settings: environment variables of the ranks.
         save_seconds: how long a checkpoint may take.
-        container: "", "pyxis" or "apptainer"; with its image and mounts.
+        cpu_bind, numa_binding: as srun and torchrun take them, empty for their defaults.
         flags: of the training.
-        preflight: flags of the preflight, None for none.
+        preflight: the preflight's own flags, which the training's follow; None for no preflight.
+        container: "", "pyxis" or "apptainer"; with its image and mounts.
     """
 
     command: Sequence[str]
@@ -34,6 +37,7 @@ class Job:
     max_restarts: int
     save_seconds: int
     cpu_bind: str
+    numa_binding: str
     flags: Sequence[str]
     preflight: Sequence[str] | None
     container: str = ""
@@ -43,9 +47,14 @@ class Job:
 
 
 def text(job: Job) -> str:
-    """Return the script."""
-    lines = ["#!/usr/bin/env bash", f"# Written by: megatron-moe slurm {shlex.join(job.command)}"]
-    lines += [f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in job.options.items()]
+    """Return the script.
+
+    Raises:
+        ConfigError: an option of sbatch's has a line break or a backslash, which its `#SBATCH` line cannot hold.
+    """
+    written_by = f"# Written by: megatron-moe slurm {shlex.join(job.command)}".splitlines()
+    lines = ["#!/usr/bin/env bash", "\n#   ".join(written_by)]
+    lines += [_option(name, value) for name, value in job.options.items()]
     lines.append("set -uo pipefail")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     values = {
@@ -55,6 +64,7 @@ def text(job: Job) -> str:
         "MAX_RESTARTS": str(job.max_restarts),
         "SAVE_SECONDS": str(job.save_seconds),
         "CPU_BIND": job.cpu_bind,
+        "NUMA_BINDING": job.numa_binding,
         "PREFLIGHT": "yes" if job.preflight is not None else "",
         "CONTAINER": job.container,
         "IMAGE": job.image,
@@ -64,3 +74,9 @@ def text(job: Job) -> str:
     lines += [f"{name}={shlex.quote(value)}" for name, value in values.items()]
     lines += [f"PREFLIGHT_FLAGS=({shlex.join(job.preflight or ())})", f"FLAGS=({shlex.join(job.flags)})", ""]
     return "\n".join(lines) + "\n" + LOGIC.read_text(encoding="utf-8")
+
+
+def _option(name: str, value: str) -> str:
+    if "\\" in value or len(value.splitlines()) > 1:
+        raise ConfigError(f"--{name} {value!r}: has a line break or a backslash, which sbatch cannot read there")
+    return f"#SBATCH --{name}{'=' + shlex.quote(value) if value else ''}"
