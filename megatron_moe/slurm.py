@@ -1,6 +1,6 @@
 """`megatron-moe slurm`: write, and with `--submit` submit, the script of a Slurm job that goes on by itself.
 
-    megatron-moe slurm --nodes 2 --time 04:00:00 --script job.sbatch -- --preset tiny --mock-data --save runs/a/checkpoints
+    megatron-moe slurm --nodes 2 --time 4:00:00 --script a.sbatch -- --preset tiny --mock-data --save runs/a/checkpoints
 
 The words after `--` are the flags of the training. They are checked for the world size that the job has, as `--dry-run`
 does, before anything is written; what is in a container, such as the data, is not looked at. Exit status: 0, 2 for a

@@ -200,7 +200,7 @@ others_up() {
 }
 
 requeue() {
-  local bad left
+  local bad without left
   write_state
   say "goes back into the queue: $ended"
   # Only a pending job can be told nodes to leave out. Slurm ends this script after KillWait: the trap leaves it that time.
@@ -211,10 +211,12 @@ requeue() {
   fi
   bad=$(failed_twice)
   if [[ $bad ]]; then
-    left=$(others_up "$bad${EXCLUDE:+,$EXCLUDE}")
+    without=$bad
+    [[ $EXCLUDE ]] && without+=,$(scontrol show hostnames "$EXCLUDE" | paste -sd, -)
+    left=$(others_up "$without")
     if ((left < SLURM_JOB_NUM_NODES)); then
       say "would leave out $bad, which failed twice, but only $left other nodes of $SLURM_JOB_PARTITION are up, of $SLURM_JOB_NUM_NODES needed"
-    elif scontrol update "jobid=$SLURM_JOB_ID" "excnodelist=$bad${EXCLUDE:+,$EXCLUDE}"; then
+    elif scontrol update "jobid=$SLURM_JOB_ID" "excnodelist=$without"; then
       say "leaves out $bad, which failed twice"
     fi
   fi

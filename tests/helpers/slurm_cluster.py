@@ -36,6 +36,8 @@ PATIENCE = 300.0
 """Seconds that anything may take: a limit for what never happens, on a machine with other work."""
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
+NODE = "NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 Weight={number} State=UNKNOWN"
+"""Jobs get the nodes of the least weight that are free."""
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -71,7 +73,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node_port}-{last_node_port}] CPUs=1 State=UNKNOWN
+{node_lines}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
@@ -138,6 +140,13 @@ class Cluster:
             assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
             time.sleep(0.1)
 
+    def start_soon(self, number: int) -> None:
+        """Start a job that was requeued in two seconds: Slurm makes it wait for two minutes.
+
+        A node refuses a job whose credential is of the second in which it was requeued.
+        """
+        self.run("scontrol", "update", f"jobid={number}", "starttime=now+2seconds")
+
     def ended(self, number: int) -> dict[str, str]:
         """Wait until a job has come to its end, with nothing of it left on a node; return what Slurm says of it."""
         self.until(lambda: self.state(number) in FINAL, f"the end of job {number}")
@@ -150,23 +159,16 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
-                if (environment.get("SLURM_CONF"), environment.get("SLURM_JOB_ID")) != (
-                    self.environment["SLURM_CONF"],
-                    str(job),
-                ):
-                    continue
-                if environment.get("SLURMD_NODENAME") == node and process.name() != "slurmstepd":
+                names = ("SLURM_CONF", "SLURM_JOB_ID", "SLURMD_NODENAME")
+                of = tuple(environment.get(name) for name in names)
+                if of == (self.environment["SLURM_CONF"], str(job), node) and process.name() != "slurmstepd":
                     found.append(process)
         return found
 
     def kill_node(self, node: str) -> None:
         """End slurmd, slurmstepd and the jobs' processes of a node by SIGKILL, and say that it is down."""
         slurmd = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
-        steps = [
-            process
-            for process in psutil.process_iter()
-            if process.name() == "slurmstepd" and self._is_of(process, node)
-        ]
+        steps = [step for step in psutil.process_iter() if _has_open(step, self.folder / f"slurmd-{node}.log")]
         tasks = [child for step in steps for child in step.children(recursive=True)]
         for process in [slurmd, *steps, *tasks]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -180,13 +182,6 @@ class Cluster:
             self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
         self.until(lambda: self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%n").strip(), f"{node} is idle")
 
-    def _is_of(self, process: psutil.Process, node: str) -> bool:
-        """Whether a slurmstepd is a node's of this cluster."""
-        with contextlib.suppress(psutil.Error):
-            return any(Path(file.path).is_relative_to(self.folder / f"spool-{node}") for file in process.open_files()) \
-                or process.environ().get("SLURMD_NODENAME") == node
-        return False
-
 
 @contextlib.contextmanager
 def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
@@ -198,11 +193,11 @@ def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
     folder = folder.resolve()
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)  # munged refuses a socket that others cannot reach
-    port = _free_ports(nodes + 1)
+    port, host = _free_ports(nodes + 1), socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(
         CONF.format(
-            folder=folder, host=socket.gethostname().split(".")[0], user=getpass.getuser(), nodes=nodes, port=port,
-            first_node_port=port + 1, last_node_port=port + nodes, first_job=random.randrange(1000, 60000),
+            folder=folder, host=host, user=getpass.getuser(), port=port, first_job=random.randrange(1000, 60000),
+            node_lines="\n".join(NODE.format(number=n, host=host, port=port + n) for n in range(1, nodes + 1)),
         )
     )  # fmt: skip
     cluster = Cluster(folder, nodes)
@@ -244,7 +239,16 @@ def _end(cluster: Cluster) -> None:
 def _is_mine(process: psutil.Process, cluster: Cluster) -> bool:
     with contextlib.suppress(psutil.Error):
         own = process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"] and process.pid != os.getpid()
-        return own or any(str(cluster.folder) in word for word in process.cmdline() if process.name() == "munged")
+        logs = [cluster.folder / f"slurmd-{node}.log" for node in cluster.nodes]
+        munged = process.name() == "munged" and any(str(cluster.folder) in word for word in process.cmdline())
+        return own or munged or any(_has_open(process, log) for log in logs)
+    return False
+
+
+def _has_open(process: psutil.Process, log: Path) -> bool:
+    """Whether a process is a slurmstepd that writes the log of its node; its environment is empty."""
+    with contextlib.suppress(psutil.Error):
+        return process.name() == "slurmstepd" and any(file.path == str(log) for file in process.open_files())
     return False
 
 
@@ -263,7 +267,8 @@ def _free_ports(count: int) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with running(Path(sys.argv[1])) as started:
         for setting, value in started.environment.items():
             print(f"export {setting}={value}", flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        signal.pause()
