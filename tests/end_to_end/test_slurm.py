@@ -75,7 +75,7 @@ class Job:
     def begins(self, attempt: int) -> tuple[str, int]:
         """Wait until an attempt has begun; return its nodes, and the step that it goes on from."""
         line = re.compile(rf"attempt {attempt} on (\S+?); (?:.*goes on from step (\d+)|.*no checkpoint yet)")
-        self.until(lambda: line.search(self.log()), f"attempt {attempt}")
+        self.until(lambda: self.cluster.hurry(self.number) or line.search(self.log()), f"attempt {attempt}")
         found = line.search(self.log())
         assert found
         return found[1], int(found[2] or 0)
@@ -90,7 +90,6 @@ class Job:
 
     def requeued(self, times: int) -> None:
         self.until(lambda: self.cluster.restarts(self.number) == times, f"requeue {times}")
-        self.cluster.start_soon(self.number)
 
     def rank_on(self, node: str) -> psutil.Process:
         """Wait for the rank on a node."""

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -140,12 +141,17 @@ class Cluster:
             assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
             time.sleep(0.1)
 
-    def start_soon(self, number: int) -> None:
-        """Start a job that was requeued in two seconds: Slurm makes it wait for two minutes.
+    def hurry(self, number: int) -> None:
+        """Start a job that was requeued in two seconds, where Slurm makes it wait for two minutes.
 
         A node refuses a job whose credential is of the second in which it was requeued.
         """
-        self.run("scontrol", "update", f"jobid={number}", "starttime=now+2seconds")
+        job = self.job(number)
+        if (job["JobState"], job["Reason"]) != ("PENDING", "BeginTime"):
+            return
+        seconds = (datetime.fromisoformat(job["EligibleTime"]) - datetime.now()).total_seconds()
+        if seconds > 20:  # Slurm sets it again when the last process of the job has ended
+            self.run("scontrol", "update", f"jobid={number}", "starttime=now+2seconds", check=False)
 
     def ended(self, number: int) -> dict[str, str]:
         """Wait until a job has come to its end, with nothing of it left on a node; return what Slurm says of it."""
