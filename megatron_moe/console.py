@@ -11,6 +11,7 @@ from importlib import import_module
 
 import megatron_moe
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import started_as
 from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
 
 NAME = "megatron-moe"
@@ -61,7 +62,8 @@ def _main(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError(_unknown(command))
     module, _, function = COMMANDS[command][0].partition(":")
-    status: int = getattr(import_module(module), function)(rest)
+    with started_as(f"{NAME} {command}"):
+        status: int = getattr(import_module(module), function)(rest)
     return status
 
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
-from megatron_moe.report.jsonl import JsonlSink, read_steps
+from megatron_moe.report.jsonl import JsonlSink
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord
 from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
@@ -59,11 +59,10 @@ class Reporter:
         self._info = RunInfo(run, start_iteration)
         self._files: JsonlSink | None = None
         flags = run.logging
-        totals = Totals()
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
             self._files = _writable(
-                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration, totals)
+                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration)
             )
             self._sinks.append(self._files)
         if flags.tensorboard_dir:
@@ -75,7 +74,8 @@ class Reporter:
                 )
             )
         if flags.summary_file:
-            self._sinks.append(SummarySink(Path(flags.summary_file), totals, self._info))
+            before = Totals() if self._files is None else self._files.totals
+            self._sinks.append(SummarySink(Path(flags.summary_file), before, self._info))
         if flags.plot_file:
             from megatron_moe.report.plot import PlotSink
 
@@ -94,11 +94,9 @@ class Reporter:
             for kind, note in _notes_on(self._files, start_iteration):
                 self.event(kind, note)
 
-    def _open_metrics(self, path: Path, start_iteration: int, totals: Totals) -> JsonlSink:
-        """Open the files of the metrics, add up the steps that they have, and write what the run is next to them."""
+    def _open_metrics(self, path: Path, start_iteration: int) -> JsonlSink:
+        """Open the files of the metrics, and write what the run is next to them."""
         files = JsonlSink(path, start_iteration)
-        for record in read_steps(path) if start_iteration else ():
-            totals.add(record)
         self._info.write()
         files.event(self._event("start", f"attempt {self._info.values['attempt']}, from iteration {start_iteration}"))
         return files
