@@ -118,16 +118,20 @@ on_every_node() {
   kill "$watcher" 2>/dev/null
 }
 
+# Whether the job's script is still there for a background loop: the next attempt's ranks are not to be signalled.
+is_of_this_attempt() { kill -0 $$ 2>/dev/null; }
+
 # When one node has failed, the others notice that by themselves once they train, and their watchdogs say why. Those that
 # wait for it at the start would for long, and keep a SIGTERM until then: SIGINT ends them at once.
 end_the_others() {
   local file code
-  while sleep 1; do
+  while sleep 1 && is_of_this_attempt; do
     for file in "$STATUSES".*; do
       code=0
       [[ -r $file ]] && read -r code <"$file"
       ((code)) || continue
       sleep 10
+      is_of_this_attempt || return
       say "${file##*.status.} ended with status $code; the other nodes are ended"
       scancel --signal=INT "$SLURM_JOB_ID"
       return
@@ -148,6 +152,7 @@ ask_to_end() {
   local deadline=$((SECONDS + SAVE_SECONDS + 30))
   trap - USR1 TERM
   while ((SECONDS < deadline)); do
+    is_of_this_attempt || return
     scancel --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null
     sleep 5
   done

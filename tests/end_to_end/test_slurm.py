@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -251,3 +252,17 @@ def test_without_an_environment_the_job_says_what_to_do(cluster, tmp_path):
     job = submit(cluster, tmp_path, VIRTUAL_ENV="", CONDA_PREFIX="", PATH="/usr/bin:/bin")
     assert cluster.ended(job.number)["ExitCode"] == "2:0"
     assert "no environment with megatron_moe and torch" in job.log()
+
+
+@pytest.mark.claim("The Slurm example for CPUs runs as it is in a clone, on two nodes, with its preflight.")
+def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
+    for name in ("examples", "megatron_moe"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / ".venv").symlink_to(sys.prefix)  # as `make setup` leaves it
+    fresh = {**environment(tmp_path), "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHONPATH": ""}
+    number = cluster.submit("examples/slurm/cpu.sbatch", cwd=tmp_path, **fresh)
+    ended = cluster.ended(number)
+    log = (tmp_path / f"moe-cpu-{number}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert re.search(r"PASS: \d+ pass, \d+ warn, 0 fail", log) and "done: 100 iterations" in log, log
+    assert json.loads((tmp_path / "runs/slurm-cpu/summary.json").read_text())["iterations"] == 100
