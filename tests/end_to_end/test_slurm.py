@@ -157,6 +157,7 @@ def test_a_killed_rank_and_the_time_limit_are_gone_on_from_to_the_bit(cluster, t
     minutes = 2 + int(cluster.run("squeue", "-h", "-j", str(job.number), "-O", "TimeUsed").split(":")[-2])
     cluster.run("scontrol", "update", f"jobid={job.number}", f"timelimit={minutes}")
     job.requeued(2)
+    cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")
     assert "time is almost up" in job.log()
     _, third = job.trains(3)
     job.cancelled()
