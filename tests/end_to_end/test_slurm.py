@@ -110,8 +110,19 @@ class Job:
 
 
 def write(folder: Path, *options: str, training: Sequence[str] = TRAINING) -> None:
-    """Write job.sbatch by the program."""
-    words = ["--time", "30", "--save-seconds", "20", "--no-preflight", "--output", "runs/job.log", *options]
+    """Write job.sbatch by the program. All nodes would bind their ranks to this machine's first core."""
+    words = [
+        "--time",
+        "30",
+        "--save-seconds",
+        "20",
+        "--no-preflight",
+        "--output",
+        "runs/job.log",
+        "--cpu-bind",
+        "none",
+        *options,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_moe", "slurm", *words, "--script", "job.sbatch", "--", *training,
          "--save", "runs/checkpoints", "--metrics-file", "runs/metrics.jsonl"],
