@@ -36,6 +36,7 @@ setup(
     package_data={
         "megatron_moe": ["py.typed"],
         "megatron_moe.config": ["megatron_flags.tsv"],
+        "megatron_moe.launch": ["slurm.sh"],
         "megatron_moe.platform": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
         "megatron_moe.report.page": ["assets/*"],
