@@ -18,6 +18,7 @@ NAME = "megatron-moe"
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("megatron_moe.train:main", "train a model; with torchrun's options on several ranks"),
+    "slurm": ("megatron_moe.slurm:main", "write, and submit, a Slurm job that saves, ends and goes on by itself"),
     "prepare": ("megatron_moe.apps.prepare:main", "tokenize text into indexed datasets"),
     "merge": ("megatron_moe.apps.merge:main", "join indexed datasets into one"),
     "convert": ("megatron_moe.apps.convert.cli:main", "convert checkpoints from and to Hugging Face and Megatron-LM"),
@@ -29,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify-resume": ("megatron_moe.apps.verify_resume.cli:main", "replay recorded steps from a checkpoint"),
     "audit": ("megatron_moe.apps.audit.cli:main", "report every cast and promotion of one step"),
     "trace": ("megatron_moe.apps.trace:main", "write what a checkpoint computes on given tokens"),
+    "report": ("megatron_moe.apps.report:main", "write one HTML page of runs: charts, verdict, flags, events"),
     "profile": ("megatron_moe.apps.profile_step:main", "show where the time of a step goes"),
     "flags": ("megatron_moe.apps.megatron_flags.cli:main", "say what becomes of a Megatron-LM flag or script"),
 }

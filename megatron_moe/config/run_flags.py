@@ -206,6 +206,7 @@ class LoggingConfig:
     log_world_size_to_tensorboard: bool = flag(False, "the number of ranks, there")
     metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
     plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
+    report_file: str | None = mute(None, "HTML page of the run, written anew while it trains and when it ends")
     summary_file: str | None = mute(None, "JSON with the run's result, written at the end")
     sample_prompt: str | None = flag(None, "text to continue at the end of the run")
     sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")

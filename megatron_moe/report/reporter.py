@@ -79,8 +79,13 @@ class Reporter:
         if flags.plot_file:
             from megatron_moe.report.plot import PlotSink
 
-            assert flags.metrics_file, "rules.sources.plot_needs_metrics"
+            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
             self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
+        if flags.report_file:
+            from megatron_moe.report.page.build import PageSink
+
+            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
+            self._sinks.append(PageSink(Path(flags.report_file), Path(flags.metrics_file), self._warn))
         self._sinks.append(
             console_sink(
                 stream or sys.stdout,
@@ -138,6 +143,9 @@ class Reporter:
             record = self._event(kind, text, facts, shown)
             for sink in self._sinks:
                 sink.event(record)
+
+    def _warn(self, text: str) -> None:
+        self.event("warning", text)
 
     def message(self, text: str) -> None:
         """Show one line that is no event of a kind of its own."""
