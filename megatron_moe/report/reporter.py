@@ -16,9 +16,10 @@ from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord
+from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, exact
 from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import Sink, TensorBoardSink
+from megatron_moe.report.tracker import SERVICES, TrackerSink
 
 FINISHED = "finished"
 """The ending of an attempt that has done its work; see `run_info.ATTEMPT_FIELDS` for others."""
@@ -60,6 +61,7 @@ class Reporter:
         self._files: JsonlSink | None = None
         flags = run.logging
         totals = Totals()
+        abandoned = _abandoned(run, start_iteration)
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
             self._files = _writable(
@@ -81,6 +83,12 @@ class Reporter:
 
             assert flags.metrics_file, "rules.sources.plot_needs_metrics"
             self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
+        # Before the files, which take what these have to say at their end.
+        self._sinks[len(also) : len(also)] = [
+            TrackerSink(flag, run, start_iteration, self._info, abandoned, self.event)
+            for flag in SERVICES
+            if getattr(flags, flag) is not None
+        ]
         self._sinks.append(
             console_sink(
                 stream or sys.stdout,
@@ -190,6 +198,8 @@ class Reporter:
         thread.join(_SECONDS_FOR_LAST_WORDS)
 
     def _try_to_record_end(self, ending: str, fault: str | None) -> None:
+        for sink in self._sinks:
+            sink.last_words(ending, fault)
         with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
             self._record_end(ending, fault)
 
@@ -217,6 +227,15 @@ class Reporter:
     def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None, shown: bool = True) -> EventRecord:
         assert kind in EVENTS, kind
         return EventRecord(self._iteration, kind, text, **self._info.stamp(), facts=facts or {}, shown=shown)
+
+
+def _abandoned(run: Run, start_iteration: int) -> dict[int, dict[str, Any]]:
+    """Return iteration -> exact record of the steps after this start that an earlier attempt has reported."""
+    flags = run.logging
+    path = Path(flags.metrics_file or "")
+    if not (start_iteration and path.is_file() and any(getattr(flags, flag) is not None for flag in SERVICES)):
+        return {}
+    return {step.iteration: exact(step) for step in read_steps(path) if step.iteration > start_iteration}
 
 
 def _notes_on(files: JsonlSink, start_iteration: int) -> Iterator[tuple[str, str]]:
