@@ -121,11 +121,10 @@ class TrackerSink(Sink):
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
+        flags = flatten(self._run)
         self._send(
             {
-                "flags": {
-                    name: value for name, value in flatten(self._run).items() if "wandb" in name or "mlflow" in name
-                },
+                "flags": {name: flags[name] for name in flags if name.startswith(("wandb_", "mlflow_"))},
                 "folder": _folder(self._run),
                 "start_iteration": self._start_iteration,
                 "about": self._info.values,

@@ -4,8 +4,8 @@ It reads lines of JSON from its standard input, as `tracker.TrackerSink` writes 
 with lines of `kind` and `text`, events for the run's log. The package may raise, wait for a server, or crash here: the
 training waits for nothing. The end of the input without a line `end` is the end of the training process by a kill.
 
-A run that goes back to a checkpoint repeats iterations, and neither service takes values back. What came out the same to
-the bit, and is there already, is not written again; other values are, and `attempt` says which came later.
+A run that goes back to a checkpoint repeats iterations, and neither service takes values back. What came out the same
+to the bit, and is there already, is not written again; other values are, and `attempt` says which came later.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 SECONDS_TO_FINISH = 60.0
 """After the end of its input the process ends, at the latest."""
+_SECONDS_TO_REACH_WANDB = 20.0
 RETRY_SECONDS = (5.0, 30.0, 120.0, 600.0, 1800.0)
 """Waits between attempts to reach an MLflow server, which does not keep values by itself as W&B's process does."""
 RUN_TAG = "megatron_moe.run_id"
@@ -37,7 +38,7 @@ Message = dict[str, Any]
 
 
 class _Wandb:
-    """A run of Weights & Biases, named by our run_id: online, or offline where WANDB_MODE says so or nothing answers."""
+    """A run of W&B whose id is our run_id: online, or offline where WANDB_MODE says so or the server does not answer."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
@@ -52,6 +53,8 @@ class _Wandb:
         flags, about = opened["flags"], opened["about"]
         # Its console capture and its own messages are for the process that trains, which this is not.
         own = {"console": "off", "silent": True, "x_stats_pid": os.getppid()}
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            own["init_timeout"] = _SECONDS_TO_REACH_WANDB
         known = {name: value for name, value in own.items() if hasattr(wandb.Settings(), name)}
         settings: Message = {
             "project": flags["wandb_project"],
