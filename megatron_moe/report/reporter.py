@@ -17,12 +17,10 @@ from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, exact
-from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
+from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import Sink, TensorBoardSink
 from megatron_moe.report.tracker import SERVICES, TrackerSink
 
-FINISHED = "finished"
-"""The ending of an attempt that has done its work; see `run_info.ATTEMPT_FIELDS` for others."""
 _SECONDS_FOR_LAST_WORDS = 2.0
 
 

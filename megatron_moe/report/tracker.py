@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_moe.config.run_flags import LoggingConfig
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord, EventRecord, exact
-from megatron_moe.report.run_info import RunInfo
+from megatron_moe.report.run_info import FINISHED, RunInfo
 from megatron_moe.report.sink import Sink, evaluation_scalars, step_scalars
 
 SERVICES = {"wandb_project": "W&B", "mlflow_experiment": "MLflow"}
@@ -28,9 +29,9 @@ SERVICES = {"wandb_project": "W&B", "mlflow_experiment": "MLflow"}
 MOST_BYTES = 64 * 2**20
 """Bytes of values that wait for a process that does not read; one that falls behind further is given up."""
 SECONDS_TO_CLOSE = 30.0
-"""How long the end of a run that is done waits for a process to hand over its last values."""
+"""How long the end of a run that has finished waits for a process to hand over its last values."""
 SECONDS_TO_CLOSE_INTERRUPTED = 5.0
-"""The same of a run that is stopped, which its launcher gives half a minute."""
+"""The same of a run that was stopped, which its launcher gives half a minute, or has failed."""
 
 _EVENTS = ("fault", "warning", "stop")
 _PACKAGES = {"wandb_project": ("wandb", "wandb"), "mlflow_experiment": ("mlflow", "mlflow-skinny")}
@@ -100,7 +101,8 @@ class TrackerSink(Sink):
         self._options: LoggingConfig = run.logging
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent, self._unread = bytearray(), bytearray()
-        self._lock = threading.RLock()
+        self._lock, self._closing = threading.RLock(), False
+        self._seconds_to_close = SECONDS_TO_CLOSE_INTERRUPTED
 
     def start(self, facts: dict[str, Any]) -> None:
         package = Path(__file__).resolve().parents[2]
@@ -148,6 +150,8 @@ class TrackerSink(Sink):
         self._exchange()
 
     def end(self, ending: str) -> None:
+        if ending == FINISHED:
+            self._seconds_to_close = SECONDS_TO_CLOSE
         self._send({"ending": ending})
 
     def last_words(self, ending: str, fault: str | None) -> None:
@@ -158,16 +162,16 @@ class TrackerSink(Sink):
             self._lock.release()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        seconds = SECONDS_TO_CLOSE_INTERRUPTED if summary is None else SECONDS_TO_CLOSE
-        until = time.monotonic() + seconds
+        until = time.monotonic() + self._seconds_to_close
         with self._lock:
+            self._closing = True
             while self._process is not None:
                 left = until - time.monotonic()
                 if left <= 0:
-                    self._warn(f"had not taken the last values after {seconds:.0f} s")
+                    self._warn(f"had not taken the last values after {self._seconds_to_close:g} s")
                 else:
                     self._wait(left)
-                    self._exchange(closing=True)
+                    self._exchange()
 
     def _wait(self, seconds: float) -> None:
         """Wait until the process takes or says something."""
@@ -186,7 +190,7 @@ class TrackerSink(Sink):
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._closing:
                 return
             self._unsent += _lines(message)
             if len(self._unsent) > MOST_BYTES:
@@ -194,51 +198,47 @@ class TrackerSink(Sink):
                 return
             self._exchange()
 
-    def _exchange(self, closing: bool = False) -> None:
+    def _exchange(self) -> None:
         """Write what the process takes now, and report what it has said."""
         with self._lock:
             if self._process is None:
                 return
             self._write()
-            assert self._process.stdin is not None and self._process.stdout is not None
-            if closing and not self._unsent and not self._process.stdin.closed:
-                self._process.stdin.close()
-            ended, failure = self._read_replies()
-            if failure is not None:
-                self._warn(failure)
-            elif ended and closing and not self._unsent:
-                self._let_go()
-            elif ended:
+            replies, ended = self._read()
+            failed = next((reply["text"] for reply in replies if reply["kind"] == "failed"), None)
+            if failed is not None:
+                self._warn(failed)
+            elif ended and (self._unsent or not self._closing):
                 self._warn("its process has ended")
+            elif ended:
+                self._let_go()
+            for reply in replies:  # last, as what is reported comes back here as an event
+                if reply["kind"] == "message":
+                    self._report("message", reply["text"])
+                elif reply["kind"] == "warning":
+                    self._report("warning", f"{self._service}: {reply['text']}")
 
     def _write(self) -> None:
         assert self._process is not None and self._process.stdin is not None
-        try:
+        pipe = self._process.stdin
+        # Where the process has ended, its last answer says why.
+        with suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
-                del self._unsent[: os.write(self._process.stdin.fileno(), self._unsent[: 2**16])]
-        except BlockingIOError:
-            return
-        except OSError:  # the process has ended, and its last answer says why
-            return
+                del self._unsent[: os.write(pipe.fileno(), self._unsent[: 2**16])]
+        if self._closing and not self._unsent:
+            pipe.close()
 
-    def _read_replies(self) -> tuple[bool, str | None]:
-        """Report what the process has said; return whether that was all, and why it has failed."""
+    def _read(self) -> tuple[list[dict[str, str]], bool]:
+        """Return what the process has said, and whether it has ended."""
         assert self._process is not None and self._process.stdout is not None
         ended = False
-        try:
+        with suppress(BlockingIOError):
             while data := os.read(self._process.stdout.fileno(), 2**16):
                 self._unread += data
             ended = True
-        except BlockingIOError:
-            pass
         *lines, rest = bytes(self._unread).split(b"\n")
         self._unread = bytearray(rest)
-        for reply in map(json.loads, lines):
-            if reply["kind"] == "failed":
-                return True, reply["text"]
-            text = reply["text"] if reply["kind"] == "message" else f"{self._service}: {reply['text']}"
-            self._report(reply["kind"], text)
-        return ended, None
+        return [json.loads(line) for line in lines], ended
 
     def _warn(self, why: str) -> None:
         """Report once that the service gets no more, and leave its process to its own end."""

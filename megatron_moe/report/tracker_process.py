@@ -2,7 +2,7 @@
 
 It reads lines of JSON from its standard input, as `tracker.TrackerSink` writes them, and answers on its standard output
 with lines of `kind` and `text`, events for the run's log. The package may raise, wait for a server, or crash here: the
-training waits for nothing. The end of the input without a line `end` is the end of the training process by a kill.
+training waits for nothing. The last line has `ending`; the input of a trainer that was killed ends without it.
 
 A run that goes back to a checkpoint repeats iterations, and neither service takes values back. What came out the same
 to the bit, and is there already, is not written again; other values are, and `attempt` says which came later.
@@ -17,13 +17,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, TextIO
 
 SECONDS_TO_FINISH = 60.0
-"""After the end of its input the process ends, at the latest."""
+"""The process ends so long after its input, at the latest."""
 _SECONDS_TO_REACH_WANDB = 20.0
 RETRY_SECONDS = (5.0, 30.0, 120.0, 600.0, 1800.0)
 """Waits between attempts to reach an MLflow server, which does not keep values by itself as W&B's process does."""
@@ -38,7 +38,7 @@ Message = dict[str, Any]
 
 
 class _Wandb:
-    """A run of W&B whose id is our run_id: online, or offline where WANDB_MODE says so or the server does not answer."""
+    """A run of W&B whose id is our run_id: online, or offline where WANDB_MODE says so or no server answers."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
@@ -72,6 +72,7 @@ class _Wandb:
         except Exception as error:
             if os.environ.get("WANDB_MODE", "online") != "online":
                 raise
+            wandb.teardown()  # what has failed holds the id
             self._run = wandb.init(**settings, mode="offline")
             self._say("warning", f"{_text(error)}; the run is recorded offline: `wandb sync {self._folder}` uploads it")
         else:
@@ -214,7 +215,7 @@ def _is_there(message: Message, last: int) -> bool:
 
 def _text(error: BaseException) -> str:
     """Return the first line of an error, without what the environment keeps secret."""
-    text = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    text = str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__
     for name, value in os.environ.items():
         if name.endswith(_SECRETS) and len(value) > 3:
             text = text.replace(value, f"${name}")
@@ -227,22 +228,24 @@ _TRACKERS: dict[str, type[_Wandb | _Mlflow]] = {"W&B": _Wandb, "MLflow": _Mlflow
 class _Input:
     """Reads messages in a thread, so that what has come in the meantime is written at once."""
 
-    def __init__(self, lines: Any) -> None:
+    def __init__(self, lines: Iterable[str], on_end: Callable[[], None]) -> None:
         self._messages: queue.Queue[Message | None] = queue.Queue(_MOST_MESSAGES)
-        self._parent = os.getppid()
+        self._parent, self._on_end = os.getppid(), on_end
         self.at_end = threading.Event()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def _read(self, lines: Any) -> None:
+    def _read(self, lines: Iterable[str]) -> None:
+        # A process that the trainer has forked holds the pipe open for as long as it lives: its end says nothing.
         for line in lines:
-            self._messages.put(json.loads(line))
+            message = json.loads(line)
+            self._messages.put(message)
+            if "ending" in message:
+                break
         self._end()
 
     def _end(self) -> None:
         self.at_end.set()
-        limit = threading.Timer(SECONDS_TO_FINISH, os._exit, (1,))
-        limit.daemon = True
-        limit.start()
+        self._on_end()
         self._messages.put(None)
 
     def take(self) -> list[Message | None]:
@@ -252,7 +255,6 @@ class _Input:
             try:
                 taken.append(self._messages.get(timeout=5.0))
             except queue.Empty:
-                # A process that the trainer has forked may hold the pipe open after the trainer was killed.
                 if os.getppid() != self._parent and not self.at_end.is_set():
                     self._end()
         while taken[-1] is not None:
@@ -279,15 +281,15 @@ def _patiently(act: Callable[[], None], say: Callable[[str, str], None], at_end:
     act()
 
 
-def track(service: str, lines: Any, replies: TextIO) -> None:
-    """Hand a run to a service, until the lines end; what the service raises is answered, and ends the process."""
+def track(service: str, lines: Iterable[str], replies: TextIO, on_end: Callable[[], None]) -> None:
+    """Hand a run to a service, until the lines end, when `on_end` is called; what the service raises is answered."""
 
     def say(kind: str, text: str) -> None:
         with suppress(OSError):  # the trainer is gone, and what it has sent is handed over all the same
             replies.write(json.dumps({"kind": kind, "text": text}) + "\n")
             replies.flush()
 
-    source, tracker = _Input(lines), _TRACKERS[service](say)
+    source, tracker = _Input(lines, on_end), _TRACKERS[service](say)
     ending, messages = "killed", source.take()
     opened = messages.pop(0)
     if opened is None:
@@ -314,13 +316,19 @@ def track(service: str, lines: Any, replies: TextIO) -> None:
         say("failed", _text(error))
 
 
+def _limit() -> None:
+    limit = threading.Timer(SECONDS_TO_FINISH, os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+
+
 def main() -> None:
     """Serve the trainer that has started this process, whose signals are its own business."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a package prints is no answer
-    track(sys.argv[1], sys.stdin, replies)
+    track(sys.argv[1], sys.stdin, replies, _limit)
 
 
 if __name__ == "__main__":
