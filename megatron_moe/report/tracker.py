@@ -205,13 +205,13 @@ class TrackerSink(Sink):
                 return
             self._write()
             replies, ended = self._read()
-            failed = next((reply["text"] for reply in replies if reply["kind"] == "failed"), None)
-            if failed is not None:
-                self._warn(failed)
-            elif ended and (self._unsent or not self._closing):
-                self._warn("its process has ended")
-            elif ended:
+            said = {reply["kind"]: reply["text"] for reply in replies}
+            if "failed" in said:
+                self._warn(said["failed"])
+            elif "done" in said:
                 self._let_go()
+            elif ended:
+                self._warn("its process has ended")
             for reply in replies:  # last, as what is reported comes back here as an event
                 if reply["kind"] == "message":
                     self._report("message", reply["text"])

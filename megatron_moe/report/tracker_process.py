@@ -237,6 +237,8 @@ class _Input:
     def _read(self, lines: Iterable[str]) -> None:
         # A process that the trainer has forked holds the pipe open for as long as it lives: its end says nothing.
         for line in lines:
+            if not line.endswith("\n"):  # the trainer was killed while it wrote
+                break
             message = json.loads(line)
             self._messages.put(message)
             if "ending" in message:
@@ -312,6 +314,7 @@ def track(service: str, lines: Iterable[str], replies: TextIO, on_end: Callable[
                 break
             messages = source.take()
         act(tracker.finish, ending)
+        say("done", "")
     except Exception as error:
         say("failed", _text(error))
 
