@@ -8,6 +8,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 # What tools/preprocess_data.py reads .zst and tables with.
 DATA = ["zstandard>=0.22", "pyarrow>=15"]
+# What --wandb-project and --mlflow-experiment need.
+TRACKERS = ["wandb>=0.19", "mlflow-skinny>=2.16"]
 
 
 def version() -> str:
@@ -66,6 +68,7 @@ setup(
             "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",
         ],
         "hf": ["transformers>=4.56"],
+        "trackers": TRACKERS,
         "data": DATA,
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA],
     },

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import LoggingConfig
-from megatron_moe.config.schema import Run, flatten
+from megatron_moe.config.schema import Run
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import EvalRecord, EventRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo
@@ -123,11 +123,9 @@ class TrackerSink(Sink):
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-        flags = flatten(self._run)
         self._send(
             {
-                "flags": {name: flags[name] for name in flags if name.startswith(("wandb_", "mlflow_"))},
-                "folder": _folder(self._run),
+                "asked": _asked(self._service, self._run),
                 "start_iteration": self._start_iteration,
                 "about": self._info.values,
             }
@@ -259,8 +257,21 @@ def _lines(*messages: dict[str, Any]) -> bytes:
     return "".join(json.dumps(message, default=str) + "\n" for message in messages).encode()
 
 
-def _folder(run: Run) -> str | None:
-    """Return where W&B keeps its files: as Megatron-LM has it, or where W&B says."""
-    if run.logging.wandb_save_dir is not None:
-        return run.logging.wandb_save_dir
-    return None if run.checkpoint.save is None else os.path.join(run.checkpoint.save, "wandb")
+def _asked(service: str, run: Run) -> dict[str, str | None]:
+    """Return where the run goes, by what `tracker_process` calls it."""
+    flags = run.logging
+    if service == "MLflow":
+        return {
+            "experiment": flags.mlflow_experiment,
+            "name": flags.mlflow_run_name,
+            "uri": flags.mlflow_tracking_uri,
+        }
+    folder = flags.wandb_save_dir
+    if folder is None and run.checkpoint.save is not None:  # as Megatron-LM has it
+        folder = os.path.join(run.checkpoint.save, "wandb")
+    return {
+        "project": flags.wandb_project,
+        "entity": flags.wandb_entity,
+        "name": flags.wandb_exp_name,
+        "dir": folder,
+    }

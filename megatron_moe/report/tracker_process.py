@@ -50,17 +50,14 @@ class _Wandb:
         """Start the run, or continue it."""
         import wandb
 
-        flags, about = opened["flags"], opened["about"]
+        about = opened["about"]
         # Its console capture and its own messages are for the process that trains, which this is not.
         own = {"console": "off", "silent": True, "x_stats_pid": os.getppid()}
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             own["init_timeout"] = _SECONDS_TO_REACH_WANDB
         known = {name: value for name, value in own.items() if hasattr(wandb.Settings(), name)}
         settings: Message = {
-            "project": flags["wandb_project"],
-            "entity": flags["wandb_entity"],
-            "name": flags["wandb_exp_name"],
-            "dir": opened["folder"],
+            **opened["asked"],
             "id": about["run_id"],
             "resume": "allow",
             "config": {**about["all_flags"], **{name: about[name] for name in about if name not in _NO_CONFIG}},
@@ -131,9 +128,9 @@ class _Mlflow:
             os.environ.setdefault(name, value)
         from mlflow.tracking import MlflowClient
 
-        flags, about = opened["flags"], opened["about"]
-        self._client = MlflowClient(flags["mlflow_tracking_uri"])
-        name = flags["mlflow_experiment"]
+        asked, about = opened["asked"], opened["about"]
+        self._client = MlflowClient(asked["uri"])
+        name = asked["experiment"]
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         found = self._client.search_runs([number], f"tags.`{RUN_TAG}` = '{about['run_id']}'", max_results=1)
@@ -151,7 +148,7 @@ class _Mlflow:
             self._client.update_run(self._id, status="RUNNING")
             self._log("tags", tags)
         else:
-            run = self._client.create_run(number, tags=tags, run_name=flags["mlflow_run_name"])
+            run = self._client.create_run(number, tags=tags, run_name=asked["name"])
             self._id = run.info.run_id
         if not found or not found[0].data.params:  # they do not change
             self._log("params", _params(about))

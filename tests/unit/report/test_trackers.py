@@ -7,13 +7,9 @@ import json
 import math
 import os
 import signal
-import struct
 import sys
-import threading
 import time
 import types
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,59 +17,14 @@ import pytest
 
 from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.config.schema import Run
-from megatron_moe.report import tracker, tracker_process
-from megatron_moe.report.jsonl import read_events
-from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report import tracker
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.report.tracker import require_trackers
 from megatron_moe.training.plan import plan_run
 from tests.helpers import wandb_stand_in
+from tests.helpers.tracked_runs import SECRET, about, events, of_wandb, report, step
 
 pytestmark = pytest.mark.one_engine
-
-SECRET = "0123456789abcdef"
-
-
-def step(iteration: int, loss: float) -> StepRecord:
-    required = {"learning_rate": 1e-3, "grad_norm": 0.5, "loss_scale": 1.0, "skipped": False}
-    return StepRecord(
-        iteration=iteration, consumed_samples=8 * iteration, loss=loss, tokens=64, seconds=0.5, **required
-    )
-
-
-def run_of(folder: Path, **flags: Any) -> Run:
-    return schema.replace(schema.Run(), metrics_file=str(folder / "metrics.jsonl"), train_iters=6, **flags)
-
-
-def of_wandb(folder: Path, **flags: Any) -> Run:
-    return run_of(folder, wandb_project="moe", wandb_save_dir=str(folder / "w"), **flags)
-
-
-def of_mlflow(folder: Path, **flags: Any) -> Run:
-    uri = f"file:{folder / 'runs'}"
-    return run_of(folder, mlflow_experiment="moe", mlflow_tracking_uri=uri, mlflow_run_name="first", **flags)
-
-
-def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99) -> str:
-    """Report steps after `start`; the losses of those from `changed` on are other ones than a repeated step's."""
-    stream = io.StringIO()
-    with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
-        reporter.start({"device": "cpu"})
-        for iteration in range(start + 1, last + 1):
-            reporter.step(step(iteration, 9.0 - iteration + (0.5 if iteration >= changed else 0.0)))
-        reporter.evaluation(EvalRecord(last, "valid", 3.0, 100, 0.1))
-        reporter.close({}, ending)
-    return stream.getvalue()
-
-
-def events(folder: Path, kind: str) -> list[str]:
-    return [event.text for event in read_events(folder / "metrics.jsonl") if event.kind == kind]
-
-
-def about(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "metrics.run.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -309,165 +260,3 @@ def test_a_uri_with_a_password_is_refused_without_repeating_it():
 def test_nothing_is_asked_of_a_run_without_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [])
     require_trackers(schema.Run())
-
-
-# ---- MLflow whose server fails for a while
-
-
-class Away:
-    """An MLflow server that does not take the first values."""
-
-    failures = 1
-    failed: int
-    logged: list[Any]
-
-    def __init__(self, uri: str) -> None:
-        self.failed, self.logged = 0, []
-        Away.last = self
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*words: Any, **named: Any) -> Any:
-            self.failed += name == "log_batch"
-            if name == "log_batch" and self.failed <= self.failures:
-                raise ConnectionError(f"{name}: http://me:{SECRET}@host does not answer")
-            self.logged += named.get("metrics", [])
-            info = types.SimpleNamespace(run_id="r", experiment_id="1")
-            return [] if name == "search_runs" else types.SimpleNamespace(info=info, experiment_id="1")
-
-        return call
-
-
-Away.last = Away("")
-
-
-@pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of, RunTag=lambda *of: of)
-    for name, module in (("mlflow", None), ("mlflow.entities", entities), ("mlflow.tracking", None)):
-        monkeypatch.setitem(sys.modules, name, module or types.SimpleNamespace(MlflowClient=Away))
-    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0))
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
-            environment.setenv(name, "1")
-        yield
-
-
-def tracked(*messages: dict[str, Any]) -> list[dict[str, str]]:
-    """Return what the process of MLflow answers."""
-    flags = {"mlflow_experiment": "e", "mlflow_run_name": None, "mlflow_tracking_uri": "http://host"}
-    what = {"run_id": "1", "attempt": 1, "command": "", "git": None, "flags": {}, "layout": {}, "versions": {}}
-    opened = {"flags": flags, "about": what, "start_iteration": 0, "folder": None}
-    replies = io.StringIO()
-    lines = [json.dumps(message) + "\n" for message in (opened, *messages)]
-    tracker_process.track("MLflow", lines, replies, lambda: None)
-    return [reply for reply in map(json.loads, replies.getvalue().splitlines()) if reply["kind"] != "message"]
-
-
-VALUES = {"iteration": 1, "time": "2026-01-01T00:00:00+00:00", "values": {"loss/train": 2.0}, "again": False}
-
-
-@pytest.mark.parametrize("failures", [1, 99])
-def test_mlflow_is_tried_again_at_the_end_of_a_run(away: None, monkeypatch: pytest.MonkeyPatch, failures: int):
-    monkeypatch.setattr(Away, "failures", failures)
-    replies = tracked(VALUES, {"ending": "finished"})
-    assert replies[0]["kind"] == "warning" and "does not answer" in replies[0]["text"]
-    assert not any(SECRET in reply["text"] for reply in replies)
-    assert (replies[-1]["kind"] == "failed") == (failures == 99)
-    assert [name for name, *_ in Away.last.logged] == (["loss/train", "iteration"] if failures == 1 else [])
-
-
-@pytest.mark.parametrize("failures", [3, 99])
-def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch, failures: int):
-    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0))
-    calls, said = [], []
-
-    def act() -> None:
-        calls.append(1)
-        if len(calls) <= failures:
-            raise ConnectionError("no answer")
-
-    with pytest.raises(ConnectionError) if failures == 99 else nullcontext():
-        tracker_process._patiently(act, lambda *words: said.append(words), threading.Event())
-    assert len(calls) == 4 and len(said) == 1
-
-
-# ---- the packages themselves
-
-
-@pytest.mark.claim("A restarted run goes on in the same run of W&B and of MLflow, without repeated or lost steps.")
-@pytest.mark.parametrize("place", ["file", "sqlite"])
-def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str):
-    pytest.importorskip("mlflow", reason="the mlflow package is not installed")
-    if place == "sqlite":
-        pytest.importorskip("sqlalchemy", reason="the sqlalchemy package is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from mlflow.tracking import MlflowClient
-
-    uri = f"file:{tmp_path / 'runs'}" if place == "file" else f"sqlite:///{tmp_path / 'runs.db'}"
-    run = schema.replace(of_mlflow(tmp_path), mlflow_tracking_uri=uri)
-    for start, last, ending, status in ((0, 4, "stopped by SIGTERM", "KILLED"), (2, 6, "finished", "FINISHED")):
-        report(run, start, last, ending)
-        client = MlflowClient(uri)
-        experiment = client.get_experiment_by_name("moe")
-        assert experiment is not None
-        (found,) = client.search_runs([experiment.experiment_id])
-        assert found.info.status == status and found.data.tags["megatron_moe.ending"] == ending
-    assert found.info.run_name == "first"
-    assert found.data.tags["megatron_moe.run_id"] == about(tmp_path)["run_id"]
-    assert found.data.tags["megatron_moe.attempt"] == "2"
-    assert found.data.params["train_iters"] == "6" and found.data.params["layout.TP"] == "1"
-    losses = client.get_metric_history(found.info.run_id, "loss/train")
-    assert [(value.step, value.value) for value in losses] == [(i, 9.0 - i) for i in range(1, 7)]
-    evaluations = client.get_metric_history(found.info.run_id, "loss/valid")
-    assert [value.step for value in evaluations] == [4, 6]
-    assert events(tmp_path, "warning") == []
-
-
-@pytest.mark.claim("W&B's offline mode keeps the run on this machine.")
-def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="the wandb package is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", SECRET * 3)
-    run = of_wandb(tmp_path, wandb_exp_name="first")
-    assert "wandb sync" in report(run, 0, 4, "stopped by SIGTERM")
-    report(run, 2, 6)
-    first, second = (list(recorded(path)) for path in sorted(tmp_path.glob("w/wandb/offline-run-*/*.wandb")))
-    opened = [record.run for record in (*first, *second) if record.WhichOneof("record_type") == "run"]
-    assert {one.run_id for one in opened} == {about(tmp_path)["run_id"]}
-    assert {one.display_name for one in opened} == {"first"} and {one.project for one in opened} == {"moe"}
-    assert losses_of(first) == {i: 9.0 - i for i in range(1, 5)}
-    assert losses_of(second) == {i: 9.0 - i for i in range(3, 7)}  # nothing here knows the steps of the other
-    kinds = {record.WhichOneof("record_type") for record in first}
-    assert "preempting" in kinds and "preempting" not in {record.WhichOneof("record_type") for record in second}
-    assert [r.exit.exit_code for r in (*first, *second) if r.WhichOneof("record_type") == "exit"] == [1, 0]
-    assert events(tmp_path, "warning") == []
-    assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
-
-def losses_of(records: list[Any]) -> dict[int, float]:
-    found = {}
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            assert record.history.step.num == row["iteration"]
-            found[row["iteration"]] = row["loss/train"]
-    return found
-
-
-def recorded(path: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file: a log of LevelDB's format after 7 bytes of W&B's."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if 2**15 - at % 2**15 < 7:  # no header fits into the rest of a block
-            at += 2**15 - at % 2**15
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, last
-            record = Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
