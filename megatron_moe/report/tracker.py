@@ -163,13 +163,14 @@ class TrackerSink(Sink):
         until = time.monotonic() + self._seconds_to_close
         with self._lock:
             self._closing = True
+            self._exchange()
             while self._process is not None:
                 left = until - time.monotonic()
                 if left <= 0:
                     self._warn(f"had not taken the last values after {self._seconds_to_close:g} s")
-                else:
-                    self._wait(left)
-                    self._exchange()
+                    return
+                self._wait(left)
+                self._exchange()
 
     def _wait(self, seconds: float) -> None:
         """Wait until the process takes or says something."""

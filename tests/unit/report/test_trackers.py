@@ -146,6 +146,21 @@ def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(s
     assert state(server)["summary"]["ending"] == "stopped by SIGTERM"
 
 
+def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: Path, tmp_path: Path):
+    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+        reporter.start({})
+        reporter.step(step(1, 3.0))
+        worker = os.fork()  # with the pipe, as a worker of the data has it
+        if worker == 0:
+            signal.pause()
+        try:
+            reporter.close({})
+        finally:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+    assert state(server)["summary"]["ending"] == "finished" and events(tmp_path, "warning") == []
+
+
 @pytest.mark.claim("A run goes on where W&B or MLflow raises, hangs, dies or is away: one warning says so.")
 @pytest.mark.parametrize(
     ("misbehaves", "says"),
