@@ -139,6 +139,7 @@ def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(s
         reporter.start({})
         pid = Path(f"{server}.pid")
         await_file(pid)
+        assert os.getpgid(int(pid.read_text())) != os.getpgrp()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # as Slurm sends it to every process
             os.kill(int(pid.read_text()), number)
         reporter.step(step(1, 3.0))
