@@ -39,6 +39,7 @@ setup(
         "megatron_moe.config": ["megatron_flags.tsv"],
         "megatron_moe.platform": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
+        "megatron_moe.report.page": ["assets/*"],
     },
     entry_points={"console_scripts": ["megatron-moe = megatron_moe.console:main"]},
     install_requires=[

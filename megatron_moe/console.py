@@ -11,6 +11,7 @@ from importlib import import_module
 
 import megatron_moe
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import started_as
 from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
 
 NAME = "megatron-moe"
@@ -28,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify-resume": ("megatron_moe.apps.verify_resume.cli:main", "replay recorded steps from a checkpoint"),
     "audit": ("megatron_moe.apps.audit.cli:main", "report every cast and promotion of one step"),
     "trace": ("megatron_moe.apps.trace:main", "write what a checkpoint computes on given tokens"),
+    "report": ("megatron_moe.apps.report:main", "write one HTML page of runs: charts, verdict, flags, events"),
     "profile": ("megatron_moe.apps.profile_step:main", "show where the time of a step goes"),
     "flags": ("megatron_moe.apps.megatron_flags.cli:main", "say what becomes of a Megatron-LM flag or script"),
 }
@@ -60,7 +62,8 @@ def _main(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError(_unknown(command))
     module, _, function = COMMANDS[command][0].partition(":")
-    status: int = getattr(import_module(module), function)(rest)
+    with started_as(f"{NAME} {command}"):
+        status: int = getattr(import_module(module), function)(rest)
     return status
 
 

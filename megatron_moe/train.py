@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 from megatron_moe import pretrain
+from megatron_moe.config.launch import started_as
 from megatron_moe.config.schema import Run
 from megatron_moe.io import launched
 from megatron_moe.io.program import note, run_program
@@ -21,7 +22,8 @@ from megatron_moe.platform import host
 
 def main(argv: list[str]) -> int:
     """Launch, or run one rank, and return the exit status."""
-    return run_program(launched.LAUNCHER, _main, argv)
+    with started_as(launched.LAUNCHER):
+        return run_program(launched.LAUNCHER, _main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -15,12 +15,15 @@ from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
 from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.program import DONE, note, run_program
+
+SCRIPT = "generate.py"
 
 if TYPE_CHECKING:  # flags, folders and prompts are checked before torch is loaded
     from megatron_moe.hf.opened import Opened
@@ -31,9 +34,9 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog="generate.py",
+        prog=program_name(SCRIPT),
         description="Generate text from a checkpoint, for a quick look: one process, one prompt after the other, a "
-        "key-value cache. For serving, export the checkpoint with tools/convert_checkpoint.py --to hf.",
+        "key-value cache. For serving, export the checkpoint with megatron-moe convert --to hf.",
         epilog="Each prompt is written to stdout, followed by its continuation as it is made; the speed is on stderr. "
         "Exit status: 0 done; 2 a mistake in the flags or a file; 130 interrupted.",
         allow_abbrev=False,
@@ -83,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Continue the prompts and return the exit status."""
-    return run_program("generate.py", _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -96,7 +99,7 @@ def _main(argv: list[str]) -> int:
     ends = _ends(source, tokenizer, flags)
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
-        note(f"generate.py: {text}")
+        note(f"{program_name(SCRIPT)}: {text}")
     import torch
 
     from megatron_moe.hf.opened import opened
@@ -281,7 +284,9 @@ def _continue(
     # The time of the first token includes the whole prompt.
     count, first = len(times) - 1, times[1] - times[0]
     speed = f"{(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else "one token"
-    note(f"generate.py: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}")
+    note(
+        f"{program_name(SCRIPT)}: prompt of {len(prompt_ids)} tokens in {first:.2f} s, then {count - 1} tokens: {speed}"
+    )
 
 
 def _write(text: str) -> None:

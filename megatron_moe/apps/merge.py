@@ -6,14 +6,17 @@ import argparse
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.data.merge import merge
 from megatron_moe.io.program import DONE, run_program, say
+
+SCRIPT = "merge_datasets.py"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     p = Parser(
-        prog="merge_datasets.py",
+        prog=program_name(SCRIPT),
         description="Join indexed datasets of one tokenizer into one: what preprocessing all of their inputs writes.",
         allow_abbrev=False,
     )
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> int:
         stderr), or 130 after Ctrl-C.
     """
     return run_program(
-        "merge_datasets.py",
+        program_name(SCRIPT),
         _main,
         argv,
         interrupted="interrupted; nothing was written",

@@ -8,12 +8,15 @@ from typing import Any
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.megatron_flags import groups, parts, table, translate
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.data.encoding import SKIP, STOP, PreprocessOptions
 from megatron_moe.data.preprocess import preprocess
 from megatron_moe.data.train_tokenizer import MODEL_TYPES
 from megatron_moe.io.program import DONE, note, run_program
+
+SCRIPT = "preprocess_data.py"
 
 _SENTENCES = (
     "sentences are for BERT and T5; where a document needs several sequences, write its text as a list of texts under "
@@ -46,7 +49,7 @@ _ANSWERED = frozenset(
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one flag per field of `PreprocessOptions`."""
     p = Parser(
-        prog="preprocess_data.py",
+        prog=program_name(SCRIPT),
         description="Tokenize text into indexed datasets: PREFIX_KEY_document.bin, .idx and a .json sidecar.",
         allow_abbrev=False,
     )
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> int:
         The exit status: 0, 1 for a full disk, 2 for a wrong flag or input (one line on stderr), or 130 after Ctrl-C.
     """
     errors = (ConfigError, OSError)
-    return run_program("preprocess_data.py", _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
+    return run_program(program_name(SCRIPT), _main, argv, interrupted=_INTERRUPTED, errors=errors, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -148,7 +151,7 @@ def _own_flags(argv: list[str]) -> list[str]:
         if flag in _REFUSED:
             problems.append(f"{flag}: {_REFUSED[flag]}")
         elif flag in _IGNORED:
-            note(f"preprocess_data.py: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
+            note(f"{program_name(SCRIPT)}: ignored: {' '.join([flag, *given])}: {_IGNORED[flag]}")
         elif flag in own and flag != "--tokenizer-type":
             kept += group
         elif flag in table() and flag not in (*own, *_ANSWERED) and table()[flag][0].target not in own:
@@ -160,5 +163,5 @@ def _own_flags(argv: list[str]) -> list[str]:
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else listing(f"{len(problems)} flags", problems))
     for text in found.notes:
-        note(f"preprocess_data.py: {text}")
+        note(f"{program_name(SCRIPT)}: {text}")
     return kept + found.argv

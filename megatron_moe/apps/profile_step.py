@@ -15,7 +15,7 @@ from typing import Any
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, local_world_size, require_rendezvous
+from megatron_moe.config.launch import launched_world, local_world_size, program_name, require_rendezvous
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.rules.ignored import READ_WITH, SCALARS
 from megatron_moe.config.schema import Run, replace
@@ -26,6 +26,8 @@ from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
 
+SCRIPT = "profile_step.py"
+
 OPERATIONS = {"_VocabParallelCrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
 ELSEWHERE = "elsewhere"
@@ -33,14 +35,14 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="profile_step.py",
-        usage="profile_step.py [--profile-steps N] [--trace FILE] [pretrain_moe.py's flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s [--profile-steps N] [--trace FILE] [the run's flags]",
         description="Run some training steps and print where rank 0's time goes, by station of docs/journey.md.",
-        epilog="Other flags, such as --preset tiny --bf16, are those of pretrain_moe.py; without data, tokens are made "
-        "up. The run ends after the profiled steps. Several ranks: torchrun ... tools/profile_step.py. Exit status: 0 "
-        "done; 1 a fault of the run; 2 a mistake in the flags.",
+        epilog="Other flags, such as --preset tiny --bf16, are those of megatron-moe train; without data, tokens are "
+        "made up. The run ends after the profiled steps. Several ranks: torchrun ... -m megatron_moe profile. Exit "
+        "status: 0 done; 1 a fault of the run; 2 a mistake in the flags.",
         allow_abbrev=False,
     )
     p.add_argument("--profile-steps", type=int, default=3, metavar="N", help="steps to profile (default: 3)")
@@ -51,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Profile what the flags name, and return the exit status."""
-    return run_program("profile_step.py", _main, argv)
+    return run_program(program_name(SCRIPT), _main, argv)
 
 
 def _main(argv: list[str]) -> int:

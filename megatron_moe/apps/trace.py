@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.hf.safetensors_file import FormatError, read_header
 from megatron_moe.hf.source import ModelSource, locate
 from megatron_moe.io.files import replace_json, require_writable, written_aside
 from megatron_moe.io.program import DONE, note, run_program
+
+SCRIPT = "trace_forward.py"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from torch import Tensor
@@ -25,7 +28,7 @@ _INPUT = "input_ids"
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = Parser(
-        prog="trace_forward.py",
+        prog=program_name(SCRIPT),
         description="Run a checkpoint in fp32 on given tokens and write what it computed, to compare two "
         "implementations. One process, on this machine's device.",
         epilog="The result holds logits [B, S, V] and loss; with --routing topk_idx.L [B*S, K] and probs.L [B*S, E] of "
@@ -53,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Trace what the flags name and return the exit status."""
     return run_program(
-        "trace_forward.py",
+        program_name(SCRIPT),
         _main,
         argv,
         interrupted="interrupted; nothing was written",
@@ -83,7 +86,7 @@ def _main(argv: list[str]) -> int:
 
     tokens = read_tokens(Path(flags.tokens), source)
     for text in source.notes:
-        note(f"trace_forward.py: {text}")
+        note(f"{program_name(SCRIPT)}: {text}")
     gradients = flags.grad_norms is not None
     if gradients:
         _ = source.required_family

@@ -43,7 +43,7 @@ def check_matches(run: Run, saved: dict[str, Any], where: str, *, has_main_weigh
     if all(name in (*_DTYPES, "keep_fp32") for name in differing):
         hint = (
             "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, or "
-            "convert them to another with --dtype of tools/convert_checkpoint.py"
+            "convert them to another with --dtype of megatron-moe convert"
         )
     raise ConfigError("\n".join([f"--load {where}: the checkpoint does not fit this run; {hint}:", *lines]))
 

@@ -195,7 +195,7 @@ def _refuse_megatron(root: Path) -> None:
     if found:
         raise ConfigError(
             f"--load {root}: {found[-1].name} is a checkpoint of Megatron-LM; convert it, and load the result: python "
-            f"tools/convert_checkpoint.py --from megatron --to native --load {root} --save {root.name}-converted"
+            f"megatron-moe convert --from megatron --to native --load {root} --save {root.name}-converted"
         )
 
 

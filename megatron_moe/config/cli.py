@@ -19,6 +19,7 @@ from megatron_moe.config import deepspeed, flag_help, megatron_defaults, megatro
 from megatron_moe.config.command_line import WHOLE_MESSAGE, Formatter, Parser, unexpected
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import Field, all_fields, choice_suggestion, from_file, from_text, suggestion
+from megatron_moe.config.launch import SCRIPT, program_name
 from megatron_moe.config.paths import read_settings
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.rules.ignored import as_megatron_reads
@@ -213,9 +214,8 @@ def _deepspeed_path(given: dict[str, Any]) -> str | None:
 def _build_parser() -> Parser:
     """Build a parser with one argument group per section, and no defaults: what was not typed is not in the result."""
     parser = Parser(
-        prog="pretrain_moe.py",
-        usage="torchrun [torchrun's options] pretrain_moe.py [--preset NAME] [--deepspeed-config FILE] [--config FILE]"
-        " [flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s [--preset NAME] [--deepspeed-config FILE] [--config FILE] [flags]",
         description="Pre-train a mixture-of-experts transformer.",
         epilog="Flags win over --config, --config over --deepspeed-config, that over --preset, and that over"
         " --defaults. The word `none` unsets a flag that has no default.",

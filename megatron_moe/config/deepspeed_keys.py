@@ -223,7 +223,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "bf16.consecutive_hysteresis",
         "bf16.min_loss_scale",
     ),
-    "checkpoints go to --save and are read at any layout; tools/convert_checkpoint.py exports weights": (
+    "checkpoints go to --save and are read at any layout; megatron-moe convert exports weights": (
         "checkpoint",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.gather_16bit_weights_on_model_save",
@@ -234,7 +234,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
     ),
     "--recompute-granularity says what is recomputed": ("activation_checkpointing",),
     "--wandb-project, --tensorboard-dir and --metrics-file record a run": ("wandb", "comet", "csv_monitor"),
-    "--timing-log-level 1 shows where the time of a step goes, tools/plan.py memory and traffic": (
+    "--timing-log-level 1 shows where the time of a step goes, megatron-moe plan memory and traffic": (
         "flops_profiler",
         "comms_logger",
         "memory_breakdown",
@@ -284,7 +284,7 @@ REFUSED: dict[str, Refused] = {
     "data_efficiency": Refused(
         "every token of the data is trained on, in --seed's order", "a file without it", switched=True
     ),
-    "autotuning": Refused("it starts runs of its own", "tools/plan.py, which compares layouts", switched=True),
+    "autotuning": Refused("it starts runs of its own", "megatron-moe plan, which compares layouts", switched=True),
     "nebula": Refused("it writes checkpoints to a service", "--async-save without it", switched=True),
     "datastates_ckpt": Refused("it writes checkpoints of DeepSpeed's format", "--async-save without it"),
     "gradient_allreduce_op": Refused("gradients are averaged over ranks", '"mean"', harmless=("mean",)),

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from megatron_moe.config import megatron_flags
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
-from megatron_moe.config.launch import rank_that_prints
+from megatron_moe.config.launch import SCRIPT, rank_that_prints
 
 EXAMPLES = (
-    ("try it", "pretrain_moe.py --preset tiny --mock-data --vocab-size 1000 --train-iters 20"),
+    ("try it", "train --preset tiny --mock-data --vocab-size 1000 --train-iters 20"),
     (
         "own text, in two steps",
-        "tools/preprocess_data.py --input text.jsonl --output-prefix data/mine --tokenizer-type ByteTokenizer "
-        "--append-eod",
-        "pretrain_moe.py --preset demo --data-path data/mine_text_document --tokenizer-type ByteTokenizer "
+        "prepare --input text.jsonl --output-prefix data/mine --tokenizer-type ByteTokenizer --append-eod",
+        "train --preset demo --data-path data/mine_text_document --tokenizer-type ByteTokenizer "
         "--train-iters 200 --save runs/a --load runs/a --save-interval 50",
     ),
     (
         "a downloaded model, on 8 GPUs",
-        "pretrain_moe.py --load-hf models/DeepSeek-V2-Lite --bf16 --expert-model-parallel-size 8 ...",
+        "train --nproc-per-node 8 --load-hf models/DeepSeek-V2-Lite --bf16 --expert-model-parallel-size 8 ...",
     ),
 )
 MOST_USED = (
@@ -95,10 +94,11 @@ def answer(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
 def short(parser: argparse.ArgumentParser) -> str:
     """Return the help that fits a terminal: examples, the flags that are used most, and where the others are."""
     every = {entry.dest: entry for entry in entries(parser)}
-    lines = [f"usage: {parser.usage}", "", f"{parser.description} With one process, python instead of torchrun does."]
+    starters = f"Several ranks: megatron-moe train with torchrun's options, or torchrun {SCRIPT}."
+    lines = [parser.format_usage().strip(), "", f"{parser.description} {starters}"]
     for title, *commands in EXAMPLES:
         lines.append(f"  {title}:")
-        lines += [f"    {'python' if command.startswith('tools') else 'torchrun'} {command}" for command in commands]
+        lines += [f"    megatron-moe {command}" for command in commands]
     width = _width()
     lines.append("")
     for name in MOST_USED:
@@ -124,7 +124,8 @@ def about(topic: str, parser: argparse.ArgumentParser) -> str:
     every = entries(parser)
     groups = list(dict.fromkeys(entry.group for entry in every))
     if topic == "all":
-        return "\n\n".join([f"usage: {parser.usage}", *(_group(every, group) for group in groups), str(parser.epilog)])
+        usage = parser.format_usage().strip()
+        return "\n\n".join([usage, *(_group(every, group) for group in groups), str(parser.epilog)])
     flag = "--" + topic.lstrip("-").partition("=")[0].replace("_", "-")
     if not topic.startswith("-") and topic in groups:
         return _group(every, topic)
@@ -178,7 +179,7 @@ def page(parser: argparse.ArgumentParser) -> str:
         "",
         "Every flag of `pretrain_moe.py`, and so each key of a `--config` file (without the dashes). Written by",
         "`python -m tests.helpers.flags_page` from the schema in `megatron_moe/config/`; `make check` compares.",
-        "Megatron-LM's other flags: `python tools/megatron_flags.py FLAG`, or `pretrain_moe.py --help FLAG`.",
+        "Megatron-LM's other flags: `megatron-moe flags FLAG`, or `megatron-moe train --help FLAG`.",
     ]
     for group in dict.fromkeys(entry.group for entry in every):
         lines += ["", f"## {group}", "", "| flag | meaning |", "|---|---|"]

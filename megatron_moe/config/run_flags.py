@@ -218,6 +218,7 @@ class LoggingConfig:
     mlflow_run_name: str | None = mute(None, "its name there; default: MLflow makes one up")
     metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
     plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
+    report_file: str | None = mute(None, "HTML page of the run, written anew while it trains and when it ends")
     summary_file: str | None = mute(None, "JSON with the run's result, written at the end")
     sample_prompt: str | None = flag(None, "text to continue at the end of the run")
     sample_tokens: int = flag(48, "tokens to generate after --sample-prompt")

@@ -166,7 +166,7 @@ def _verify_hashes(index: TokenIndex, sidecar: Sidecar, deep: bool, hash_bin: bo
         if actual != expected:
             raise ConfigError(
                 f"{path}: SHA-256 {actual[:12]} differs from {expected[:12]} in {sidecar_path(index.prefix)}: "
-                "its content changed after it was written; copy it again or run tools/preprocess_data.py again"
+                "its content changed after it was written; copy it again or run megatron-moe prepare again"
             )
     what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
     return f"{counts}; {what} verified"

@@ -102,7 +102,7 @@ def open_index(prefix: str, flag: str = "") -> TokenIndex:
         if not os.path.isfile(path):
             raise ConfigError(_missing(prefix, path, flag))
         if os.path.getsize(path) == 0:
-            raise ConfigError(f"{path} is empty; write the dataset again with tools/preprocess_data.py")
+            raise ConfigError(f"{path} is empty; write the dataset again with megatron-moe prepare")
     path = f"{prefix}.idx"
     dtype, count, marks = _read_header(path)
     lengths_at = HEADER_BYTES
@@ -138,7 +138,7 @@ def _missing(prefix: str, path: str, flag: str) -> str:
     elif prefix.endswith(_TEXT_ENDINGS) or os.path.isfile(prefix):
         stem = os.path.basename(prefix).partition(".")[0]
         return (
-            f"{where}is text and not an indexed dataset; make one: python tools/preprocess_data.py --input {prefix} "
+            f"{where}is text and not an indexed dataset; make one: megatron-moe prepare --input {prefix} "
             f"--output-prefix {stem} --tokenizer-type ... , then give {flag or 'the flag'} {stem}_text_document"
         )
     elif os.path.isdir(prefix):
@@ -217,7 +217,7 @@ def _check_bin_size(prefix: str, num_tokens: int, dtype: numpy.dtype) -> None:
         wrong = "shorter" if size < expected else "longer"
         raise ConfigError(
             f"{path}: {size} bytes, {wrong} than the {expected} ({num_tokens} {dtype} tokens) of {prefix}.idx; "
-            "copy both files again or run tools/preprocess_data.py again"
+            "copy both files again or run megatron-moe prepare again"
         )
 
 

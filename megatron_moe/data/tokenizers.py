@@ -84,7 +84,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod < 0:
             raise ConfigError(
                 f"--tokenizer-model {model_file} has no end-of-sentence piece, which ends a document here; train the "
-                "model with eos_id set (tools/preprocess_data.py --train-tokenizer does)"
+                "model with eos_id set (megatron-moe prepare --train-tokenizer does)"
             )
         self.bos = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
         self.sha256 = hashlib.sha256(content).hexdigest()

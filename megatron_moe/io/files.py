@@ -166,9 +166,12 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Return the bytes that this user may still write in `folder`; None where the file system does not say."""
+    """Return the bytes that this user may still write in `folder`; None where the file system does not say.
+
+    Of a folder that is still to be made, those of the nearest one above it that exists.
+    """
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(next(there for there in (folder, *folder.parents) if there.exists()))
     except OSError:
         return None
     return status.f_bavail * status.f_frsize if status.f_blocks else None

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_moe.config.launch import SCRIPT, program_name
+
 FOLDER = "MEGATRON_MOE_LAUNCHER"
 """Environment variable: the launcher's folder on this machine."""
 COMMAND = "MEGATRON_MOE_COMMAND"
@@ -21,13 +23,13 @@ COMMAND = "MEGATRON_MOE_COMMAND"
 REPORTED, CONCLUSION = "reported.txt", "conclusion.txt"
 """Files there: that a rank has printed why the run ended, and the watchdog's conclusion, which the launcher prints."""
 
-LAUNCHER, SCRIPT = "megatron-moe train", "pretrain_moe.py"
+LAUNCHER = "megatron-moe train"
 FIRST_NOTE_SECONDS = 10.0
 
 
 def name() -> str:
-    """Return the program's name for messages: the launcher's if it started this process, the entry script's if not."""
-    return LAUNCHER if FOLDER in os.environ else SCRIPT
+    """Return the program's name for messages: the launcher's if it started this process, else what the user started."""
+    return LAUNCHER if FOLDER in os.environ else program_name(SCRIPT)
 
 
 def command() -> str:

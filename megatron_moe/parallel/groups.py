@@ -69,7 +69,7 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollec
     Under torchrun the world is torchrun's; otherwise it is this process alone, and no port is opened. A default process
     group that exists already is used as it is. `run` has passed `config.rules.check` for this world size.
 
-    The process then computes with the switches of `platform.numerics`, until `destroy`.
+    The process then computes with the switches of `platform.numerics`, until `destroy`; after an error it has its own.
 
     Args:
         fault_folder: where NCCL writes its flight recorder, should its own timeout come.
@@ -83,14 +83,18 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollec
             contradicts `--deterministic-mode`.
     """
     numerics.apply(run.training.deterministic_mode)  # before NCCL and cuBLAS start, which read their variables then
-    if not dist.is_initialized():
-        backend = platform.backend(run.parallel.distributed_backend)
-        timeout = collective_timeout(run, backend)
-        if backend == "nccl":
-            nccl.prepare(timeout, fault_folder)
-        _join(backend, timeout)
-    _agree_on(run)
-    return _build(run)
+    try:
+        if not dist.is_initialized():
+            backend = platform.backend(run.parallel.distributed_backend)
+            timeout = collective_timeout(run, backend)
+            if backend == "nccl":
+                nccl.prepare(timeout, fault_folder)
+            _join(backend, timeout)
+        _agree_on(run)
+        return _build(run)
+    except BaseException:
+        numerics.restore()
+        raise
 
 
 def collective_timeout(run: Run, backend: str) -> timedelta:

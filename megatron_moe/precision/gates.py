@@ -70,7 +70,7 @@ class _Gate:
         return (
             f"{self._name} ({type(module).__name__}) got {rows.dtype} input {list(rows.shape)}, its weight is "
             f"{weight.dtype}; the input came from {self._trail.last}{made_by}, which has to return {weight.dtype}. "
-            f"tools/audit_precision.py, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
+            f"megatron-moe audit, or --audit-precision, names the line that changed it; --keep-fp32 {self._name} "
             f"makes this module compute in fp32{autocast}"
         )
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.io.files import replacing
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import (
     EvalRecord,
@@ -28,7 +28,7 @@ from megatron_moe.report.records import (
     step_from_json,
     to_json,
 )
-from megatron_moe.report.run_info import info_path, read_info
+from megatron_moe.report.run_info import Totals, info_path, read_info
 from megatron_moe.report.sink import Sink
 
 
@@ -80,8 +80,8 @@ class JsonlSink(Sink):
     """Appends a line per step to `path`, and lines for evaluations and events to its neighbours; each is flushed.
 
     A run that was killed leaves lines after its last checkpoint. When the run continues from iteration k those lines
-    are cut before the first new one is written, in one atomic step, but for events. A run that starts at 0 keeps older
-    files, that about the run among them, as `NAME.previous`, if there is a step in them.
+    are cut before the first new one is written, but for events. A run that starts at 0 keeps older files, that about
+    the run among them, as `NAME.previous`, if there is a step in them.
 
     Raises:
         ConfigError: `path` exists and holds something other than metrics; it is left as it was.
@@ -93,25 +93,32 @@ class JsonlSink(Sink):
         """Lines of an abandoned incarnation that were removed at the start."""
         self.missing = 0
         """Steps up to `start_iteration` that the file has no line of."""
+        self.totals = Totals()
+        """Of the steps up to `start_iteration`."""
         # All files are read before one is changed.
-        kept = {part: _count_up_to(part, start_iteration) for part in (path, evaluations_path(path)) if part.exists()}
-        events = events_path(path)
-        whole, all_events = _count_up_to(events, None) if events.exists() else (0, 0)
+        found = {
+            part: _count(part, up_to, totals)
+            for part, up_to, totals in (
+                (path, start_iteration, self.totals),
+                (evaluations_path(path), start_iteration, None),
+                (events_path(path), None, None),
+            )
+            if part.exists()
+        }
         if start_iteration == 0:
             _set_aside(path)
         else:
-            for part, (keep, total) in kept.items():
-                if keep < total:
-                    _cut(part, keep)
-                    self.cut_lines += total - keep
-            if whole < all_events:
-                _cut(events, whole)
-        self.missing = start_iteration - (kept[path][0] if path in kept else 0)
+            for part, lines in found.items():
+                if lines.kept < lines.all:
+                    _cut(part, lines.bytes_kept)
+                    self.cut_lines += lines.all - lines.kept if part != events_path(path) else 0
+        self.missing = start_iteration - (found[path].kept if path in found else 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._steps: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self._evaluations: IO[str] | None = None
         self._events: IO[str] | None = None
-        self._evaluated = {_identity(record) for record in read_evaluations(path)}
+        # Later ones were cut, and earlier ones are not made again.
+        self._evaluated = {_identity(one) for one in read_evaluations(path) if one.iteration == start_iteration}
 
     def step(self, record: StepRecord) -> None:
         _append(self._steps, record)
@@ -120,7 +127,7 @@ class JsonlSink(Sink):
         """Write an evaluation once: a run that was killed after its last evaluation repeats it after a restart."""
         if _identity(record) in self._evaluated:
             return
-        self._evaluated.add(_identity(record))
+        self._evaluated = {one for one in self._evaluated if one[0] == record.iteration} | {_identity(record)}
         if self._evaluations is None:
             assert self.artifact is not None
             path = evaluations_path(self.artifact)
@@ -159,18 +166,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n") and raw.startswith(b"{"):
-                return  # only the last line can lack its end
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                line = None
-            if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
-                raise ConfigError(
-                    f"--metrics-file {path}: line {number} is not a line of metrics; "
-                    "name a file of its own for each run"
-                )
-            yield line
+            line = _line(path, number, raw)
+            if line is not None:
+                yield line
+
+
+def _line(path: Path, number: int, raw: bytes) -> dict[str, Any] | None:
+    """Return a line as a dict; None for a last one cut short by a kill, which alone can lack its end."""
+    if not raw.endswith(b"\n") and raw.startswith(b"{"):
+        return None
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
+        raise ConfigError(
+            f"--metrics-file {path}: line {number} is not a line of metrics; name a file of its own for each run"
+        )
+    return line
 
 
 def _set_aside(metrics_file: Path) -> None:
@@ -184,20 +197,55 @@ def _set_aside(metrics_file: Path) -> None:
             part.unlink()
 
 
-def _count_up_to(path: Path, iteration: int | None) -> tuple[int, int]:
-    """Count (lines up to `iteration`, all lines, a torn one included); lines are in the order of their iterations.
+# The beginning of a line as `to_json` writes it. What follows grows with layers x experts, to 70 KB with 58 x 256, and
+# is not needed to continue a run: a file of a million such lines is read in a minute, and parsed in an hour.
+_HEAD = re.compile(rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": ([\d.e+-]+), ')
 
-    Without an iteration all lines are counted in both, but for a torn one.
+
+class _Lines(NamedTuple):
+    """The lines of a file, a torn one included, and those that are kept, which come first."""
+
+    all: int
+    kept: int
+    bytes_kept: int
+
+
+def _count(path: Path, up_to: int | None, totals: Totals | None = None) -> _Lines:
+    """Count the lines of a file, whose iterations ascend, and those up to an iteration; without one, but a torn one.
+
+    Args:
+        totals: gets the lines that are kept, which are of steps.
+
+    Raises:
+        ConfigError: a line is not one of metrics.
     """
-    keep = sum(1 for line in _lines(path) if iteration is None or line["iteration"] <= iteration)
+    kept = total = size = 0
     with open(path, "rb") as file:
-        total = sum(1 for _ in file)
-    return keep, total
+        for raw in file:
+            total += 1
+            head = _HEAD.match(raw) if totals is not None and raw.endswith(b"}\n") else None
+            if head is not None:
+                iteration, tokens, seconds = int(head[1]), int(head[2]), float(head[3])
+            else:
+                line = _line(path, total, raw)
+                if line is None:
+                    continue
+                iteration, tokens, seconds = line["iteration"], line.get("tokens", 0), line.get("seconds", 0.0)
+            if up_to is None or iteration <= up_to:
+                kept += 1
+                size += len(raw)
+                if totals is not None:
+                    totals.add(iteration, tokens, seconds)
+    return _Lines(total, kept, size)
 
 
-def _cut(path: Path, keep: int) -> None:
-    with open(path, "rb") as old, replacing(path, "wb") as new:
-        for number, raw in enumerate(old):
-            if number == keep:
-                break
-            new.write(raw)
+# The beginning of a line as `to_json` writes it. What follows grows with layers x experts, to 100 KB with 58 x 256, and
+# is not needed to continue a run: a million such lines are read in a minute, and parsed in half an hour.
+_HEAD = re.compile(rb'\{"iteration": (\d+), "[^{\[]*?"tokens": (\d+), "seconds": ([\d.e+-]+), ')
+
+
+def _cut(path: Path, size: int) -> None:
+    """Keep the first `size` bytes. A cut is whole or was not made, and needs no space, as a copy would."""
+    with open(path, "r+b") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())

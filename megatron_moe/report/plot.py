@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 512
 """Rows (layers x experts) up to which every expert gets a row of the heat map; beyond, every layer gets one."""
 MAX_COLUMNS = 800
-"""Columns of the heat map: longer runs are averaged into this many spans of iterations."""
+"""Points in time at which the loads of experts are shown: those of longer runs are averaged over equal spans of counted
+steps, so that reading a run of any length takes a bounded memory for them."""
 
 _INK: dict[Any, Any] = {
     "axes.edgecolor": "#444444",
@@ -44,28 +46,87 @@ _INK: dict[Any, Any] = {
 _TRAIN, _SPLITS, _ENTROPY = "#2563a8", {"valid": "#d1495b", "test": "#3b8746"}, "#6b6b6b"
 
 
-@dataclass
-class History:
-    """The data of a run that the picture shows.
+class Spans:
+    """The means of a series of rows over at most `most` equal spans, of which the last may be shorter.
 
-    Rows of `loads[layer]` are the steps whose experts were counted, `counted`; columns are experts; values are tokens
-    over the layer's mean.
+    Where a row would begin one span too many, each two neighbours become one: what is kept does not grow.
     """
 
-    iterations: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    counted: list[int] = field(default_factory=list)
-    loads: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    def __init__(self, most: int) -> None:
+        self.width = 1
+        """Rows per span."""
+        self.rows = 0
+        self._most = most
+        self._sums: list[np.ndarray] = []
+
+    def add(self, row: np.ndarray) -> None:
+        """Add a row, [R]."""
+        if self.rows == self._most * self.width:
+            self._sums = [np.sum(self._sums[at : at + 2], axis=0) for at in range(0, len(self._sums), 2)]
+            self.width *= 2
+        if self.rows % self.width == 0:
+            self._sums.append(row)
+        else:
+            self._sums[-1] = self._sums[-1] + row
+        self.rows += 1
+
+    def means(self) -> np.ndarray:
+        """Return the means, [spans, R]."""
+        in_last = self.rows - (len(self._sums) - 1) * self.width
+        sizes = np.array([*[self.width] * (len(self._sums) - 1), in_last])
+        return np.stack(self._sums) / sizes[:, None]
+
+
+def _spans() -> Spans:
+    return Spans(MAX_COLUMNS)
+
+
+@dataclass
+class Loads:
+    """The loads of the experts in the steps where they were counted: tokens over the mean of the expert's layer."""
+
+    steps: Spans = field(default_factory=_spans)
+    """Their iterations."""
+    first: int = 0
+    last: int = 0
+    by_expert: bool = True
+    """Whether `of_layer` has a column per expert; it has one of the fullest expert otherwise (`MAX_ROWS`)."""
+    of_layer: dict[int, Spans] = field(default_factory=dict)
+    fullest: dict[int, Spans] = field(default_factory=dict)
+    """Of each layer the load of its fullest expert."""
+
+    def add(self, iteration: int, tokens_per_expert: dict[int, list[int]]) -> None:
+        """Add a step."""
+        if self.steps.rows == 0:
+            self.first = iteration
+            self.by_expert = sum(map(len, tokens_per_expert.values())) <= MAX_ROWS
+        self.last = iteration
+        self.steps.add(np.array([iteration], dtype=np.float64))
+        for layer, counts in tokens_per_expert.items():
+            row = np.asarray(counts, dtype=np.float64)
+            row /= max(float(row.mean()), 1e-9)
+            fullest = row.max(keepdims=True)
+            self.fullest.setdefault(layer, _spans()).add(fullest)
+            self.of_layer.setdefault(layer, _spans()).add(row if self.by_expert else fullest)
+
+
+@dataclass
+class History:
+    """The data of a run that the picture shows."""
+
+    iterations: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    loads: Loads = field(default_factory=Loads)
     evaluations: list[EvalRecord] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
-    plotted: dict[str, list[float]] = field(default_factory=dict)
+    plotted: dict[str, array[float]] = field(default_factory=dict)
     """Of each metric that has a panel of its own (`Metric.plot`), its values; NaN where there is none."""
 
     @classmethod
     def read(cls, metrics_file: Path) -> History:
         """Read a metrics file and its evaluations. A skipped step has a gap in the loss."""
-        history = cls(plotted={metric.name: [] for metric in metrics() if metric.plot})
+        history = cls(plotted={metric.name: array("d") for metric in metrics() if metric.plot})
         for record in read_steps(metrics_file):
             for name, values in history.plotted.items():
                 value = getattr(record, name)
@@ -75,10 +136,7 @@ class History:
             history.tokens += record.tokens
             history.seconds += record.seconds
             if record.tokens_per_expert:
-                history.counted.append(record.iteration)
-            for layer, counts in record.tokens_per_expert.items():
-                row = np.asarray(counts, dtype=np.float32)
-                history.loads.setdefault(layer, []).append(row / max(float(row.mean()), 1e-9))
+                history.loads.add(record.iteration, record.tokens_per_expert)
         history.evaluations = list(read_evaluations(metrics_file))
         return history
 
@@ -125,16 +183,16 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
 
     history = History.read(metrics_file)
     own_panels = [metric for metric in metrics() if metric.plot]
-    heights = [3.2, *([1.7, 2.8] if history.loads else []), *[1.7 for _ in own_panels]]
+    heights = [3.2, *([1.7, 2.8] if history.loads.steps.rows else []), *[1.7 for _ in own_panels]]
     with matplotlib.rc_context(_INK):
         figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
         panels: list[Axes] = list(grid[:, 0])
         _draw_loss(panels[0], history, unigram_entropy)
-        if history.loads:
-            _draw_balance(panels[1], history)
-            _draw_load(panels[2], history)
+        if history.loads.steps.rows:
+            _draw_balance(panels[1], history.loads)
+            _draw_load(panels[2], history.loads)
         for panel, metric in zip(panels[len(panels) - len(own_panels) :], own_panels):
             panel.plot(history.iterations, history.plotted[metric.name], ".-", color=_TRAIN, lw=1.0, ms=3)
             panel.set_title(metric.name)
@@ -160,13 +218,6 @@ def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
     first, last = here - span, here + span + 1
     number = counts[last] - counts[first]
     return np.where(number > 0, (sums[last] - sums[first]) / np.maximum(number, 1), np.nan)
-
-
-def spans(rows: np.ndarray, columns: int) -> np.ndarray:
-    """Average [steps, R] over equal spans of steps into at most `columns` rows."""
-    if len(rows) <= columns:
-        return rows
-    return np.stack([part.mean(axis=0) for part in np.array_split(rows, columns)])
 
 
 def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> None:
@@ -206,15 +257,14 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
     panel.margins(x=0.01)
 
 
-def _draw_balance(panel: Axes, history: History) -> None:
+def _draw_balance(panel: Axes, loads: Loads) -> None:
     from matplotlib import colormaps
 
-    layers = sorted(history.loads)
+    layers, steps = sorted(loads.fullest), loads.steps.means()
     colours = colormaps["viridis"](np.linspace(0.1, 0.85, len(layers)))
     for layer, colour in zip(layers, colours, strict=True):
-        worst = np.stack(history.loads[layer]).max(axis=1)
         label = f"layer {layer}" if len(layers) <= 8 else None
-        panel.plot(history.counted, worst, color=colour, lw=1.0, alpha=0.9, label=label)
+        panel.plot(steps[:, 0], loads.fullest[layer].means()[:, 0], color=colour, lw=1.0, alpha=0.9, label=label)
     panel.axhline(1.0, color=_ENTROPY, ls=(0, (5, 3)), lw=1.0)
     panel.set_ylim(bottom=0.9)
     panel.set_title("Load of the fullest expert, max / mean tokens")
@@ -223,16 +273,13 @@ def _draw_balance(panel: Axes, history: History) -> None:
         panel.legend(loc="upper right", ncols=len(layers))
 
 
-def _draw_load(panel: Axes, history: History) -> None:
-    layers = sorted(history.loads)
-    rows = [np.stack(history.loads[layer]) for layer in layers]  # per layer [steps, E]
-    by_expert = sum(part.shape[1] for part in rows) <= MAX_ROWS
-    if not by_expert:
-        rows = [part.max(axis=1, keepdims=True) for part in rows]
-    image = spans(np.concatenate(rows, axis=1), MAX_COLUMNS).T
-    # The middle of a column is at the step that was counted.
-    first, last = history.counted[0], history.counted[-1]
-    half = (last - first) / max(len(history.counted) - 1, 1) / 2 or 0.5
+def _draw_load(panel: Axes, loads: Loads) -> None:
+    layers, by_expert = sorted(loads.of_layer), loads.by_expert
+    rows = [loads.of_layer[layer].means() for layer in layers]  # per layer [spans, E], or [spans, 1]
+    image = np.concatenate(rows, axis=1).T
+    # A column begins and ends half a distance next to the first and the last step that it is the mean of.
+    half = (loads.last - loads.first) / max(loads.steps.rows - 1, 1) / 2 or 0.5
+    left = loads.first - half
     mesh = panel.imshow(
         image,
         aspect="auto",
@@ -240,7 +287,7 @@ def _draw_load(panel: Axes, history: History) -> None:
         vmin=0.0 if by_expert else 1.0,
         vmax=2.0 if by_expert else float(np.percentile(image, 98)) + 1e-6,
         interpolation="nearest",
-        extent=(first - half, last + half, len(image), 0),
+        extent=(left, left + 2 * half * loads.steps.width * image.shape[1], len(image), 0),
     )
     edges = np.cumsum([0] + [part.shape[1] for part in rows])
     for edge in edges[1:-1] if by_expert else ():

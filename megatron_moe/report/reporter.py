@@ -53,17 +53,16 @@ class Reporter:
         self._closed = False
         if not is_writer:
             return
-        self._sinks.extend(also)
         self._iteration = start_iteration
         self._info = RunInfo(run, start_iteration)
+        # Trackers before the files, which take what those have to say at their end.
+        self._sinks.extend([*also, *self._trackers(run, start_iteration)])
         self._files: JsonlSink | None = None
         flags = run.logging
-        totals = Totals()
-        abandoned = _abandoned(run, start_iteration)
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
         if flags.metrics_file:
             self._files = _writable(
-                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration, totals)
+                "--metrics-file", flags.metrics_file, lambda path: self._open_metrics(path, start_iteration)
             )
             self._sinks.append(self._files)
         if flags.tensorboard_dir:
@@ -75,18 +74,18 @@ class Reporter:
                 )
             )
         if flags.summary_file:
-            self._sinks.append(SummarySink(Path(flags.summary_file), totals, self._info))
+            before = Totals() if self._files is None else self._files.totals
+            self._sinks.append(SummarySink(Path(flags.summary_file), before, self._info))
         if flags.plot_file:
             from megatron_moe.report.plot import PlotSink
 
-            assert flags.metrics_file, "rules.sources.plot_needs_metrics"
+            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
             self._sinks.append(PlotSink(Path(flags.plot_file), Path(flags.metrics_file)))
-        # Before the files, which take what these have to say at their end.
-        self._sinks[len(also) : len(also)] = [
-            TrackerSink(flag, run, start_iteration, self._info, abandoned, self.event)
-            for flag in SERVICES
-            if getattr(flags, flag) is not None
-        ]
+        if flags.report_file:
+            from megatron_moe.report.page.build import PageSink
+
+            assert flags.metrics_file, "rules.sources.pictures_need_metrics"
+            self._sinks.append(PageSink(Path(flags.report_file), Path(flags.metrics_file), self._warn))
         self._sinks.append(
             console_sink(
                 stream or sys.stdout,
@@ -100,11 +99,17 @@ class Reporter:
             for kind, note in _notes_on(self._files, start_iteration):
                 self.event(kind, note)
 
-    def _open_metrics(self, path: Path, start_iteration: int, totals: Totals) -> JsonlSink:
-        """Open the files of the metrics, add up the steps that they have, and write what the run is next to them."""
+    def _trackers(self, run: Run, start_iteration: int) -> list[TrackerSink]:
+        """Return the sinks for W&B and MLflow, with what an earlier attempt has reported of the steps to come."""
+        wanted = [flag for flag in SERVICES if getattr(run.logging, flag) is not None]
+        path, reported = Path(run.logging.metrics_file or ""), {}
+        if wanted and start_iteration and path.is_file():
+            reported = {step.iteration: exact(step) for step in read_steps(path) if step.iteration > start_iteration}
+        return [TrackerSink(flag, run, start_iteration, self._info, reported, self.event) for flag in wanted]
+
+    def _open_metrics(self, path: Path, start_iteration: int) -> JsonlSink:
+        """Open the files of the metrics, and write what the run is next to them."""
         files = JsonlSink(path, start_iteration)
-        for record in read_steps(path) if start_iteration else ():
-            totals.add(record)
         self._info.write()
         files.event(self._event("start", f"attempt {self._info.values['attempt']}, from iteration {start_iteration}"))
         return files
@@ -146,6 +151,9 @@ class Reporter:
             record = self._event(kind, text, facts, shown)
             for sink in self._sinks:
                 sink.event(record)
+
+    def _warn(self, text: str) -> None:
+        self.event("warning", text)
 
     def message(self, text: str) -> None:
         """Show one line that is no event of a kind of its own."""
@@ -225,15 +233,6 @@ class Reporter:
     def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None, shown: bool = True) -> EventRecord:
         assert kind in EVENTS, kind
         return EventRecord(self._iteration, kind, text, **self._info.stamp(), facts=facts or {}, shown=shown)
-
-
-def _abandoned(run: Run, start_iteration: int) -> dict[int, dict[str, Any]]:
-    """Return iteration -> exact record of the steps after this start that an earlier attempt has reported."""
-    flags = run.logging
-    path = Path(flags.metrics_file or "")
-    if not (start_iteration and path.is_file() and any(getattr(flags, flag) is not None for flag in SERVICES)):
-        return {}
-    return {step.iteration: exact(step) for step in read_steps(path) if step.iteration > start_iteration}
 
 
 def _notes_on(files: JsonlSink, start_iteration: int) -> Iterator[tuple[str, str]]:

@@ -228,11 +228,11 @@ class Totals:
         self.seconds = 0.0
         self.tokens = 0
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, iteration: int, tokens: int, seconds: float) -> None:
         """Count one step."""
-        self.iterations = record.iteration
-        self.seconds += record.seconds
-        self.tokens += record.tokens
+        self.iterations = iteration
+        self.seconds += seconds
+        self.tokens += tokens
 
     def as_dict(self) -> dict[str, Any]:
         """Return `iterations`, `train_seconds` (without evaluation and saving) and the mean `tokens_per_second`."""
@@ -254,7 +254,7 @@ class SummarySink(Sink):
         self._info = info
 
     def step(self, record: StepRecord) -> None:
-        self._totals.add(record)
+        self._totals.add(record.iteration, record.tokens, record.seconds)
 
     def close(self, summary: dict[str, Any] | None) -> None:
         if summary is not None:

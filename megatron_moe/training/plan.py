@@ -124,7 +124,7 @@ def _require_room(run: Run, vocab_size: int, world_size: int, ranks: int | None)
             f"{run.derived.parameter_count(padded):,} parameters with gradients and optimizer state, and the hidden "
             f"states of one micro-batch, --micro-batch-size {run.training.micro_batch_size} x --seq-length "
             f"{run.model.seq_length}, take {size_text(needed)} and this machine has {size_text(there)}; use a smaller "
-            "model (--preset tiny), or see what it takes with tools/plan.py"
+            "model (--preset tiny), or see what it takes with megatron-moe plan"
         )
 
 

@@ -129,7 +129,7 @@ def injected(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.claim("A skipped step changes no bit, whichever rank the overflow or the NaN was on.")
-@pytest.mark.parametrize("precision", cases(["fp32", "bf16", "fp16"], both=["bf16", "fp16"]))
+@pytest.mark.parametrize("precision", cases(["fp32", "bf16", "fp16"], both=["fp16"]))
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_overflow_or_nan_on_one_rank_leaves_every_bit_of_every_rank(gloo, ranks, precision):
     flags = dict(ONE if ranks == 1 else FOUR)

@@ -10,6 +10,7 @@ PAGE_ROWS = written(PAGE.read_text(encoding="utf-8")).splitlines()
 
 
 @pytest.mark.claim("The host waits for the device as often as docs/gpu.md says: 0 times in a dropless layer at EP 1.")
+@pytest.mark.one_engine
 def test_the_host_waits_as_often_on_one_rank_as_the_page_says() -> None:
     found = rows([case for case in CASES if case.ranks == 1])
     assert [row for row in found if row not in PAGE_ROWS] == []

@@ -136,7 +136,17 @@ def test_help_is_printed_without_torch(command: str | None) -> None:
         "print(status, [name for name in ('torch', 'megatron.core') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.endswith("\n0 []\n") and "usage:" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("\n0 []\n"), done.stdout + done.stderr
+    assert done.stdout.startswith(f"usage: megatron-moe {command or 'COMMAND'} "), done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_is_reported_by_the_name_that_was_typed(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from megatron_moe.console import main
+
+    mistake = ["--script", "nowhere"] if command == "flags" else ["--json"]
+    assert main([command, *mistake]) == 2
+    assert capfd.readouterr().err.startswith(f"megatron-moe {command}: error: ")
 
 
 @pytest.mark.claim("megatron-moe has every program by name, and shows its help without loading torch.")

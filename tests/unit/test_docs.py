@@ -17,7 +17,7 @@ pytestmark = pytest.mark.one_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 ROOTS = ("megatron_moe", "tests", "tools", "docs", "examples", "benchmarks", "constraints")
 PATH = re.compile(rf"`((?:{'|'.join(ROOTS)})/[\w./*-]*|pretrain_moe\.py|setup\.py|Makefile|Dockerfile)`")
 NAMED = re.compile(r"`(megatron_moe/[\w/]+\.py)` `(\w+)`")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -19,6 +20,8 @@ from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_text, require_writable
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.run_info import versions
+
+SCRIPT = "audit_precision.py"
 
 if TYPE_CHECKING:  # flags and files are checked before torch is loaded
     import torch
@@ -30,14 +33,14 @@ _HF_TOKENS = (2, 32)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="audit_precision.py",
-        usage="audit_precision.py --json FILE [pretrain_moe.py's flags | --module FILE.py:FACTORY | --hf FOLDER]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s --json FILE [the run's flags | --module FILE.py:FACTORY | --hf FOLDER]",
         description="Trace one forward and backward pass and report every cast, promotion and mixed matrix product.",
         epilog="Exit status: 0 clean; 1 an unintended promotion, a product of mixed dtypes, a violation of fp32 state "
         "or an error of the model; 2 a mistake in the flags. Other flags, such as --preset tiny --bf16, are those of "
-        "pretrain_moe.py: the model that they describe is built in one process and makes one training step.",
+        "megatron-moe train: the model that they describe is built in one process and makes one training step.",
         allow_abbrev=False,
     )
     p.add_argument("--json", metavar="FILE", help="write the report as JSON")
@@ -56,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Audit what the flags name, write the reports, and return the exit status."""
-    return run_program("audit_precision.py", _main, argv, interrupted="interrupted; nothing was written", rank=0)
+    return run_program(program_name(SCRIPT), _main, argv, interrupted="interrupted; nothing was written", rank=0)
 
 
 def _main(argv: list[str]) -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.io.files import sync
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import duration_text, size_text
@@ -77,8 +78,7 @@ def require_free(target: Path, source: Path) -> None:
     Raises:
         ConfigError: it would or it is; the message names the flag.
     """
-    if not target.parent.is_dir():
-        raise ConfigError(f"--save {target}: {target.parent} is no folder; create it")
+    require_writable_folder("--save", str(target.parent))
     real, other = target.resolve(), source.resolve()
     if real == other or real in other.parents or other in real.parents:
         raise ConfigError(f"--save {target}: is --load {source}, or one is inside the other; name another folder")
@@ -116,7 +116,10 @@ class Workspace:
         Raises:
             ConfigError: another process converts to the same folder.
         """
-        self.hidden.mkdir(exist_ok=True)
+        missing = [folder for folder in self.hidden.parents if not folder.exists()]
+        self.hidden.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)  # or a power failure could take a folder with its complete output
         self._descriptor = os.open(self.hidden / _JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             try:

@@ -13,6 +13,7 @@ from megatron_moe.apps.doctor.small_copy import small_copy
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.presets import with_made_up_data
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.architecture import filled_in
@@ -20,21 +21,23 @@ from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.local_ranks import RankFailure
 from megatron_moe.io.program import run_program, say
 
+SCRIPT = "doctor.py"
+
 SAME, DIFFERENT = 0, 1
 _LARGEST_WORLD = 1 << 20
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the doctor's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="doctor.py",
-        usage="doctor.py [--json FILE] [--layouts NAME ...] [--ranks 4|8] [pretrain_moe.py's flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [the run's flags]",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
-        "as --preset NAME or --config FILE, are those of pretrain_moe.py: without any, models that have every feature "
-        "between them are tried, in fp32, bf16 and fp16. Flags of a layout say which kinds of parallelism are in use; "
-        "without any, all are tried.",
+        "as --preset NAME or --config FILE, are those of megatron-moe train: without any, models that have every "
+        "feature between them are tried, in fp32, bf16 and fp16. Flags of a layout say which kinds of parallelism are "
+        "in use; without any, all are tried.",
         allow_abbrev=False,
     )
     p.add_argument("--json", metavar="FILE", help="write the report as JSON")
@@ -55,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Check the layouts, report, and return the exit status."""
     return run_program(
-        "doctor.py", _main, argv, interrupted="interrupted; its processes are ended, nothing was written"
+        program_name(SCRIPT), _main, argv, interrupted="interrupted; its processes are ended, nothing was written"
     )
 
 

@@ -12,11 +12,14 @@ from megatron_moe.apps.megatron_flags import script
 from megatron_moe.config import cli, megatron_flags
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.megatron_flags import ANSWERS, Answer
 from megatron_moe.config.paths import read_settings
 from megatron_moe.io.program import DONE, run_program, say
 
-USAGE = """usage: megatron_flags.py [--json | --rewrite] FLAG [VALUE ...] ... | --script FILE ...
+SCRIPT = "megatron_flags.py"
+
+USAGE = """[--json | --rewrite] FLAG [VALUE ...] ... | --script FILE ...
 
 What a flag of Megatron-LM is here: taken, an alias of another flag, always so, ignored, refused, or unknown.
 
@@ -39,7 +42,7 @@ class Asked:
 
 def main(argv: list[str]) -> int:
     """Answer as the command line asks, and return the exit status."""
-    return run_program("megatron_flags.py", _main, argv, errors=(ConfigError, OSError), rank=0)
+    return run_program(program_name(SCRIPT), _main, argv, errors=(ConfigError, OSError), rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -47,7 +50,7 @@ def _main(argv: list[str]) -> int:
     if {"--json", "--rewrite"} <= switches:
         raise ConfigError("--json, --rewrite: print different things; keep one")
     if "--help" in switches or not (files or words):
-        say(USAGE)
+        say(f"usage: {program_name(SCRIPT)} {USAGE}")
         return DONE
     read = script.Script(flags=[megatron_flags.parts(group) for group in megatron_flags.groups(words)])
     for file in files:

@@ -15,23 +15,26 @@ from megatron_moe.apps.plan.report import comparison_report, text_report
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.launch import program_name
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, run_program, say
 from megatron_moe.platform import host
 
+SCRIPT = "plan.py"
+
 _logger = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="plan.py",
-        usage="plan.py --world-size N [--json FILE] [options] [pretrain_moe.py's flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s --world-size N [--json FILE] [options] [the run's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
         epilog="Exit status: 0 planned; 2 a mistake in the flags, or a layout that cannot be. Other flags, such as "
-        "--preset deepseek-v3 --pipeline-model-parallel-size 16, are those of pretrain_moe.py.",
+        "--preset deepseek-v3 --pipeline-model-parallel-size 16, are those of megatron-moe train.",
         allow_abbrev=False,
     )
     p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="number of ranks")
@@ -68,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Print the plan and return the exit status."""
-    return run_program("plan.py", _main, argv, rank=0)
+    return run_program(program_name(SCRIPT), _main, argv, rank=0)
 
 
 def _main(argv: list[str]) -> int:
@@ -161,7 +164,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
 def _progress() -> Iterator[None]:
     """Print what the planner logs to stderr: a line at the beginning of each stage."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("plan.py: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{program_name(SCRIPT)}: %(message)s"))
     package = logging.getLogger(__package__)
     level = package.level
     package.addHandler(handler)

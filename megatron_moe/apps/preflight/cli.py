@@ -10,23 +10,26 @@ from megatron_moe.apps.preflight.findings import DEFAULTS, FAIL, Thresholds, as_
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, rank_that_prints
+from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
 from megatron_moe.io.program import DONE, FAILED, note, run_program, say
 from megatron_moe.report.run_info import versions
 
+SCRIPT = "preflight.py"
+
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="preflight.py",
-        usage="[torchrun ...] preflight.py [--json FILE] [options] [pretrain_moe.py's flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s [--json FILE] [options] [the run's flags]",
         description="Can this node, or under torchrun all nodes of a job, train? Checks software, GPUs, limits, disk, "
         "and what ranks have to have in common, within about a minute, and says what works instead.",
-        epilog="Exit status: 0 no check failed; 1 one did; 2 a mistake in the flags (torchrun makes 1 of it). Other "
-        "flags, such as --preset NAME, --save DIR or --config FILE, are those of pretrain_moe.py: with them the "
-        "kernels of the model's sizes and the folder of its checkpoints are checked too.",
+        epilog="All nodes: torchrun ... -m megatron_moe preflight. Exit status: 0 no check failed; 1 one did; 2 a "
+        "mistake in the flags (torchrun makes 1 of it). Other flags, such as --preset NAME, --save DIR or --config "
+        "FILE, are those of megatron-moe train: with them the kernels of the model's sizes and the folder of its "
+        "checkpoints are checked too.",
         allow_abbrev=False,
     )
     p.add_argument("--json", metavar="FILE", help="write the findings as JSON")
@@ -52,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Check, report, and return the exit status. Under torchrun every rank calls this, and rank 0 prints."""
-    return run_program("preflight.py", _main, argv)
+    return run_program(program_name(SCRIPT), _main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -82,7 +85,7 @@ def _main(argv: list[str]) -> int:
 def _progress(name: str) -> None:
     """Print the check that begins to stderr, so that one which hangs is known."""
     if _rank() == 0:
-        note(f"preflight.py: {name}")
+        note(f"{program_name(SCRIPT)}: {name}")
 
 
 def _rank() -> int:

@@ -22,7 +22,7 @@ from megatron_moe.checkpoint import folder
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.launch import launched_world, rank_that_prints
+from megatron_moe.config.launch import launched_world, program_name, rank_that_prints
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizer_choice import build_tokenizer
@@ -31,22 +31,25 @@ from megatron_moe.io.local_ranks import LocalRanks, RankFailure
 from megatron_moe.io.program import run_program, say
 from megatron_moe.report.run_info import versions
 
+SCRIPT = "verify_resume.py"
+
 EQUAL, DIFFERENT = 0, 1
 _COMPARED = ("loss_hex", "grad_norm_hex")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all other flags are those of pretrain_moe.py."""
+    """Return the parser of the tool's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
-        prog="verify_resume.py",
-        usage="[torchrun ...] verify_resume.py CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
+        prog=program_name(SCRIPT),
+        usage="%(prog)s CKPT [--ckpt-step N] [--steps N] [--json FILE] [the run's flags]",
         description="Does a run that resumes from a checkpoint continue like the run that wrote it? Loads an earlier "
         "step, trains the recorded steps after it once more, and compares loss, gradient norm, expert_bias, learning "
         "rate, loss scale and data: to the bit on the layout of the record (of CUDA: with --deterministic-mode), else "
         "within tolerances. Nothing is written to CKPT.",
         epilog="Exit status: 0 all steps agree; 1 one differs, or the replay failed; 2 a mistake in flags or files "
-        "(torchrun makes 1 of it). Flags of pretrain_moe.py, such as --tensor-model-parallel-size 2, change the "
-        "recorded run. Without torchrun the ranks are started here, on the CPU.",
+        "(torchrun makes 1 of it). Flags of megatron-moe train, such as --tensor-model-parallel-size 2, change the "
+        "recorded run. Without torchrun (torchrun ... -m megatron_moe "
+        "verify-resume) the ranks are started here, on the CPU.",
         allow_abbrev=False,
     )
     p.add_argument("checkpoint", metavar="CKPT", help="the folder of --save, or one step in it to begin with")
@@ -62,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Replay, compare and report; return the exit status. Under torchrun every rank calls this."""
-    return run_program("verify_resume.py", _main, argv)
+    return run_program(program_name(SCRIPT), _main, argv)
 
 
 def _main(argv: list[str]) -> int:

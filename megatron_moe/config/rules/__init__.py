@@ -158,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     sources.imported_weights_are_a_start,
     sources.written_paths_are_writable,
     sources.written_files_differ,
-    sources.plot_needs_metrics,
+    sources.pictures_need_metrics,
     sources.profile_is_a_range_of_steps,
     sources.settings_are_read,
     sources.mlflow_has_an_experiment,

@@ -20,7 +20,7 @@ _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Data
 
 
-_WRITTEN_FILES = ("metrics_file", "plot_file", "summary_file")
+_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
 _WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir")
 
 
@@ -199,10 +199,11 @@ def written_files_differ(run: Run, world_size: int) -> None:
         taken.setdefault(path, name)
 
 
-def plot_needs_metrics(run: Run, world_size: int) -> None:
-    """Require the metrics file for the plot, which is drawn from it and so includes interrupted runs."""
-    if run.logging.plot_file is not None and run.logging.metrics_file is None:
-        raise refuse(run, ("plot_file", "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")
+def pictures_need_metrics(run: Run, world_size: int) -> None:
+    """Require the metrics file for plot and report, which are drawn from it and so include interrupted runs."""
+    drawn = set_among(run, ("plot_file", "report_file"))
+    if drawn and run.logging.metrics_file is None:
+        raise refuse(run, (*drawn, "metrics_file"), "it is drawn from the metrics; add --metrics-file FILE.jsonl")
 
 
 def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:

@@ -155,6 +155,7 @@ def refused(flags: dict[str, Any], number: int, bad_rank: int, where: str) -> di
 @pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("where", ["write", "publish"])
+@pytest.mark.one_engine
 def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_before(gloo, tmp_path, where, background):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "save": str(tmp_path)}
     results = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
@@ -172,6 +173,7 @@ def test_a_refused_step_stops_all_ranks_with_the_reason_and_leaves_the_step_befo
 
 @pytest.mark.claim("A refused save is reported on all ranks and leaves the step before.")
 @pytest.mark.parametrize(("background", "where"), [(False, "write"), (True, "write"), (True, "copy")])
+@pytest.mark.one_engine
 def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, background, where):
     flags = {**EVERY, "train_iters": 6, "async_save": background, "on_save_error": "continue", "save": str(tmp_path)}
     first, _ = gloo.run(2, refused, flags=flags, number=4, bad_rank=1, where=where)
@@ -180,6 +182,7 @@ def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, backg
     assert any(text.startswith(f"CHECKPOINT ERROR: step 4 was not saved: rank 1: {reason}") for text in first["told"])
 
 
+@pytest.mark.one_engine
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
     flags = {**EVERY, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
     for result in gloo.run(2, refused, flags=flags, number=4, bad_rank=0, where="write"):
@@ -205,6 +208,7 @@ def stopped(flags: dict[str, Any], iteration: int) -> dict[str, Any]:
         return trained(flags, slow_rank=1, delay=1.0)
 
 
+@pytest.mark.one_engine
 def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo, tmp_path):
     flags = {**EVERY, "train_iters": 50, "async_save": True, "exit_signal_handler": True, "save": str(tmp_path)}
     gloo.run(2, stopped, flags=flags, iteration=3)
@@ -214,6 +218,7 @@ def test_sigterm_waits_for_the_step_that_is_being_written_and_saves_its_own(gloo
 
 
 @pytest.mark.claim("Retention keeps the steps that the flags name, and the newest one.")
+@pytest.mark.one_engine
 def test_retention_keeps_what_the_flags_say_and_the_step_the_run_started_from(gloo, tmp_path):
     flags = {"save_interval": 1, "keep_last_k": 1, "save": str(tmp_path)}
     gloo.run(1, trained, flags={**flags, "train_iters": 3})

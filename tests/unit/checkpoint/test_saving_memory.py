@@ -17,6 +17,7 @@ from megatron_moe.checkpoint import gather
 from megatron_moe.checkpoint.gather import GATHERED_BYTES
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.platform import page_locked
+from tests.helpers.engines import cases
 from tests.helpers.trained_steps import OPTIMIZERS, TINY
 
 MIB = 2**20
@@ -125,7 +126,7 @@ def allocated(flags: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.claim("A save takes the host memory that is planned, to 1 %.")
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, both=["bf16, distributed"]))
 def test_a_save_takes_the_host_memory_that_is_planned(gloo, tmp_path: Path, optimizer, background):
     flags = {
         **OPTIMIZERS[optimizer],

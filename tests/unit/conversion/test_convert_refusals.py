@@ -77,9 +77,11 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, h
     assert "one is inside the other" in refused(capsys, words(hf, tmp_path))
     (tmp_path / "link").symlink_to(hf)
     assert "one is inside the other" in refused(capsys, words(hf, tmp_path / "link"))
-    assert f"{tmp_path / 'none'} is no folder; create it" in refused(capsys, words(hf, tmp_path / "none" / "native"))
+    (tmp_path / "file").write_text("")
+    assert f"{tmp_path / 'file'} is a file" in refused(capsys, words(hf, tmp_path / "file" / "native"))
     (tmp_path / "empty").mkdir()
     assert main(words(hf, tmp_path / "empty")) == 0
+    assert main(words(hf, tmp_path / "none" / "yet" / "native")) == 0  # as train and prepare do, folders are made
 
 
 @pytest.mark.parametrize(

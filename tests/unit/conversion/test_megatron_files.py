@@ -357,4 +357,4 @@ def test_a_run_that_loads_it_is_told_the_command_that_converts_it(theirs: Path) 
     for folder in (theirs, theirs / "iter_0000003"):
         with pytest.raises(ConfigError) as error:
             find_step(folder, None)
-        assert f"tools/convert_checkpoint.py --from megatron --to native --load {folder}" in str(error.value)
+        assert f"megatron-moe convert --from megatron --to native --load {folder}" in str(error.value)

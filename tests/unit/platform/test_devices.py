@@ -11,7 +11,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.io.program import USER_ERROR, run_program
 from megatron_moe.parallel import groups
-from megatron_moe.platform import hardware, host
+from megatron_moe.platform import hardware, host, numerics
 from megatron_moe.training.run import pretrain
 
 LAUNCHER = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -76,6 +76,7 @@ def test_programs_are_refused_before_they_join_a_group(machine, start):
     with pytest.raises(MachineError, match="nvidia0"):
         start(replace(Run(), **tiny))
     assert not torch.distributed.is_initialized()
+    assert not list(numerics.states()), "the program keeps its own settings"
 
 
 @pytest.mark.parametrize(

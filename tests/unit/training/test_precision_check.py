@@ -90,6 +90,7 @@ def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
 
 @pytest.mark.claim("A switch that lets products round stops the run by name.")
 @pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.one_engine
 def test_a_switch_that_was_set_in_the_middle_stops_the_run_by_name(gloo, switch):
     (told,) = gloo.run(1, stopped, what=switch, at=3, flags={"bf16": True, "deterministic_mode": True})
     assert told.startswith(f"after 4 steps: precision contract broken at training (iteration 4): {switch} (switch) is ")
@@ -101,6 +102,7 @@ def test_a_bias_that_was_cast_is_not_computed_with(gloo):
     assert told.startswith("after 3 steps") and "expert_bias is torch.float16, must be torch.float32" in told
 
 
+@pytest.mark.one_engine
 def test_without_an_interval_the_moment_is_noticed_where_the_run_saves_and_nothing_is_saved(gloo, tmp_path):
     flags = {"bf16": True, "check_precision_interval": 0, "save": str(tmp_path)}
     (told,) = gloo.run(1, stopped, what="moment", at=6, flags=flags)

@@ -1,0 +1,65 @@
+"""Each guide's commands, typed in as it has them, do what it shows: at the size that guides.yaml makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import guides
+from tests.helpers.ranks import RankParent
+
+pytestmark = pytest.mark.one_engine
+
+TABLE = yaml.safe_load((Path(__file__).parent / "guides.yaml").read_text())
+
+
+def corpus(path: Path) -> None:
+    """Forty short documents that differ."""
+    texts = [f"def area_{i}(width, height):\n    return width * height + {i}\n" * 8 for i in range(40)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+INPUTS = {"corpus.jsonl": corpus}
+
+
+def test_every_guide_is_run() -> None:
+    assert sorted(TABLE) == sorted(path.stem for path in guides.GUIDES.glob("*.md"))
+
+
+@pytest.mark.claim("The commands of every guide run as written and print what the guide shows.")
+@pytest.mark.parametrize("name", TABLE)
+def test_a_guide_does_what_it_shows(name: str, tmp_path: Path, rank_parent: RankParent) -> None:
+    page = guides.substituted((guides.GUIDES / f"{name}.md").read_text(), TABLE[name].get("replace", {}))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for needed in TABLE[name].get("inputs", []):
+        (folder / needed).parent.mkdir(parents=True, exist_ok=True)
+        INPUTS[needed](folder / needed)
+    before = set(os.listdir(folder))
+    with guides.shell(folder, tmp_path / "shell", rank_parent) as shell:
+        for step in guides.steps(page):
+            status, printed = shell.run(step.commands, step.verified)
+            assert status == 0, f"{step.commands}\n{printed[-3000:]}"
+            lost = guides.missing(step.shown, printed)
+            assert not (step.verified and lost), f"{step.commands}\nshown and not printed: {lost}\n{printed[-3000:]}"
+    assert set(os.listdir(folder)) >= before
+
+
+def test_what_a_guide_shows_is_compared_in_form_and_order() -> None:
+    printed = "a 1.5 | b 2e-3\nsaved runs/x in 0.1 s\n"
+    assert guides.missing("a 7 | b 9\n...\nsaved runs/x ...\n", printed) == []
+    assert guides.missing("saved runs/x ...\na 7 | b 9\n", printed) == ["a 7 | b 9"]
+    assert guides.missing("a 7 | c 9\n", printed) == ["a 7 | c 9"]
+
+
+def test_a_replacement_that_matches_nothing_is_an_error() -> None:
+    page = "```bash\nx --train-iters 10\n```\n```text\n--train-iters 10\n```\n"
+    assert "x --train-iters 2\n```\n```text\n--train-iters 10" in guides.substituted(
+        page, {"--train-iters 10": "--train-iters 2"}
+    )
+    with pytest.raises(AssertionError, match="0 times"):
+        guides.substituted(page, {"--train-iters 11": ""})

@@ -1,0 +1,303 @@
+"""The page of a run in a real browser, and its data without one: what it says is what the metrics say."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_moe.apps import report
+from megatron_moe.config import schema
+from megatron_moe.report.jsonl import read_events, read_steps
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.page import build
+from megatron_moe.report.page.course import Course
+from megatron_moe.report.page.files import RunState
+from megatron_moe.report.reporter import Reporter
+from tests.helpers import chromium
+
+pytestmark = pytest.mark.one_engine
+
+EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
+LAYERS, EXPERTS = (3, 4, 5), 8
+
+
+def line(iteration: int, **changes: Any) -> dict[str, Any]:
+    loss = 3 + 5 * math.exp(-iteration / 30)
+    values = {"iteration": iteration, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0 + 0.01 * iteration}
+    counts = {"tokens_per_expert": {str(layer): [10 + layer] * EXPERTS for layer in LAYERS}, "expert_load": 1.0}
+    return {**values, "skipped": False, "tokens": 512, "seconds": 0.5, "tokens_per_second": 1024.0, **counts, **changes}
+
+
+def write(folder: Path, lines: list[dict[str, Any]], **info: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    if info:
+        (folder / "metrics.run.json").write_text(json.dumps({"run_id": "0123456789abcdef", **info}))
+    return folder
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def made(folder: Path, *others: Path) -> dict[str, Any]:
+    assert report.main([str(folder), *map(str, others), "--output", str(folder / "page.html")]) == 0
+    return data_of(folder / "page.html")
+
+
+FINISHED = {"attempts": [{"attempt": 1, "start_iteration": 0, "ending": "finished"}], "flags": {"lr": EVIL}}
+
+
+# ---- its data
+
+
+def test_a_peak_of_one_step_stays_however_long_the_run_is() -> None:
+    course = Course(10)
+    for iteration in range(1, 1001):
+        course.add(iteration, {"loss": 9.0 if iteration == 437 else 1.0})
+    rows = course.rows()["loss"]
+    assert len(rows["mean"]) <= 20 and max(value or 0 for value in rows["high"]) == 9.0
+    means = [value or 0 for value in rows["mean"]]
+    assert sum(mean * course.width for mean in means[:-1]) + means[-1] * (1000 % course.width) == pytest.approx(1008)
+
+
+def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) -> None:
+    lines = [
+        line(1),
+        line(2),
+        line(3, loss=None),
+        line(4, loss=None, skipped=True),
+        line(3, loss=7.0),
+        line(4),
+        line(5),
+    ]
+    run = write(tmp_path / "run", lines)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('[]\n{"iteration": 6, "lo')
+    state = RunState(run / "metrics.jsonl")
+    state.update()
+    assert state.course.rows()["iteration"]["mean"] == [1, 2, 3, 4, 5]
+    assert state.course.rows()["loss"]["mean"][2] == 7.0
+    assert (state.repeated, state.bad_lines, state.watch.not_finite, state.watch.skipped) == (1, 1, 2, 1)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('ss": 1.0}\n')
+    state.update()
+    assert state.course.rows()["iteration"]["mean"][-1] == 6
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"), [("finished", "finished"), ("stopped by SIGTERM", "stopped"), ("failed: out", "failed")]
+)
+def test_the_verdict_says_how_a_run_ended(tmp_path: Path, ending: str, expected: str) -> None:
+    run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1, "ending": ending}])
+    assert made(run)["runs"][0]["status"]["state"] == expected
+
+
+def test_a_run_without_an_ending_is_running_while_it_writes_and_killed_once_it_is_silent(tmp_path: Path) -> None:
+    times = {"now": "2999-01-01T00:00:00.000+00:00", "long ago": "2001-01-01T00:00:00.000+00:00"}
+    now = write(tmp_path / "now", [line(1, time=times["now"])], attempts=[{"attempt": 1}])
+    old = write(tmp_path / "old", [line(1, time=times["long ago"])], attempts=[{"attempt": 1}])
+    import os
+
+    os.utime(old / "metrics.jsonl", (1e9, 1e9))
+    assert [made(run)["runs"][0]["status"]["state"] for run in (now, old)] == ["running", "killed"]
+
+
+def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
+    dense = write(tmp_path / "a" / "run", [line(1, tokens_per_expert={}, expert_load=None)])
+    one_layer = write(tmp_path / "b" / "run", [line(1, tokens_per_expert={"1": [3, 0, 9]}) for _ in range(1)])
+    empty = write(tmp_path / "c" / "run", [])
+    runs = made(dense, one_layer, empty)["runs"]
+    assert [run["name"] for run in runs] == ["run", "run (2)", "run (3)"]
+    assert [run["experts"] is None for run in runs] == [True, False, True]
+    assert any("got no token" in finding["text"] for finding in runs[1]["findings"])
+    assert runs[2]["status"]["state"] == "empty"
+
+
+def test_mistakes_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", [line(1)])
+    (tmp_path / "text").write_text("no metrics\n")
+    for words in (["nowhere"], [str(tmp_path)], [str(tmp_path / "text")], [str(run), "--output", str(tmp_path)]):
+        assert report.main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert report.main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
+
+
+# ---- written while the run trains
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time of pages, which passes where a test says so."""
+    shown = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(build, "time", SimpleNamespace(monotonic=lambda: shown.now))
+    return shown
+
+
+def reporter(folder: Path, page: Path) -> Reporter:
+    run = schema.replace(schema.Run(), train_iters=4, metrics_file=str(folder / "metrics.jsonl"), report_file=str(page))
+    return Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
+
+
+def record(iteration: int) -> StepRecord:
+    values = {name: value for name, value in line(iteration).items() if name != "tokens_per_expert"}
+    rest = {"consumed_samples": 8 * iteration, "loss_scale": 1.0, "global_batch_size": 8, "seconds_left": 1.0}
+    return StepRecord(**{**values, **rest, "tokens_per_expert": {3: [1, 2]}})
+
+
+def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending_is_known(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    page = tmp_path / "new" / "page.html"
+    with reporter(tmp_path, page) as running:
+        running.start({"device": "cpu"})
+        seen = [data_of(page)["runs"][0]]
+        for iteration, seconds in ((1, 29.0), (2, 1.5), (3, 1.0)):
+            clock.now += seconds
+            running.step(record(iteration))
+            seen.append(data_of(page)["runs"][0])
+        running.close()
+    last = data_of(page)["runs"][0]
+    assert [run["steps"] for run in [*seen, last]] == [0, 0, 2, 2, 3]
+    assert {run["status"]["state"] for run in seen} == {"running"} and last["status"]["state"] == "finished"
+    assert data_of(page)["every"] == 30 and last["events"][-1]["kind"] == "end"
+
+
+def test_a_page_that_took_long_is_written_more_rarely(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = []
+
+    def slow(*given: Any, every: float) -> None:
+        clock.now += 2.0
+        pages.append(every)
+
+    monkeypatch.setattr(build, "write_page", slow)
+    running = reporter(tmp_path, tmp_path / "page.html")
+    running.start({})
+    for iteration in range(1, 11):
+        clock.now += 20.0
+        running.step(record(iteration))
+    assert pages == [30.0, 100.0, 100.0]
+
+
+def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock: SimpleNamespace) -> None:
+    page, metrics = tmp_path / "page.html", tmp_path / "metrics.jsonl"
+    running = reporter(tmp_path, page)
+    for iteration in (1, 2):
+        running.step(record(iteration))
+        clock.now += 31.0
+    size = metrics.stat().st_size
+    with open(metrics, "r+b") as file:
+        file.write(b"x" * (size - 1))
+    running.step(record(3))
+    run = data_of(page)["runs"][0]
+    assert run["x"]["iteration"]["mean"] == [1, 2, 3]
+    assert not any("could not be read" in finding["text"] for finding in run["findings"])
+
+
+def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    page = tmp_path / "taken"
+    page.mkdir()
+    (page / "file").touch()
+    with reporter(tmp_path, page) as running:
+        running.start({})
+        for iteration in (1, 2, 3):
+            clock.now += 60.0
+            running.step(record(iteration))
+        running.close({})
+    events = list(read_events(tmp_path / "metrics.jsonl"))
+    assert [event.kind for event in events if event.kind in ("warning", "end")] == ["warning", "end"]
+    assert "--report-file" in next(event.text for event in events if event.kind == "warning")
+    assert len(list(read_steps(tmp_path / "metrics.jsonl"))) == 3
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    if chromium.found() is None:
+        pytest.skip(f"no browser: none of {', '.join(chromium.NAMES)} is installed; the page itself was not opened")
+    page = chromium.Page(tmp_path_factory.mktemp("profile"))
+    yield page
+    page.close()
+
+
+RANGE = "(() => { const x = document.querySelector('#chart-loss .plot').chart.scales.x; return [x.min, x.max]; })()"
+
+
+@pytest.mark.claim("The page of a run needs no network, and nothing in a run's texts becomes code.")
+def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path) -> None:
+    lines = [line(iteration) for iteration in range(1, 61)]
+    one = write(tmp_path / "one" / "run", lines, **FINISHED)
+    two = write(tmp_path / "two" / "run", [line(iteration, loss=9.0) for iteration in range(1, 31)], **FINISHED)
+    made(one)
+    browser.size(1200, 900)
+    browser.open(one / "page.html")
+    assert browser.evaluate("document.title") == "run - megatron_moe"
+    assert EVIL in browser.evaluate("document.getElementById('flags').textContent")
+    # the cursor on one step shows that step's value, in every chart
+    x, y = browser.evaluate(
+        "(() => { const u = document.querySelector('#chart-loss .plot').chart, box = u.over.getBoundingClientRect();"
+        " return [box.left + u.valToPos(20, 'x'), box.top + 50]; })()"
+    )
+    browser.mouse("mouseMoved", x - 1, y)
+    browser.mouse("mouseMoved", x, y)
+    for chart, value in (("loss", lines[19]["loss"]), ("grad_norm", lines[19]["grad_norm"])):
+        text = browser.evaluate(f"document.querySelector('#chart-{chart} .readout b').textContent")
+        assert float(text) == pytest.approx(value, rel=1e-5)
+    # dragging narrows the range of all charts, and it survives a reload; a double click resets it
+    assert browser.evaluate(RANGE) == [1, 60]
+    browser.mouse("mousePressed", x, y, clicks=1)
+    browser.mouse("mouseMoved", x + 300, y, clicks=1)
+    browser.mouse("mouseReleased", x + 300, y, clicks=1)
+    low, high = browser.evaluate(RANGE)
+    assert low == pytest.approx(20, abs=0.5) and 25 < high < 55
+    assert browser.evaluate(RANGE.replace("chart-loss", "chart-grad_norm")) == [low, high]
+    browser.evaluate("Charts.zoom(null)")
+    assert browser.evaluate(RANGE) == [1, 60]
+    # two runs
+    made(one, two)
+    browser.open(one / "page.html")
+    legend = browser.evaluate("document.querySelector('#chart-loss .readout').textContent")
+    assert "run train" in legend and "run (2) train" in legend
+    browser.pdf(tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").stat().st_size > 20_000
+    assert browser.errors == [] and {address.partition(":")[0] for address in browser.requests} == {"file"}
+    assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
+
+
+def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
+    browser: chromium.Page, tmp_path: Path
+) -> None:
+    run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1}])
+    page, state = run / "page.html", RunState(run / "metrics.jsonl")
+    state.update()
+    build.write_page(page, [state], ["run"], every=0.3)
+    browser.open(page)
+    browser.evaluate("Charts.zoom([1.2, 1.9])")
+    (run / "metrics.run.json").write_text(json.dumps({"run_id": "0", **FINISHED}))
+    state.update()
+    build.write_page(page, [state], ["run"], every=0.3)
+    until = time.monotonic() + chromium.SECONDS
+    while browser.evaluate("(document.querySelector('.pill') || {}).textContent") != "finished":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert browser.evaluate(RANGE) == [1.2, 1.9]
+    browser.evaluate("window.same = true")
+    time.sleep(1.0)
+    assert browser.evaluate("window.same"), "the page of a run that has ended stays"

@@ -1,0 +1,167 @@
+"""Run the command blocks of a guide as they are written, and compare what they print with what the guide shows.
+
+`megatron-moe` and `python` of the blocks are small programs that ask this process for a fork of one that has imported
+torch and the engine already; everything else is bash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
+
+GUIDES = ROOT / "docs" / "guides"
+BLOCK = re.compile(r"^```(\w+)( not-verified)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+ASK = """#!{python} -SE
+import json, os, socket, sys
+asked = socket.socket(socket.AF_UNIX)
+asked.connect({address!r})
+asked.sendall(json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]).encode() + b"\\n")
+answer = json.loads(asked.makefile().readline())
+sys.stdout.write(open(answer["log"]).read())
+sys.exit(answer["status"])
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A block of commands, whether it is run, and the output that the guide shows below it, if it does."""
+
+    commands: str
+    verified: bool
+    shown: str
+
+
+def steps(text: str) -> list[Step]:
+    """Return the ```bash blocks of a page in order, each with the ```text block that follows it."""
+    found: list[Step] = []
+    for language, unverified, body in BLOCK.findall(text):
+        if language == "bash":
+            found.append(Step(body, not unverified, ""))
+        elif language == "text" and found:
+            found[-1] = Step(found[-1].commands, found[-1].verified, body)
+    return found
+
+
+def substituted(text: str, replacements: Mapping[str, str]) -> str:
+    """Return a page with its commands made small. Each replacement has to match exactly once, or it says nothing."""
+    commands = "".join(step.commands for step in steps(text))
+    for old in replacements:
+        assert commands.count(old) == 1, f"{old!r} is {commands.count(old)} times in the guide's commands"
+
+    def made_small(block: re.Match[str]) -> str:
+        lines = block[0]
+        for old, new in replacements.items() if block[1] == "bash" else ():
+            lines = lines.replace(old, new)
+        return lines
+
+    return BLOCK.sub(made_small, text)
+
+
+def masked(line: str) -> str:
+    """Return a line with `#` for each number and one space for each gap."""
+    return " ".join(NUMBER.sub("#", line).split())
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """Return the shown lines that did not come, in their order, in this form.
+
+    A line `...` stands for lines that are left out, and `...` at the end of a line for the rest of it.
+    """
+    left = iter([masked(line) for line in printed.splitlines()])
+    lost = []
+    for line in shown.splitlines():
+        wanted = masked(line)
+        if wanted in ("", "..."):
+            continue
+        whole = not wanted.endswith("...")
+        start = wanted.removesuffix("...").rstrip()
+        if not any(came == start if whole else came.startswith(start) for came in left):
+            lost.append(line)
+            left = iter([masked(line) for line in printed.splitlines()])
+    return lost
+
+
+class Shell:
+    """Runs blocks in one folder, as somebody does who types them in.
+
+    Args:
+        folder: where they run.
+        programs: the folder of `megatron-moe` and `python`, first on PATH.
+    """
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self._folder = folder
+        self._environment = {**rank_environment(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(self, commands: str, verified: bool = True) -> tuple[int, str]:
+        """Return exit status and output of a block, which ends at the first command that fails.
+
+        Of a block that cannot be run here, only the syntax is checked.
+        """
+        done = subprocess.run(
+            ["bash", "-euo" if verified else "-neuo", "pipefail", "-c", commands],
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+        return done.returncode, done.stdout
+
+
+@contextmanager
+def shell(folder: Path, scratch: Path, parent: RankParent) -> Iterator[Shell]:
+    """Give a shell whose `megatron-moe` and `python` are forks of `parent`."""
+    programs = scratch / "bin"
+    programs.mkdir(parents=True)
+    address = str(scratch / "asked")
+    for name in ("megatron-moe", "python"):
+        (programs / name).write_text(ASK.format(python=sys.executable, address=address))
+        (programs / name).chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        answering = threading.Thread(target=_answer, args=(listening, scratch, parent), daemon=True)
+        answering.start()
+        yield Shell(folder, programs)
+        listening.shutdown(socket.SHUT_RDWR)
+        answering.join()
+
+
+def _answer(listening: socket.socket, scratch: Path, parent: RankParent) -> None:
+    number = 0
+    while True:
+        try:
+            asking, _ = listening.accept()
+        except OSError:  # the shell is closed
+            return
+        with asking:
+            program, folder, argv = json.loads(asking.makefile().readline())
+            number += 1
+            log = str(scratch / f"{number}.log")
+            target = {"megatron-moe": "megatron_moe.console:main", "python": "tests.helpers.guides:script"}[program]
+            pids = parent.fork([Child(target, argv, log, folder)])
+            while (status := parent.statuses(pids, 10.0)[0]) is None:
+                pass
+            asking.sendall(json.dumps({"log": log, "status": status}).encode() + b"\n")
+
+
+def script(argv: list[str]) -> int:
+    """Run a Python file as `python FILE ARGUMENTS` does."""
+    sys.argv[:] = argv
+    runpy.run_path(argv[0], run_name="__main__")
+    return 0

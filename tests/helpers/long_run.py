@@ -1,0 +1,154 @@
+"""What a process holds while a run goes on, read from /proc, and a judgement of whether it grows.
+
+`sample` looks at a rank once; `judged` says what of a series of samples is not flat. A slope is Theil and Sen's, the
+median of the slopes of all pairs: a few samples that lie far out, of a save or of another job on the machine, do not
+move it, and a growth that is there all the time does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WARM_UP = 0.25
+"""The part of a run that is not judged: buffers, caches and the allocator's arenas fill."""
+WINDOWS = 10
+"""Spans of steps whose median times are compared."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process held after `iteration` steps of its run; children are its own and theirs."""
+
+    iteration: int
+    resident_kib: int
+    handles: dict[str, int]
+    """Open file descriptors by kind: file, socket, pipe, anon_inode, device."""
+    threads: int
+    children: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What still counts as flat.
+
+    A leak worth the name is in every step, save or evaluation, so that handles, threads and children may not grow at
+    all: what a save or an evaluation takes is given back, and the least of a window of samples is compared.
+    """
+
+    resident_kib: float = 300.0
+    """Growth of the resident memory per 1,000 steps. glibc's arenas fragment, and each length of the log's numbers and
+    of lists of records takes a size class of its own; a leak of 1 KB a step would be 1,000."""
+    step_time: float = 1.25
+    """The last window's median step time over the first's."""
+
+
+def sample(pid: int, iteration: int) -> Sample:
+    """Look at a process.
+
+    Raises:
+        FileNotFoundError: the process has ended.
+    """
+    place = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+    handles: Counter[str] = Counter()
+    for link in os.scandir(place / "fd"):
+        try:
+            handles[_kind(os.readlink(link.path))] += 1
+        except FileNotFoundError:  # closed since the folder was listed
+            continue
+    resident, threads = int(status["VmRSS"].split()[0]), int(status["Threads"])
+    return Sample(iteration, resident, dict(handles), threads, len(descendants(pid)))
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the children of a process, theirs, and so on."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            here = [int(child) for child in task.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [*here, *itertools.chain.from_iterable(map(descendants, here))]
+    return found
+
+
+def _kind(target: str) -> str:
+    if target.startswith("/"):
+        return "device" if target.startswith("/dev/") else "file"
+    return target.split(":", 1)[0]
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the median slope of all pairs of points; the xs differ."""
+    pairs = itertools.combinations(zip(xs, ys, strict=True), 2)
+    return statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs)
+
+
+def warm(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples behind the warm-up.
+
+    Raises:
+        ValueError: there are too few to judge by.
+    """
+    if not samples:
+        raise ValueError("no samples")
+    first, last = samples[0].iteration, samples[-1].iteration
+    kept = [one for one in samples if one.iteration >= first + WARM_UP * (last - first)]
+    if len(kept) < 2 * WINDOWS:
+        raise ValueError(f"{len(kept)} samples behind the warm-up; {2 * WINDOWS} are needed")
+    return kept
+
+
+def growth(samples: Sequence[Sample]) -> float:
+    """Return the growth of the resident memory behind the warm-up, in KiB per 1,000 steps."""
+    kept = warm(samples)
+    return 1000 * slope([one.iteration for one in kept], [one.resident_kib for one in kept])
+
+
+def step_times(seconds: Sequence[float]) -> list[float]:
+    """Return the median step time of each window behind the warm-up."""
+    kept = seconds[int(WARM_UP * len(seconds)) :]
+    if len(kept) < WINDOWS:
+        raise ValueError(f"{len(kept)} steps behind the warm-up; {WINDOWS} are needed")
+    edges = [round(number * len(kept) / WINDOWS) for number in range(WINDOWS + 1)]
+    return [statistics.median(kept[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def judged(samples: Sequence[Sample], seconds: Sequence[float], bounds: Bounds) -> list[str]:
+    """Return what grows, in words; nothing where all is flat.
+
+    Args:
+        samples: of one rank, in order.
+        seconds: of each step.
+    """
+    kept, found = warm(samples), []
+    if (per_thousand := growth(samples)) > bounds.resident_kib:
+        found.append(f"resident memory grows by {per_thousand:.0f} KiB per 1,000 steps")
+    kinds = sorted({kind for one in kept for kind in one.handles})
+    counted: dict[str, Callable[[Sample], int]] = {
+        **{f"open {kind}s": (lambda one, kind=kind: one.handles.get(kind, 0)) for kind in kinds},
+        "threads": lambda one: one.threads,
+        "child processes": lambda one: one.children,
+    }
+    for name, count in counted.items():
+        before, after = _least(kept, count)
+        if after > before:
+            found.append(f"{name} grow from {before} to {after}")
+    times = step_times(seconds)
+    # Medians of three windows: the machine may be slower for one of them.
+    before, after = statistics.median(times[:3]), statistics.median(times[-3:])
+    if after > bounds.step_time * before:
+        found.append(f"a step takes {after / before:.2f} times as long at the end")
+    return found
+
+
+def _least(kept: Sequence[Sample], count: Callable[[Sample], int]) -> tuple[int, int]:
+    """Return the least of the first and of the last third of the samples."""
+    third = len(kept) // 3
+    return min(map(count, kept[:third])), min(map(count, kept[-third:]))
