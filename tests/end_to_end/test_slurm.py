@@ -97,7 +97,7 @@ class Job:
         ranks: list[psutil.Process] = []
 
         def is_there() -> bool:
-            ranks[:] = [p for p in self.cluster.processes(self.number, node) if "RANK" in p.environ()]
+            ranks[:] = self.cluster.ranks(self.number, node)
             return bool(ranks)
 
         self.until(is_there, f"a rank on {node}")

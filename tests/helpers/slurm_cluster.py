@@ -159,15 +159,15 @@ class Cluster:
         self.until(lambda: not self.run("squeue", "-h", "-j", str(number), "-t", "CG", check=False), "its last process")
         return self.job(number)
 
-    def processes(self, job: int, node: str) -> list[psutil.Process]:
-        """The processes of a job on a node, without Slurm's own."""
+    def ranks(self, job: int, node: str) -> list[psutil.Process]:
+        """The processes of a job's ranks on a node."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
                 names = ("SLURM_CONF", "SLURM_JOB_ID", "SLURMD_NODENAME")
                 of = tuple(environment.get(name) for name in names)
-                if of == (self.environment["SLURM_CONF"], str(job), node) and process.name() != "slurmstepd":
+                if of == (self.environment["SLURM_CONF"], str(job), node) and "RANK" in environment:
                     found.append(process)
         return found
 
