@@ -200,7 +200,8 @@ class RunState:
         self.event_counts[kind] += 1
         if kind == "saved":
             self.saves.append(line["iteration"])
-        self.events.append({**line, "kind": kind, "text": str(line.get("text") or "")[:2000]})
+        if kind != "message":
+            self.events.append({**line, "kind": kind, "text": str(line.get("text") or "")[:2000]})
 
 
 class ExpertWindow:

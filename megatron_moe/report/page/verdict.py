@@ -12,8 +12,11 @@ from megatron_moe.io.texts import duration_text
 from megatron_moe.report.page.files import RunState
 
 _SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
-_UNEVEN, _COLLAPSED = 2.5, 0.25
+_EVEN, _UNEVEN, _COLLAPSED = 1.5, 2.5, 0.25
 _MANY_SKIPPED, _MUCH_LOST, _ENOUGH_STEPS = 0.01, 0.05, 100
+_SKIPPED_IN_A_ROW = {False: 3, True: 40}  # by fp16, whose loss scale falls from 2^32 to 1 in that many
+_MOST_TEXT = 200
+_ENDED = {"failed": "failed", "killed": "was killed"}
 
 
 def status_of(state: RunState) -> dict[str, str]:
@@ -35,9 +38,9 @@ def status_of(state: RunState) -> dict[str, str]:
         if silent > max(_SILENT_SECONDS, _SILENT_STEPS * each):
             return {
                 "state": "killed",
-                "text": f"{at}: no ending was written, and nothing since {duration_text(silent)}",
+                "text": f"{at}: no ending was written, and nothing for {duration_text(silent)}",
             }
-        return {"state": "running", "text": at}
+        return {"state": "running", "text": f"{at}, last heard of {duration_text(silent)} ago"}
     for word in ("finished", "stopped", "failed"):
         if str(ending).startswith(word):
             return {"state": word, "text": f"{at}{str(ending)[len(word) :]}"}
@@ -51,6 +54,10 @@ def findings(state: RunState, status: dict[str, str]) -> list[dict[str, str]]:
     return sorted(found, key=lambda finding: order[finding["level"]])
 
 
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def _finding(level: str, text: str, chart: str, do: str = "", page: str = "") -> dict[str, str]:
     return {"level": level, "text": text, "chart": chart, "do": do, "page": page}
 
@@ -58,35 +65,51 @@ def _finding(level: str, text: str, chart: str, do: str = "", page: str = "") ->
 def _of_steps(state: RunState) -> list[dict[str, str]]:
     watch, found = state.watch, []
     if watch.not_finite:
-        text = f"{watch.not_finite:,} steps had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
+        count = _count(watch.not_finite, "step")
+        text = f"{count} had a loss that is NaN or infinite, the first at {watch.first_not_finite:,}"
         found.append(
             _finding(
                 "bad", text, "loss", "see which batch, and whether --on-nan skips it", "reliability.md#r7-nan-and-inf"
             )
         )
     if watch.skipped:
-        share = watch.skipped / state.count
-        text = f"{watch.skipped:,} of {state.count:,} steps were skipped, the last at {watch.last_skipped:,}"
-        level = "attention" if share > _MANY_SKIPPED else "good"
-        do = "fp16 skips a few while it looks for its loss scale; many mean overflow: try bf16 or a lower --lr"
-        found.append(_finding(level, text, "loss_scale", do, "precision.md#a-step-is-a-transaction"))
+        found.append(_of_skipped(state))
     if state.count and not watch.not_finite and not watch.skipped:
         found.append(_finding("good", "every step was finite and applied", "loss"))
     if watch.spike_count:
         places = ", ".join(f"{iteration:,}" for iteration, _ in list(watch.spikes)[-5:])
-        text = f"the loss jumped {watch.spike_count:,} times, last at {places}"
+        text = f"the loss jumped {_count(watch.spike_count, 'time')}, last at {places}"
         do = "--loss-spike-factor keeps the batch of such a step; a lower --lr or more warm-up helps"
         found.append(_finding("attention", text, "loss", do, "reliability.md#what-happens-and-the-flag-for-it"))
     if watch.norm_spikes:
-        text = f"the gradient norm was over 8 times its median at {watch.norm_spikes:,} steps"
+        text = f"the gradient norm was over 8 times its median at {_count(watch.norm_spikes, 'step')}"
         found.append(_finding("attention", text, "grad_norm", "look at the loss at the same steps"))
     if state.seconds and watch.seconds_lost > _MUCH_LOST * state.seconds:
-        text = f"{watch.slow:,} slow steps cost {duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
+        lost = f"{duration_text(watch.seconds_lost)} of {duration_text(state.seconds)}"
+        text = f"{_count(watch.slow, 'slow step')} cost {lost}"
         do = "--timing-log-level 1 says which part of a step is slow"
         found.append(_finding("attention", text, "seconds", do, "gpu.md#host-synchronisation"))
     if state.bad_lines:
-        found.append(_finding("attention", f"{state.bad_lines:,} lines of its files could not be read", "loss"))
+        found.append(_finding("attention", f"{_count(state.bad_lines, 'line')} of its files could not be read", "loss"))
     return found
+
+
+def _of_skipped(state: RunState) -> dict[str, str]:
+    """Return what the skipped steps mean: fp16 begins with some while its loss scale falls, others are faults."""
+    watch, page = state.watch, "precision.md#a-step-is-a-transaction"
+    text = f"{_count(watch.skipped, 'step')} of {state.count:,} skipped, the last at {watch.last_skipped or 0:,}"
+    fp16 = (state.info.get("all_flags") or {}).get("fp16") or state.last.get("loss_scale", 1.0) != 1.0
+    if watch.skipped_in_a_row > _SKIPPED_IN_A_ROW[bool(fp16)]:
+        text = (
+            f"the last {_count(watch.skipped_in_a_row, 'step')} were all skipped: nothing is learnt any more ({text})"
+        )
+        return _finding("bad", text, "grad_norm", "go back to a checkpoint before them, with a lower --lr", page)
+    often = watch.skipped > _MANY_SKIPPED * state.count
+    if fp16:
+        do = "fp16 skips a few while it looks for its loss scale; many later mean overflow: try bf16 or a lower --lr"
+        return _finding("attention" if often else "good", text, "loss_scale", do, page)
+    do = "their loss or gradient was not finite: the events say where; a lower --lr helps if it is not the data"
+    return _finding("bad" if often else "attention", text, "grad_norm", do, page)
 
 
 def _of_loss(state: RunState, status: dict[str, str]) -> list[dict[str, str]]:
@@ -124,7 +147,8 @@ def _of_experts(state: RunState) -> list[dict[str, str]]:
     found = []
     if dead.any():
         worst = int(dead.argmax())
-        text = f"{int(dead.sum()):,} experts got no token lately, {int(dead[worst])} of them in layer {layers[worst]}"
+        count = _count(int(dead.sum()), "expert")
+        text = f"{count} got no token lately, {int(dead[worst])} of them in layer {layers[worst]}"
         do = "raise --moe-router-bias-update-rate or the coefficient of an auxiliary loss"
         found.append(_finding("bad", text, "experts", do, page))
     shares = load / np.maximum(load.sum(axis=1, keepdims=True), 1e-9)
@@ -141,7 +165,7 @@ def _of_experts(state: RunState) -> list[dict[str, str]]:
     elif peak[worst] > _UNEVEN:
         text = f"the fullest expert of layer {layers[worst]} gets {peak[worst]:.2f} times the mean"
         found.append(_finding("attention", text, "loads", "normal in the first steps; later, stronger balancing", page))
-    else:
+    elif peak[worst] < _EVEN:
         text = f"experts are evenly loaded: at most {peak[worst]:.2f} times the mean (layer {layers[worst]})"
         found.append(_finding("good", text, "loads"))
     return found
@@ -156,11 +180,15 @@ def _of_attempts(state: RunState, status: dict[str, str]) -> list[dict[str, str]
         found.append(_finding("attention" if broken else "good", text, "attempts", "", "reliability.md"))
     faults = state.event_counts["fault"]
     if faults:
-        do = "the table of events has each"
-        found.append(_finding("attention", f"{faults:,} faults were recorded", "events", do, "reliability.md"))
+        last = next((event["text"] for event in reversed(state.events) if event["kind"] == "fault"), "")
+        text = f"{_count(faults, 'fault')} recorded, the last: {last[:_MOST_TEXT]}{'...' * (len(last) > _MOST_TEXT)}"
+        found.append(_finding("attention", text, "events", "the table of events has each", "reliability.md"))
     if status["state"] in ("failed", "killed"):
         do = "the same command goes on from the last checkpoint, where --save and --load are given"
-        found.append(_finding("bad", f"{status['state']} {status['text']}", "attempts", do, "reliability.md"))
+        at = f" at iteration {state.last['iteration']:,}" if state.last else ""
+        found.append(
+            _finding("bad", f"the last attempt {_ENDED[status['state']]}{at}", "attempts", do, "reliability.md")
+        )
     return found
 
 

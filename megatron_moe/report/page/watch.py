@@ -21,6 +21,8 @@ class StepWatch:
         self.clip: float | None = None
         """The norm from which on gradients are clipped, where the run's flags are known."""
         self.skipped = self.not_finite = self.clipped = self.norms = self.slow = 0
+        self.skipped_in_a_row = 0
+        """The skipped steps since the last one that was applied."""
         self.seconds_lost = 0.0
         self.last_skipped: int | None = None
         self.spikes: deque[tuple[int, float]] = deque(maxlen=_MOST)
@@ -35,6 +37,9 @@ class StepWatch:
         if line.get("skipped"):
             self.skipped += 1
             self.last_skipped = iteration
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
         if loss is None:
             self.not_finite += 1
             self.first_not_finite = self.first_not_finite or iteration

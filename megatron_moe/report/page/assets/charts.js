@@ -206,6 +206,7 @@ const Charts = (function () {
     });
     o.series = [{}, { show: true, stroke: "transparent", points: { show: false } }];
     o.cursor.points = { show: false };
+    if (given.alone) Object.assign(o.axes[0], { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500], values: (u, all) => all.map((v) => (Number.isInteger(v) ? tick(v) : "")) });
     if (given.alone) o.scales.x.range = [given.edges[0][0], given.edges[columns - 1][1]];
     const plot = new uPlot(o, [middle, middle.map(() => 0)], box);
     register(box, plot, given.alone);

@@ -67,7 +67,9 @@
       const mark = make("i"); mark.style.background = Charts.colour(at);
       return make("button", { "aria-pressed": String(!view.hidden[run.name]), onclick: () => { view.hidden[run.name] = !view.hidden[run.name]; save(); draw(); bar.replaceWith(toolbar()); } }, mark, run.name);
     })));
-    bar.append(make("small", {}, "drag to zoom, double-click to reset; arrows, + and - on a chart"));
+    const signs = [[!several && runs[0].saves.length, "triangle: checkpoint"], [runs.some((run) => [...run.skipped, ...run.notFinite].some(Boolean)), "red tick: skipped or not finite"],
+      [runs.some((run) => run.eventCounts.fault), "red line: fault"], [!several && runs[0].attempts.length > 1, "shaded: every second attempt"]].filter(([there]) => there).map(([, text]) => text);
+    bar.append(make("small", {}, ["drag to zoom, double-click to reset; arrows, + and - on a chart", ...signs].join(" \u00b7 ")));
     return bar;
   }
 
@@ -85,12 +87,12 @@
     ["Experts", "empty_experts", "Experts without a token in a step", "(layer, expert) pairs", ["empty_experts"], { from: 0 }],
     ["Experts", "bias", "Expert bias", "largest magnitude", ["expert_bias_max"]],
     ["Routing health", "effective", "Effective experts, worst layer", "experts", ["health.effective_experts"]],
-    ["Routing health", "flips", "Routing that fp64 would change, worst layer", "share of tokens", ["health.flip_rate"]],
+    ["Routing health", "flips", "Routing that fp64 would change, worst layer", "share of tokens", ["health.flip_rate"], { from: 0 }],
     ["Routing health", "margin", "Routing margin, worst layer", "score", ["health.margin_mean", "health.margin_p5"]],
     ["Routing health", "logit", "Largest router logit, worst layer", "logit", ["health.max_logit"]],
     ["Routing health", "biases", "Expert bias, extremes", "bias", ["health.bias_min", "health.bias_max"]],
     ["Routing health", "norms", "Gradient norm by part", "L2", ["health.dense_grad_norm", "health.expert_grad_norm"], { log: true }],
-    ["Routing health", "lost", "Gradient additions lost to rounding", "share", ["health.gradient_lost"]],
+    ["Routing health", "lost", "Gradient additions lost to rounding", "share", ["health.gradient_lost"], { from: 0 }],
     ["Speed and memory", "tokens_per_second", "Throughput", "tokens/s, all devices", ["tokens_per_second"], { from: 0 }],
     ["Speed and memory", "model_tflops", "Model FLOPs", "TFLOP/s of a device", ["model_tflops"], { from: 0 }],
     ["Speed and memory", "mfu", "MFU", "share of the peak", ["mfu"], { from: 0 }],
@@ -130,7 +132,7 @@
     const y = u.valToPos(value, "y", true), { left, top, width, height } = u.bbox;
     if (!(y >= top && y <= top + height)) return;
     u.ctx.save(); u.ctx.strokeStyle = u.ctx.fillStyle = paint; u.ctx.setLineDash([6, 4]); u.ctx.beginPath(); u.ctx.moveTo(left, y); u.ctx.lineTo(left + width, y); u.ctx.stroke();
-    u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.textAlign = "right"; u.ctx.fillText(text, left + width - 4, y - 4); u.ctx.restore();
+    u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.textAlign = "right"; u.ctx.textBaseline = "bottom"; u.ctx.fillText(text, left + width - 4, y - 3); u.ctx.restore();
   }
   function marks(spec) {
     return function (u) {
@@ -257,7 +259,7 @@
     for (const [title, key] of [["Data", "data"], ["Layout", "layout"], ["Facts", "facts"], ["Versions", "versions"], ["Git", "git"]]) compare(title, union((run) => run.info[key]), (run) => run.info[key] || {}, key);
     runs.forEach(function (run) {
       const prefix = several ? run.name + ": " : "", kinds = Object.entries(run.eventCounts).map(([kind, count]) => `${count} ${kind}`).join(", ");
-      const told_ = run.events.filter((event) => event.kind !== "message").slice(-200).reverse();
+      const told_ = run.events.slice(-200).reverse();
       if (told_.length) found.push(make("section", { class: "card", id: "chart-events", tabindex: -1 }, make("h3", {}, prefix + "Events ", make("small", {}, kinds)), table(["time", "attempt", "iteration", "kind", "what"], told_.map((event) => [clock(event.time), told(event.attempt), number(event.iteration), make("span", { class: event.kind === "fault" ? "bad" : "" }, event.kind), event.text]))));
       if (run.attempts.length) found.push(make("section", { class: "card", id: "chart-attempts", tabindex: -1 }, make("h3", {}, prefix + "Attempts"), table(["attempt", "start", "from iteration", "end", "to iteration", "host", "ending"], run.attempts.map((one, i) => [told(one.attempt), clock(one.start_time), number(one.start_iteration), clock(one.end_time), number(one.end_iteration), told(one.host), one.ending || (i + 1 < run.attempts.length ? "killed" : run.status.state)]))));
       if (run.info.command) found.push(make("section", { class: "card" }, make("h3", {}, prefix + "Command"), make("pre", {}, run.info.command)));
