@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import slurm_cluster
+from tests.helpers import guides, slurm_cluster
 from tests.helpers.slurm_cluster import Cluster
 from tests.helpers.sources import ROOT
 
@@ -278,3 +278,45 @@ def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
     assert re.search(r"(PASS|WARN): \d+ pass, \d+ warn, 0 fail", log) and "done: 100 iterations" in log, log
     assert json.loads((tmp_path / "runs/slurm-cpu/summary.json").read_text())["iterations"] == 100
+
+
+def typed_in(cluster: Cluster, folder: Path, commands: str, environment: dict[str, str]) -> str:
+    """Return what commands print; the job whose number is in the file `job` does not wait to start again."""
+    number = folder / "job"
+    with open(folder / "typed.log", "w+") as output:
+        shell = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=environment, stdout=output, stderr=output
+        )
+
+        def is_done() -> bool:
+            if number.exists() and number.read_text().strip():
+                cluster.hurry(int(number.read_text()))
+            return shell.poll() is not None
+
+        cluster.until(is_done, commands)
+        output.seek(0)
+        printed = output.read()
+    assert shell.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.claim("The commands of the guide on Slurm end with a run that was killed and goes on to the bit.")
+def test_the_guide_as_written(cluster, tmp_path):
+    page = guides.substituted(
+        (guides.GUIDES / "on_slurm.md").read_text(),
+        {
+            "--script job.sbatch": "--cpu-bind none --no-preflight --script job.sbatch",
+            # All nodes are one machine here: the rank is named by the test, and no other run's.
+            "pkill -KILL -f '[p]ython -u -c .*megatron_moe'": "bash -c 'kill -KILL $(cat rank)'",
+        },
+    )
+    programs = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{cluster.environment['PATH']}"
+    shell = cluster.inherited(**{**environment(tmp_path), "PATH": programs, "OMP_NUM_THREADS": "1"})
+    steps = guides.steps(page)
+    assert len(steps) == 4
+    for number, step in enumerate(steps):
+        if number == 1:
+            job = Job(cluster, tmp_path, int((tmp_path / "job").read_text()))
+            (tmp_path / "rank").write_text(str(job.rank_on("node2").pid))
+        printed = typed_in(cluster, tmp_path, step.commands, shell)
+        assert guides.missing(step.shown, printed) == [], printed
