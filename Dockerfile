@@ -11,7 +11,7 @@
 # On Slurm with enroot and pyxis, which share both with the host:
 #
 #   enroot import --output megatron_moe.sqsh dockerd://megatron_moe
-#   CONTAINER=$PWD/megatron_moe.sqsh CONTAINER_MOUNTS=/data,/checkpoints sbatch examples/slurm/qwen3_30b_a3b.sbatch
+#   megatron-moe slurm --container pyxis --image megatron_moe.sqsh --mounts /data /checkpoints ...    # docs/slurm.md
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 WORKDIR /opt/megatron_moe

@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 # What tools/preprocess_data.py reads .zst and tables with.
 DATA = ["zstandard>=0.22", "pyarrow>=15"]
+MLFLOW = ["mlflow-skinny>=2.16"]
 
 
 def version() -> str:
@@ -36,6 +37,7 @@ setup(
     package_data={
         "megatron_moe": ["py.typed"],
         "megatron_moe.config": ["megatron_flags.tsv"],
+        "megatron_moe.launch": ["slurm.sh"],
         "megatron_moe.platform": ["engine_defects.yaml"],
         "megatron_moe.kernels": ["cpu.c"],
         "megatron_moe.report.page": ["assets/*"],
@@ -67,8 +69,10 @@ setup(
             "transformer-engine[pytorch]>=2.14; python_version >= '3.12'",
         ],
         "hf": ["transformers>=4.56"],
+        "trackers": ["wandb>=0.19", *MLFLOW],
         "data": DATA,
-        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA],
+        # Without wandb, which megatron-core imports at every start where it is there: 0.4 s of each process.
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "mypy>=1.13", "transformers>=4.56", *DATA, *MLFLOW],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

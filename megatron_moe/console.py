@@ -18,6 +18,7 @@ NAME = "megatron-moe"
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("megatron_moe.train:main", "train a model; with torchrun's options on several ranks"),
+    "slurm": ("megatron_moe.slurm:main", "write, and submit, a Slurm job that saves, ends and goes on by itself"),
     "prepare": ("megatron_moe.apps.prepare:main", "tokenize text into indexed datasets"),
     "merge": ("megatron_moe.apps.merge:main", "join indexed datasets into one"),
     "convert": ("megatron_moe.apps.convert.cli:main", "convert checkpoints from and to Hugging Face and Megatron-LM"),

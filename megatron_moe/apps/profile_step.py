@@ -17,7 +17,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, local_world_size, program_name, require_rendezvous
 from megatron_moe.config.presets import with_made_up_data
-from megatron_moe.config.rules.ignored import READ_WITH
+from megatron_moe.config.rules.ignored import READ_WITH, SCALARS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import require_writable
@@ -117,12 +117,18 @@ class StepProfiler(Sink):
             self.shares = shares(self.profile.events())
 
 
-_NO_PROFILE: dict[str, Any] = {name: getattr(Run().logging, name) for name in ("profile", *READ_WITH["profile"])}
+# What belongs to another profile, or to the run whose flags these are.
+_NO_REPORTS: dict[str, Any] = {
+    name: getattr(Run().logging, name)
+    for flag in ("profile", "tensorboard_dir", "wandb_project", "mlflow_experiment")
+    for name in (flag, *READ_WITH.get(flag, ()))
+}
+_NO_REPORTS |= {name: getattr(Run().logging, name) for name in (*SCALARS, "mlflow_tracking_uri", "mlflow_run_name")}
 
 
 def profiled(run: Run, warmup: int, steps: int) -> StepProfiler:
     """Train as `run` says for `warmup` + `steps` steps, and return the profile of the last ones. Saves nothing."""
-    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_PROFILE)
+    run = replace(run, train_iters=warmup + steps, save=None, eval_iters=0, exit_interval=None, **_NO_REPORTS)
     _, world_size = launched_world()
     require_rendezvous(world_size)
     check_start(run, world_size, local_world_size(world_size))

@@ -13,6 +13,8 @@ FREE_TEXT = frozenset({"sample_prompt", "prompts"})
 """Names of settings whose values are prose: they may be empty, and have any dashes and quotation marks."""
 _UNTOUCHED_BY_SHELLS = frozenset({"match", "json_keys", "tiktoken_special_tokens"})
 """Names of settings whose values are patterns, keys and tokens, in which `$` and `<...>` mean themselves."""
+_ADDRESSES = frozenset({"mlflow_tracking_uri"})
+"""Names of settings that may be addresses."""
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 _PASTED_FLAG = re.compile(rf"-*[{_DASHES}][-{_DASHES}]*[\w.][^\s]*")
@@ -94,7 +96,7 @@ def require_expanded(name: str, text: str, where: str) -> None:
         raise ConfigError(f"{where}{text!r}: begins or ends with a space; write {text.strip()}")
     if _PLACEHOLDER.fullmatch(text):
         raise ConfigError(f"{shown}: is a placeholder; put a value in its place")
-    if _ADDRESS.match(text):
+    if name not in _ADDRESSES and _ADDRESS.match(text):
         raise ConfigError(f"{shown}: is an address, and files are read and written in folders alone; name a path")
     if text == "null":
         raise ConfigError(f"{shown}: is what a JSON file has for no value; leave the flag out")

@@ -233,7 +233,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
         "zero_optimization.pipeline_loading_checkpoint",
     ),
     "--recompute-granularity says what is recomputed": ("activation_checkpointing",),
-    "--tensorboard-dir and --metrics-file record a run": ("wandb", "comet", "csv_monitor"),
+    "--wandb-project, --tensorboard-dir and --metrics-file record a run": ("wandb", "comet", "csv_monitor"),
     "--timing-log-level 1 shows where the time of a step goes, megatron-moe plan memory and traffic": (
         "flops_profiler",
         "comms_logger",

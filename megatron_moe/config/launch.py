@@ -85,7 +85,7 @@ def _require_no_other_tasks() -> None:
         if text.isascii() and text.isdigit() and int(text) > 1:
             raise ConfigError(
                 f"{name}={text} without WORLD_SIZE: each task of {starter} would be a run of its own, and all would "
-                f"write the same files; let {starter} start one torchrun on each node (examples/slurm/launch.sh), or "
+                f"write the same files; let {starter} start one torchrun on each node (megatron-moe slurm), or "
                 "one task"
             )
 

@@ -193,17 +193,29 @@ class LoggingConfig:
         choices=("auto", "panel", "line", "plain"),
     )
     tensorboard_dir: str | None = mute(None, "folder for TensorBoard events")
-    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard's events")
+    tensorboard_log_interval: int = flag(1, "iterations between values in TensorBoard, W&B and MLflow")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's events in memory before they are written, at most")
     tensorboard_names: str = mute(
         "ours",
-        "TensorBoard's tags: ours, or Megatron-LM's where it has one, with its tags over samples in vs_samples/",
+        "tags of TensorBoard, W&B and MLflow: ours, or Megatron-LM's where it has one; those over samples are in "
+        "TensorBoard's vs_samples/",
         choices=("ours", "megatron"),
     )
     log_timers_to_tensorboard: bool = flag(False, "step time, throughput and --timing-log-level's times, there")
     log_memory_to_tensorboard: bool = flag(False, "what the allocator of rank 0's device holds, there")
     log_validation_ppl_to_tensorboard: bool = flag(False, "the perplexity of evaluations, there")
     log_world_size_to_tensorboard: bool = flag(False, "the number of ranks, there")
+    wandb_project: str | None = mute(
+        None, "project of Weights & Biases (W&B) that gets the run; with WANDB_MODE=offline it stays on this machine"
+    )
+    wandb_exp_name: str | None = mute(None, "its name there; default: W&B makes one up")
+    wandb_entity: str | None = mute(None, "team or user of the project; default: yours")
+    wandb_save_dir: str | None = mute(None, "folder for W&B's files; default: wandb/ under --save, or as W&B says")
+    mlflow_experiment: str | None = mute(None, "experiment of MLflow that gets the run")
+    mlflow_tracking_uri: str | None = mute(
+        None, "where its runs are: http://HOST:PORT, file:FOLDER or sqlite:///FILE; default: MLFLOW_TRACKING_URI"
+    )
+    mlflow_run_name: str | None = mute(None, "its name there; default: MLflow makes one up")
     metrics_file: str | None = mute(None, "JSONL file, one line per iteration")
     plot_file: str | None = mute(None, "PNG of the loss and of the expert load, drawn at the end")
     report_file: str | None = mute(None, "HTML page of the run, written anew while it trains and when it ends")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from typing import Any, TextIO
 
 from megatron_moe.io.texts import duration_text
@@ -44,14 +45,23 @@ def legend_text() -> str:
     return "\n".join(f"{word:<{width}}  {meaning}" for word, meaning in LEGEND)
 
 
+MOST_STEPS = 10_000
+"""Steps that a log line is about at most, the last ones, where `--log-interval` is longer."""
+
+
 class Interval:
-    """The steps since the last log line."""
+    """The steps since the last log line, of which the last `MOST_STEPS` are kept.
+
+    Counts per expert are half a megabyte a step with 58 layers x 256 experts, and are kept of the newest step alone.
+    """
 
     def __init__(self) -> None:
-        self._records: list[StepRecord] = []
+        self._records: deque[StepRecord] = deque(maxlen=MOST_STEPS)
 
     def add(self, record: StepRecord) -> None:
         """Take one more step."""
+        if self._records:
+            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
         self._records.append(record)
 
     def line(self, train_iters: int | None, width: int | None = None) -> str:
@@ -59,10 +69,11 @@ class Interval:
 
         With a width in characters, the parts at the end that do not fit are left out.
         """
+        records = list(self._records)
         digits = len(str(train_iters)) if train_iters else 6
-        head = f"iteration {self._records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
+        head = f"iteration {records[-1].iteration:>{digits}}" + (f"/{train_iters}" if train_iters else "")
         by_rank = sorted(metrics(), key=lambda metric: metric.console_rank)
-        texts = [metric.console_text(self._records) for metric in by_rank]
+        texts = [metric.console_text(records) for metric in by_rank]
         line = " | ".join([head, *(text for text in texts if text)])
         while width is not None and len(line) > width and " | " in line:
             line = line.rpartition(" | ")[0]

@@ -122,7 +122,8 @@ class Metric:
     with the same facts but for `seconds` and `memory_bytes`."""
     console: str | Callable[[Sequence[StepRecord]], str | None] | None = None
     """Its part of a log line: a format string for the last value of the line's steps, such as "share {:.3f}", or a
-    function of these steps' records that returns the part. Nothing is shown for None."""
+    function of these steps' records, of the last 10,000 at most, that returns the part. The last record alone has
+    `tokens_per_expert` and `dropped_per_expert`. Nothing is shown for None."""
     console_rank: int = 85
     """The parts of a log line are sorted by it: 10 is the loss, 80 the dropped share, 100 the time left, and 110 what
     only some lines have."""

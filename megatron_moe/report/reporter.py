@@ -14,14 +14,13 @@ from typing import Any, TextIO
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.report.console import console_sink
-from megatron_moe.report.jsonl import JsonlSink
+from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
-from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord
-from megatron_moe.report.run_info import RunInfo, SummarySink, Totals
+from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, exact
+from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import Sink, TensorBoardSink
+from megatron_moe.report.tracker import SERVICES, TrackerSink
 
-FINISHED = "finished"
-"""The ending of an attempt that has done its work; see `run_info.ATTEMPT_FIELDS` for others."""
 _SECONDS_FOR_LAST_WORDS = 2.0
 
 
@@ -54,9 +53,10 @@ class Reporter:
         self._closed = False
         if not is_writer:
             return
-        self._sinks.extend(also)
         self._iteration = start_iteration
         self._info = RunInfo(run, start_iteration)
+        # Trackers before the files, which take what those have to say at their end.
+        self._sinks.extend([*also, *self._trackers(run, start_iteration)])
         self._files: JsonlSink | None = None
         flags = run.logging
         # Files first: a path that cannot be written is reported before the terminal belongs to a progress line.
@@ -98,6 +98,14 @@ class Reporter:
         if self._files is not None:
             for kind, note in _notes_on(self._files, start_iteration):
                 self.event(kind, note)
+
+    def _trackers(self, run: Run, start_iteration: int) -> list[TrackerSink]:
+        """Return the sinks for W&B and MLflow, with what an earlier attempt has reported of the steps to come."""
+        wanted = [flag for flag in SERVICES if getattr(run.logging, flag) is not None]
+        path, reported = Path(run.logging.metrics_file or ""), {}
+        if wanted and start_iteration and path.is_file():
+            reported = {step.iteration: exact(step) for step in read_steps(path) if step.iteration > start_iteration}
+        return [TrackerSink(flag, run, start_iteration, self._info, reported, self.event) for flag in wanted]
 
     def _open_metrics(self, path: Path, start_iteration: int) -> JsonlSink:
         """Open the files of the metrics, and write what the run is next to them."""
@@ -196,6 +204,8 @@ class Reporter:
         thread.join(_SECONDS_FOR_LAST_WORDS)
 
     def _try_to_record_end(self, ending: str, fault: str | None) -> None:
+        for sink in self._sinks:
+            sink.last_words(ending, fault)
         with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
             self._record_end(ending, fault)
 

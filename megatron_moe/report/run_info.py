@@ -30,6 +30,9 @@ from megatron_moe.report.sink import Sink
 _PACKAGES = ("megatron-moe", "megatron-core", "torch", "transformer-engine", "numpy", "sentencepiece", "tokenizers")
 _GIT_SECONDS = 5.0
 
+FINISHED = "finished"
+"""The ending of an attempt that has done its work; see `ATTEMPT_FIELDS` for others."""
+
 FIELDS: dict[str, tuple[str, str]] = {
     "run_id": ("string", "16 hex digits, the same in every attempt of a run"),
     "attempt": ("integer", "1 for the first start, one more each time the run is continued"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ class Sink:
     def end(self, ending: str) -> None:
         """Take how this attempt ends: "finished", "stopped by SIGTERM", "failed: ..."; `close` follows."""
 
+    def last_words(self, ending: str, fault: str | None) -> None:
+        """Take how this attempt ends where the process is about to be ended, from any thread; nothing follows."""
+
     def close(self, summary: dict[str, Any] | None) -> None:
         """Take the end of the run: with its summary, or with None where it was interrupted."""
 
@@ -72,6 +76,33 @@ _OVER_SAMPLES = {
 }
 
 
+def step_scalars(record: StepRecord, options: LoggingConfig) -> Iterator[tuple[str, float]]:
+    """Yield the scalars of a step, by the tags of `--tensorboard-names`.
+
+    Raises:
+        MetricError: two metrics have one tag.
+    """
+    of_megatron = options.tensorboard_names == "megatron"
+    written: dict[str, str] = {}
+    for metric in metrics():
+        for tag, number in metric.scalars(record).items():
+            if tag in written:
+                raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
+            written[tag] = metric.name
+            # Of a step that was not applied Megatron-LM has no loss.
+            if not (of_megatron and record.skipped and tag == "loss/train"):
+                yield _of_megatron(tag) if of_megatron else tag, number
+
+
+def evaluation_scalars(record: EvalRecord, options: LoggingConfig) -> Iterator[tuple[str, float]]:
+    """Yield the scalars of an evaluation, by the tags of `--tensorboard-names`."""
+    tag = f"loss/{record.split}"
+    yield _of_megatron(tag) if options.tensorboard_names == "megatron" else tag, record.loss
+    if options.log_validation_ppl_to_tensorboard:
+        split = {"valid": "validation"}.get(record.split, record.split)
+        yield f"lm loss {split} ppl", math.exp(min(record.loss, 20.0))  # bounded as in Megatron-LM
+
+
 class TensorBoardSink(Sink):
     """Writes the scalars of all metrics under `folder`, one event per scalar and step of `--tensorboard-log-interval`.
 
@@ -93,9 +124,7 @@ class TensorBoardSink(Sink):
                 "install it with `pip install tensorboard`, or drop the flag"
             ) from error
         self.artifact = folder
-        self._interval = options.tensorboard_log_interval
-        self._perplexity = options.log_validation_ppl_to_tensorboard
-        self._of_megatron = options.tensorboard_names == "megatron"
+        self._options = options
         self._consumed_samples = 0
         self._open = partial(SummaryWriter, max_queue=options.tensorboard_queue_size)
         self._writer = self._open(str(folder), purge_step=start_iteration + 1)
@@ -106,28 +135,17 @@ class TensorBoardSink(Sink):
         self._writer.add_text("run", f"| | |\n|---|---|\n{table}", 0)
 
     def step(self, record: StepRecord) -> None:
-        if self._of_megatron and self._over_samples is None:
+        if self._options.tensorboard_names == "megatron" and self._over_samples is None:
             before = record.consumed_samples - record.global_batch_size
             self._over_samples = self._open(f"{self.artifact}/vs_samples", purge_step=before + 1)
         self._consumed_samples = record.consumed_samples
-        if record.iteration % self._interval:
-            return
-        written: dict[str, str] = {}
-        for metric in metrics():
-            for tag, number in metric.scalars(record).items():
-                if tag in written:
-                    raise MetricError(f"metric {metric.name}: TensorBoard tag {tag} is that of {written[tag]}")
-                written[tag] = metric.name
-                # Of a step that was not applied Megatron-LM has no loss.
-                if not (self._of_megatron and record.skipped and tag == "loss/train"):
-                    self._write(tag, number, record.iteration)
+        if record.iteration % self._options.tensorboard_log_interval == 0:
+            for tag, number in step_scalars(record, self._options):
+                self._write(tag, number, record.iteration)
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._write(f"loss/{record.split}", record.loss, record.iteration)
-        if self._perplexity:
-            split = {"valid": "validation"}.get(record.split, record.split)
-            perplexity = math.exp(min(record.loss, 20.0))  # bounded as in Megatron-LM
-            self._write(f"lm loss {split} ppl", perplexity, record.iteration)
+        for tag, number in evaluation_scalars(record, self._options):
+            self._write(tag, number, record.iteration)
         self.flush()
 
     def flush(self) -> None:
@@ -142,11 +160,10 @@ class TensorBoardSink(Sink):
         return [writer for writer in (self._writer, self._over_samples) if writer is not None]
 
     def _write(self, tag: str, number: float, iteration: int) -> None:
-        shown = _of_megatron(tag) if self._of_megatron else tag
-        self._writer.add_scalar(shown, number, iteration)
+        self._writer.add_scalar(tag, number, iteration)
         # None before the first step of this process: an evaluation that a signal had put off.
-        if self._over_samples is not None and shown in _OVER_SAMPLES:
-            self._over_samples.add_scalar(f"{shown} vs samples", number, self._consumed_samples)
+        if self._over_samples is not None and tag in _OVER_SAMPLES:
+            self._over_samples.add_scalar(f"{tag} vs samples", number, self._consumed_samples)
 
 
 def _of_megatron(tag: str) -> str:

@@ -21,6 +21,7 @@ from megatron_moe.hf.import_plan import Import, plan_import
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host
 from megatron_moe.report.jsonl import require_metrics
+from megatron_moe.report.tracker import require_trackers
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 
 WORKERS_PER_CORE = 4
@@ -137,6 +138,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     Raises:
         ConfigError: one of them does not fit the flags.
     """
+    require_trackers(run)
     schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.

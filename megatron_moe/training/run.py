@@ -24,7 +24,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.platform import switches
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.records import exact
-from megatron_moe.report.reporter import FINISHED
+from megatron_moe.report.run_info import FINISHED
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.evaluate import gathered_parameters

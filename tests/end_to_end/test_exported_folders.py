@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import yaml
 
@@ -20,36 +19,11 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
-from tests.helpers import tiny_models
+from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
-TEXTS = [f"def area_{i}(width, height):\n    return width * height + {i}  # naïve\n" for i in range(60)]
 PROMPT = "def area_7(width"
 NEW = 12
-
-
-def byte_level(folder: Path, size: int = 330) -> Path:
-    """A tokenizer of Hugging Face's with a begin token that its post-processor puts before a text."""
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=["<pad>", "<|bos|>", "<|end|>"],
-        initial_alphabet=letters if size > len(letters) else [],
-        show_progress=False,
-    )
-    model.train_from_iterator(TEXTS, trainer)
-    model.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[("<|bos|>", model.token_to_id("<|bos|>"))]
-    )
-    folder.mkdir()
-    model.save(str(folder / "tokenizer.json"))
-    said = {"eos_token": "<|end|>", "bos_token": {"content": "<|bos|>"}, "pad_token": "<pad>", "auto_map": {"a": "b"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "tokenizer_class": "LlamaTokenizer"}))
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
 
 
 def pieces(folder: Path) -> Path:
@@ -169,13 +143,8 @@ def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys,
 
 @pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
 def test_an_imported_model_is_exported_with_what_it_came_with(capsys, tmp_path):
-    hf = byte_level(tmp_path / "hf", tiny_models.VOCABULARY)
-    model = tiny_models.make("qwen3-moe", 3, hf)
-    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "bos_token_id": 1}))
-    said = json.loads((hf / "tokenizer_config.json").read_text())
-    del said["auto_map"]
-    said |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>"}
-    (hf / "tokenizer_config.json").write_text(json.dumps(said))
+    hf = tmp_path / "hf"
+    model = published("qwen3-moe", 3, hf)
     native = tmp_path / "native"
     assert cli.main(["--from", "hf", "--to", "native", "--load", str(hf), "--save", str(native)]) == cli.DONE
     shutil.move(hf, tmp_path / "gone")

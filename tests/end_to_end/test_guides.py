@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.helpers import guides
 from tests.helpers.ranks import RankParent
+from tests.helpers.tiny_tokenizers import published
 
 pytestmark = pytest.mark.one_engine
 
@@ -23,7 +25,12 @@ def corpus(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-INPUTS = {"corpus.jsonl": corpus}
+def imported(folder: Path) -> None:
+    """A small model of DeepSeek-V2's architecture."""
+    published("deepseek-v2", 6, folder, torch.bfloat16)
+
+
+INPUTS = {"corpus.jsonl": corpus, "models/DeepSeek-V2-Lite": imported, "models/theirs": imported}
 
 
 def test_every_guide_is_run() -> None:

@@ -19,6 +19,7 @@ from megatron_moe.config import schema
 from megatron_moe.report.jsonl import read_events, read_steps
 from megatron_moe.report.metric import StepRecord
 from megatron_moe.report.page import build
+from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
@@ -205,6 +206,25 @@ def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock:
     run = data_of(page)["runs"][0]
     assert run["x"]["iteration"]["mean"] == [1, 2, 3]
     assert not any("could not be read" in finding["text"] for finding in run["findings"])
+
+
+def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly() -> float:
+        clock.now += 0.4  # of each look at the clock, of which a step takes one
+        return clock.now
+
+    page, metrics = tmp_path / "page.html", tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line(iteration)) + "\n" for iteration in range(1, 9)))
+    running = build.PageSink(page, metrics, pytest.fail)
+    monkeypatch.setattr(page_files, "time", SimpleNamespace(monotonic=slowly))
+    for steps in (None, None, 8):
+        running.step(record(9))
+        assert (data_of(page)["runs"][0]["steps"] if page.exists() else None) == steps
+        clock.now += 20.0
+        running.step(record(9))  # which is too early
+        clock.now += 31.0
 
 
 def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(

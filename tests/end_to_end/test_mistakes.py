@@ -40,6 +40,7 @@ RUN_BY = {
     "verify_resume": ["megatron_moe.apps.verify_resume.cli:main"],
     "preflight": ["megatron_moe.apps.preflight.cli:main"],
     "profile_step": ["megatron_moe.apps.profile_step:main"],
+    "slurm": ["megatron_moe.slurm:main"],
     "merge": ["megatron_moe.apps.merge:main"],
     "megatron_flags": ["megatron_moe.apps.megatron_flags.cli:main"],
 }

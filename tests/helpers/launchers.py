@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -37,9 +38,10 @@ class Launcher(Protocol):
 
 
 class Torchrun:
-    """torch.distributed.run in a session of its own."""
+    """torch.distributed.run in a session of its own, with further variables in its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = variables or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
@@ -49,8 +51,9 @@ class Torchrun:
         ]  # fmt: skip
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                command, cwd=folder, env=rank_environment(), stdout=output, stderr=output, start_new_session=True
-            )
+                command, cwd=folder, env={**rank_environment(), **self._variables}, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
 
     def ranks(self) -> list[int]:
         assert self._process is not None

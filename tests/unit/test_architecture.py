@@ -38,7 +38,7 @@ ROOMS = (
 )
 
 # Modules above the rooms, which programs are started by.
-ENTRIES = {"__init__.py", "__main__.py", "console.py", "pretrain.py", "train.py"}
+ENTRIES = {"__init__.py", "__main__.py", "console.py", "pretrain.py", "slurm.py", "train.py"}
 
 
 # Engine module (`megatron.core.` left out) -> the files that may import from it, or from below it. The longest entry

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe import pretrain, slurm
 from megatron_moe.apps import prepare
 from megatron_moe.apps.doctor import cli as doctor_cli
 from megatron_moe.apps.plan import cli as planning_cli
@@ -20,9 +21,9 @@ from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
 
 REPO = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*REPO.glob("examples/*.sh"), *REPO.glob("examples/**/*.sbatch")])
+SCRIPTS = sorted(REPO.glob("examples/*.sh"))
+JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md")])
-SLURM_NODES = {"cpu.sbatch": 2, "qwen3_30b_a3b.sbatch": 4, "deepseek_v3.sbatch": 128}
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ def _imported(given):
     return PRESETS["deepseek-v2-lite"] if "load_hf" in given else {}
 
 
-def recorded(script, folder, status=0, **settings):
+def recorded(script, folder, status=0):
     """Run a script in a copy of the repository's outline with stand-ins that write down their arguments.
 
-    The stand-ins end with `status`, and so has the script to end. `settings` are in its environment.
+    The stand-ins end with `status`, and so has the script to end.
     """
     stand_ins, record = folder / "bin", folder / "record"
     stand_ins.mkdir()
-    for name in ("torchrun", "srun", "scancel", "python"):
+    for name in ("torchrun", "python"):
         program = stand_ins / name
         program.write_text(
             f"#!{sys.executable}\nimport json, os, sys\n"
@@ -80,31 +81,14 @@ def recorded(script, folder, status=0, **settings):
             f"sys.exit({status})\n"
         )
         program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    (stand_ins / "scontrol").write_text("#!/bin/sh\necho node1\necho node2\n")
-    (stand_ins / "scontrol").chmod(0o755)
     checkout = folder / "checkout"
     (checkout / "examples").parent.mkdir()
     subprocess.run(["cp", "-r", str(REPO / "examples"), str(checkout / "examples")], check=True)
-    environment = {
-        "PATH": f"{stand_ins}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "SLURM_SUBMIT_DIR": str(checkout),
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": str(SLURM_NODES.get(script.name, 1)),
-    }
-    if (cores := sbatch_options(script).get("cpus-per-task")) is not None:
-        environment["SLURM_CPUS_PER_TASK"] = cores  # as sbatch does
-    environment |= settings
-    copy = checkout / script.relative_to(REPO) if script.is_relative_to(REPO) else script
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "HOME": str(folder)}
+    copy = checkout / script.relative_to(REPO)
     done = subprocess.run(["bash", str(copy)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stderr
     return [json.loads(line) for line in record.read_text().splitlines()]
-
-
-def sbatch_options(script):
-    """The options in the head of a script for sbatch."""
-    return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script.read_text(), re.MULTILINE))
 
 
 def page_commands(page):
@@ -121,13 +105,14 @@ def page_commands(page):
                 "tools/plan.py",
                 "tools/doctor.py",
                 " tools/preflight.py",
+                "megatron-moe slurm",
             )
         ) and not line.startswith("#"):
             yield shlex.split(line, comments=True)
 
 
 def test_the_examples_are_there():
-    assert len(SCRIPTS) >= 5
+    assert len(SCRIPTS) >= 2 and len(JOBS) >= 3
 
 
 @pytest.mark.claim("The commands on the pages and in the examples are accepted by the programs.")
@@ -154,58 +139,23 @@ def recorded_again(folder):
     return [json.loads(line) for line in (folder / "record").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.suffix == ".sbatch"], ids=lambda script: script.name)
-def test_a_slurm_script_asks_for_what_its_launch_needs(script, tmp_path):
-    options = sbatch_options(script)
-    assert int(options["nodes"]) == SLURM_NODES[script.name]
-    assert options["ntasks-per-node"] == "1"  # one torchrun per node starts the ranks
-    assert "requeue" in options
-    srun = next(words for words in recorded(script, tmp_path) if words[0] == "srun")
-    processes = srun[srun.index("--nproc-per-node") + 1]
-    assert processes == options.get("gpus-per-node", "1")
-    # srun does not inherit it, and an affinity plugin would then give all ranks of a node one core.
-    assert srun[srun.index("--cpus-per-task") + 1] == options["cpus-per-task"]
-    # Ranks have to have saved before the time is up.
-    warning = int(options["signal"].removeprefix("B:USR1@"))
-    assert int(srun[srun.index("--shutdown-timeout") + 1]) < warning
+def run_of(flags, world_size, _=None):
+    """The run of a job's flags, without its data and tokenizer, which are not here."""
+    run = cli.parse(flags, lambda given: {**_imported(given), **given}, world_size)
+    rules.check(run, world_size)
+    return run
 
 
-@pytest.mark.claim("The Slurm scripts give srun the cores of the job, which it does not inherit.")
-def test_every_srun_of_the_examples_is_given_its_cores():
-    lines = [
-        line.strip()
-        for script in REPO.glob("examples/**/*.*")
-        if script.suffix in (".sh", ".sbatch")
-        for line in script.read_text().replace("\\\n", " ").splitlines()
-        if re.match(r"\s*(exec\s+)?srun\s", line)
-    ]
-    assert lines and [line for line in lines if "--cpus-per-task" not in line.partition("torchrun")[0]] == []
-
-
-def test_a_script_that_asks_for_no_cores_gives_srun_none(tmp_path):
-    script = tmp_path / "own.sbatch"
-    script.write_text((REPO / "examples/slurm/cpu.sbatch").read_text().replace("#SBATCH --cpus-per-task=1\n", ""))
-    assert "cpus-per-task" not in sbatch_options(script)
-    (tmp_path / "run").mkdir()
-    srun = next(words for words in recorded(script, tmp_path / "run") if words[0] == "srun")
-    assert srun[: srun.index("torchrun")] == ["srun", "--ntasks-per-node", "1", "--kill-on-bad-exit=0", "--wait", "45"]
-
-
-def test_a_slurm_script_starts_the_preflight_of_its_job_instead(tmp_path):
-    script = REPO / "examples/slurm/deepseek_v3.sbatch"
-    srun = next(words for words in recorded(script, tmp_path, PROGRAM="tools/preflight.py") if words[0] == "srun")
-    at = srun.index("tools/preflight.py")
-    own, rest = preflight_cli.parser().parse_known_args(srun[at + 1 :])
-    assert own.only == [] and "--preset" in rest and "pretrain_moe.py" not in srun
-
-
-def test_a_slurm_script_starts_its_ranks_in_a_container(tmp_path):
-    settings = {"CONTAINER": "image.sqsh", "CONTAINER_MOUNTS": "/data,/checkpoints"}
-    lines = recorded(REPO / "examples/slurm/deepseek_v3.sbatch", tmp_path, **settings)
-    words = next(words for words in lines if words[0] == "srun")
-    own = words[: words.index("torchrun")]
-    assert own[own.index("--container-image") + 1] == "image.sqsh"
-    assert own[own.index("--container-mounts") + 1] == f"{tmp_path / 'checkout'},/data,/checkpoints"
+@pytest.mark.claim("The Slurm scripts in the examples are what megatron-moe slurm writes, for flags that are accepted.")
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_a_slurm_script_is_what_the_program_writes(job, tmp_path, monkeypatch):
+    written_by = job.read_text().splitlines()[1].removeprefix("# Written by: megatron-moe slurm ")
+    (tmp_path / "examples/slurm").mkdir(parents=True)
+    (tmp_path / "examples/configs").symlink_to(REPO / "examples/configs", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrain, "checked", run_of)
+    assert slurm.main(shlex.split(written_by)) == 0
+    assert (tmp_path / job.relative_to(REPO)).read_text() == job.read_text(), "write it again by its second line"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -220,6 +170,11 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         if any(word.endswith("preprocess_data.py") for word in words):
             at = next(i for i, word in enumerate(words) if word.endswith("preprocess_data.py"))
             prepare.parser().parse_args([word for word in words[at + 1 :] if word != "..."])
+            continue
+        if words[:2] == ["megatron-moe", "slurm"]:
+            if "--" in words:
+                own, flags = slurm.parser().parse_args(words[2 : words.index("--")]), words[words.index("--") + 1 :]
+                run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
             continue
         if "tools/plan.py" in words:
             flags, rest = planning_cli.parser().parse_known_args(words[words.index("tools/plan.py") + 1 :])
@@ -246,7 +201,7 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("config", sorted(REPO.glob("examples/configs/*.yaml")), ids=lambda path: path.name)
 def test_a_config_is_used_by_an_example(config):
     used = f"examples/configs/{config.name}"
-    assert any(used in script.read_text() for script in SCRIPTS)
+    assert any(used in script.read_text() for script in [*SCRIPTS, *JOBS])
 
 
 def test_a_flag_that_is_none_is_noticed(tmp_path, monkeypatch):

@@ -161,6 +161,8 @@ RULES: tuple[Rule, ...] = (
     sources.pictures_need_metrics,
     sources.profile_is_a_range_of_steps,
     sources.settings_are_read,
+    sources.mlflow_has_an_experiment,
+    sources.mlflow_uri_is_public,
 )
 
 

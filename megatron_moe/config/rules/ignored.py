@@ -6,7 +6,7 @@ builds by hand is not changed: there, the rules refuse these settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,29 @@ SAVING = ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng
 READ_WITH = {
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
     "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
-    "tensorboard_dir": (
-        "tensorboard_log_interval",
-        "tensorboard_queue_size",
-        "log_timers_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "log_validation_ppl_to_tensorboard",
-        "log_world_size_to_tensorboard",
-    ),
+    "tensorboard_dir": ("tensorboard_queue_size",),
+    "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
 }
 """Flag -> those that are read with it alone, in Megatron-LM too."""
+
+SCALARS = (
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+"""What is read where scalars go to TensorBoard, Weights & Biases or MLflow."""
+_TAKE_SCALARS = ("tensorboard_dir", "wandb_project", "mlflow_experiment")
+
+
+def unread(value: Callable[[str], Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a flag that is not given, by its value, and those that are not read without it."""
+    for flag, names in READ_WITH.items():
+        if not value(flag):
+            yield flag, names
+    if not any(value(flag) for flag in _TAKE_SCALARS):
+        yield _TAKE_SCALARS[0], SCALARS
 
 
 def as_megatron_reads(given: Given) -> tuple[Given, tuple[str, ...]]:
@@ -278,12 +291,12 @@ def saving_without_a_folder(given: Given) -> Change | None:
 
 
 def settings_of_a_flag_that_is_off(given: Given) -> Change | None:
-    """Leave out the settings of collecting by hand, of profiling and of TensorBoard where there is none of these."""
-    stray = {flag: _set_among(given, names) for flag, names in READ_WITH.items() if not _value(given, flag)}
-    names = [name for found in stray.values() for name in found]
+    """Leave out the settings of collecting by hand, of profiling and of reports where there is none of these."""
+    stray = [(flag, _set_among(given, names)) for flag, names in unread(lambda flag: _value(given, flag))]
+    names = [name for _, found in stray for name in found]
     if not names:
         return None
-    missing = ", ".join(all_fields()[flag].flag for flag, found in stray.items() if found)
+    missing = ", ".join(dict.fromkeys(all_fields()[flag].flag for flag, found in stray if found))
     return _left_out(names), f"{_typed(given, names)}: left out, without {missing}; Megatron-LM does not read it either"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.paths import require_writable_file, require_writable_folder
-from megatron_moe.config.rules.ignored import READ_WITH
+from megatron_moe.config.rules.ignored import unread
 from megatron_moe.config.rules.wording import is_set, refuse, set_among, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
@@ -19,7 +21,7 @@ _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 _WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
-_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir")
+_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir")
 
 
 def one_data_source(run: Run, world_size: int) -> None:
@@ -227,8 +229,32 @@ def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
 
 
 def settings_are_read(run: Run, world_size: int) -> None:
-    """Refuse settings of collecting by hand, of profiling and of TensorBoard where there is none of these."""
-    for flag, names in READ_WITH.items():
-        stray = [] if value(run, flag) else set_among(run, names)
-        if stray:
+    """Refuse settings of collecting by hand, of profiling and of reports where there is none of these."""
+    for flag, names in unread(lambda name: value(run, name)):
+        if stray := set_among(run, names):
             raise refuse(run, (*stray, flag), "the first are read with the last alone; add it, or drop them")
+
+
+def mlflow_has_an_experiment(run: Run, world_size: int) -> None:
+    """Refuse settings of MLflow without the experiment that asks for it."""
+    stray = set_among(run, ("mlflow_tracking_uri", "mlflow_run_name"))
+    if stray and run.logging.mlflow_experiment is None:
+        raise refuse(run, (*stray, "mlflow_experiment"), "nothing goes to MLflow; add --mlflow-experiment NAME")
+
+
+def mlflow_uri_is_public(run: Run, world_size: int) -> None:
+    """Refuse a place of MLflow's runs that is none, or that has a password in it; the message does not repeat one."""
+    given = run.logging.mlflow_tracking_uri
+    if given is None:
+        return
+    try:
+        parts = urlsplit(given)
+        secret = parts.password is not None or (parts.scheme in ("http", "https") and parts.username is not None)
+    except ValueError as error:
+        raise refuse(run, ("mlflow_tracking_uri",), f"is no URI ({error}); e.g. http://HOST:PORT") from None
+    if secret:
+        raise ConfigError(
+            "--mlflow-tracking-uri: has a user or a password in it, which everybody sees in the list of processes and "
+            "in the run's files; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead, or for a database "
+            "MLFLOW_TRACKING_URI in place of the flag"
+        )

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -25,6 +26,7 @@ from megatron_moe.report.records import EvalRecord
 from megatron_moe.report.sink import Sink
 
 _LEAST_SECONDS, _TIMES_ITS_COST = 30.0, 50.0
+_MOST_SECONDS_TO_READ = 1.0
 _SCRIPTS, _STYLES = ("uPlot.iife.min.js", "charts.js", "report.js"), ("uPlot.min.css", "report.css")
 
 
@@ -120,7 +122,8 @@ class PageSink(Sink):
     """Writes the page of the run that goes on: at its start, while it trains, and when its ending is known.
 
     The files are read as they grow, and what was read once is kept. Between two pages are at least 30 seconds, and 50
-    times what the last one took, so that pages take less than 2 % of the time.
+    times what the last one took, so that pages take less than 2 % of the time. After a restart the steps before it are
+    read a second at a time, at the same pace, and the first page is written when all are.
 
     Args:
         path: the page.
@@ -142,16 +145,18 @@ class PageSink(Sink):
         self._write_where_it_is_time()
 
     def end(self, ending: str) -> None:
-        self._write()
+        self._write(math.inf)
 
     def _write_where_it_is_time(self) -> None:
         if time.monotonic() >= self._next:
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, most_seconds: float = _MOST_SECONDS_TO_READ) -> None:
         start = time.monotonic()
         try:
-            self._state.update()
+            if not self._state.update(most_seconds):
+                self._next = time.monotonic() + _TIMES_ITS_COST * most_seconds
+                return
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_page(self._path, [self._state], [run_name(self._state.metrics_file)], every=self._every)
             self.artifact = self._path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from datetime import datetime
@@ -92,8 +93,14 @@ class RunState:
         """Return how many lines of the run's files could not be read."""
         return self._steps.bad + self._evaluated.bad + self._happened.bad
 
-    def update(self) -> None:
+    def update(self, most_seconds: float = math.inf) -> bool:
         """Read what the files have more than at the last call; all of it where lines were taken back.
+
+        Args:
+            most_seconds: how long to read steps; the next call goes on.
+
+        Returns:
+            Whether all was read.
 
         Raises:
             ConfigError: the file about the run is something else, see `run_info.read_info`.
@@ -102,12 +109,16 @@ class RunState:
             self._begin()
         self.info = read_info(self.metrics_file)
         self.watch.clip = (self.info.get("all_flags") or {}).get("clip_grad")
+        until = time.monotonic() + most_seconds
         for line in self._steps.new():
             self._step(line)
+            if time.monotonic() > until:
+                return False
         for line in self._evaluated.new():
             self._evaluation(line)
         for line in self._happened.new():
             self._event(line)
+        return True
 
     def _step(self, line: dict[str, Any]) -> None:
         iteration = line["iteration"]

@@ -53,7 +53,8 @@ READ_WITH = {
     "attention_backend": "--transformer-impl transformer_engine",
     **dict.fromkeys(ignored.READ_WITH["manual_gc"], "--manual-gc"),
     **dict.fromkeys(ignored.READ_WITH["profile"], "--profile"),
-    **dict.fromkeys(ignored.READ_WITH["tensorboard_dir"], "--tensorboard-dir somewhere"),
+    **dict.fromkeys((*ignored.READ_WITH["tensorboard_dir"], *ignored.SCALARS), "--tensorboard-dir somewhere"),
+    **dict.fromkeys(ignored.READ_WITH["wandb_project"], "--wandb-project mine"),
 }
 
 

@@ -84,6 +84,7 @@ ROWS = [
         ["--use-pytorch-profiler", "--profile-ranks 0 1", "--profile;"],
     ),
     (TINY, "--log-timers-to-tensorboard", "", ["--log-timers-to-tensorboard", "--tensorboard-dir"]),
+    (TINY, "--wandb-exp-name one --wandb-save-dir w", "", ["--wandb-exp-name one", "--wandb-project;"]),
     # Yarn: Megatron-LM's default for latent attention, which is the plain rotation at factor 1.
     (TINY, "--rotary-scaling-factor 40", "--rope-type yarn --rotary-scaling-factor 40", ["--rope-type yarn is TAKEN"]),
     (TINY, "--mscale 0.7 --mscale-all-dim 1 --beta-fast 16", "", ["--mscale 0.7", "--rotary-scaling-factor 1"]),

@@ -99,11 +99,11 @@ def test_the_scripts_flags_are_known_and_most_scripts_would_run():
 
 @pytest.mark.claim("Flags of Megatron-LM that say what is always so here are named in one line at the start.")
 def test_what_is_always_so_is_one_line_and_what_is_ignored_one_a_reason():
-    argv = "--use-mcore-models --wandb-project p --no-rope-fusion --wandb-entity=e --te-rng-tracker --lr 1".split()
-    run = cli.parse(argv)
-    always, wandb, graphs, defaults = run.notes
+    tags = "--app-tag-run-name a --app-tag-run-version=1"
+    run = cli.parse(f"--use-mcore-models --no-rope-fusion {tags} --te-rng-tracker --lr 1".split())
+    always, logger, graphs, defaults = run.notes
     assert always == "always so here: --use-mcore-models, --no-rope-fusion"
-    assert "--wandb-project p, --wandb-entity e:" in wandb and "--tensorboard-dir" in wandb
+    assert "--app-tag-run-name a, --app-tag-run-version 1:" in logger
     assert "--te-rng-tracker:" in graphs and "--defaults megatron" in defaults
     assert run == cli.parse(["--lr", "1"])
 
@@ -180,7 +180,7 @@ def test_all_errors_of_a_command_come_at_once():
         (["--learning-rate", "2"], "use --lr"),
         (["--output-dir", "x"], "use --save"),
         (["--epochs", "2"], "--train-iters (in optimizer steps)"),
-        (["--wandb-project"], "takes 1"),
+        (["--app-tag-run-name"], "takes 1"),
         (["--yarn-beta-fast", "--bf16"], "takes 1"),
         (["--moe-grouped-gemm", "--moe-expert-backend", "loop"], "--moe-expert-backend loop"),
         (["--tokenizer-type", "Lama2Tokenizer"], "Lama2Tokenizer"),

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from megatron_moe.report import console
 from megatron_moe.report.console import ConsoleSink, Interval, LiveConsoleSink, console_sink
-from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.metric import Metric, StepRecord
 from megatron_moe.report.records import EvalRecord
 
 STEP = StepRecord(
@@ -199,6 +200,21 @@ def test_the_progress_line_keeps_the_last_known_load_between_counted_steps(termi
     sink.step(STEP.replace(iteration=3, expert_load=None))
     last_drawn = terminal.output().rsplit("3/3", 1)[1]
     assert "load 1.25" in last_drawn
+
+
+def test_a_log_interval_of_any_length_keeps_a_bounded_number_of_records(monkeypatch):
+    """The counts per expert are large, and a run whose log is silent may have a million steps to its next line."""
+    monkeypatch.setattr(console, "MOST_STEPS", 20)
+    seen = []
+    shown = Metric("seen", console=lambda records: seen.extend(records))
+    monkeypatch.setattr(console, "metrics", lambda: [shown])
+    _, sink = plain(log_interval=60)
+    steps(sink, 1, 1)  # the first step of a process has a line of its own
+    seen.clear()
+    steps(sink, 2, 60, dropped_per_expert={2: [1, 0]})
+    assert [record.iteration for record in seen] == list(range(41, 61))
+    assert [(record.tokens_per_expert, record.dropped_per_expert) for record in seen[:-1]] == [({}, {})] * 19
+    assert (seen[-1].tokens_per_expert, seen[-1].dropped_per_expert) == ({2: [1, 1]}, {2: [1, 0]})
 
 
 def test_a_character_that_the_stream_lacks_is_written_as_its_escape():

@@ -158,6 +158,37 @@ def test_what_earlier_attempts_trained_is_added_up_whoever_wrote_their_lines(tmp
     assert totals.seconds == pytest.approx(5 * BASE.seconds)
 
 
+def test_a_file_whose_lines_are_out_of_order_is_cut_between_lines(tmp_path):
+    """As when two files were joined by hand: what comes after the first later line goes, and is reported."""
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 9)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[8].replace("0.5", "0.51234"), *lines[2:5]]))
+    sink = JsonlSink(path, 5)
+    sink.close(None)
+    assert path.read_text() == "".join(lines[:2])
+    assert (sink.missing, sink.totals.tokens) == (3, 2 * BASE.tokens)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda line: line[: line.index('"tokens_per_expert"') + 22] + line,  # torn, and the next one appended to it
+        lambda line: line.replace('"seconds": 0.5', '"seconds": 0.5.5'),
+    ],
+)
+def test_a_damaged_line_among_the_others_is_named(tmp_path, spoil):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 4)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = spoil(lines[1])
+    path.write_text("".join(lines))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="line 2 "):
+        JsonlSink(path, 3)
+    assert path.read_bytes() == before
+
+
 def test_the_summary_tells_all_incarnations_and_the_run_has_the_last_word(tmp_path):
     totals = Totals()
     totals.add(BASE.iteration, BASE.tokens, BASE.seconds)

@@ -1,0 +1,322 @@
+"""Jobs of `megatron-moe slurm` on a real Slurm: what ends an attempt, what is requeued, and that no bit of it is lost.
+
+The cluster is of this module (tests/helpers/slurm_cluster.py): three nodes that are processes of this machine. Where
+Slurm is not installed the module is skipped, and says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import guides, slurm_cluster
+from tests.helpers.slurm_cluster import Cluster
+from tests.helpers.sources import ROOT
+
+ABSENT = slurm_cluster.missing()
+pytestmark = [
+    pytest.mark.one_engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(ABSENT is not None, reason=f"no Slurm here: {ABSENT}"),
+]
+
+MODEL = "--preset tiny --mock-data --vocab-size 256 --deterministic-mode --eval-iters 0 --log-interval 1000000".split()
+TRAINING = [*MODEL, "--train-iters", "1000000", "--save-interval", "5"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_cluster.running(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """A user's shell with this Python's environment active and the clone on its path."""
+    return {
+        "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder),
+        "OMP_WAIT_POLICY": "passive",
+    }  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A job that was written by the program and submitted, with its log and its run's files."""
+
+    cluster: Cluster
+    folder: Path
+    number: int
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("runs/*.log"))
+
+    def steps(self) -> dict[int, str]:
+        """Iteration -> the bits of its loss."""
+        path = self.folder / "runs/metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {row["iteration"]: row["loss_hex"] for row in rows}
+
+    def attempts(self) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = json.loads((self.folder / "runs/metrics.run.json").read_text())["attempts"]
+        return found
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        self.cluster.until(holds, f"{what}\n{self.log()}", [self.number])
+
+    def begins(self, attempt: int) -> tuple[str, int]:
+        """Wait until an attempt has begun; return its nodes, and the step that it goes on from."""
+        line = re.compile(rf"attempt {attempt} on (\S+?); (?:.*goes on from step (\d+)|.*no checkpoint yet)")
+        self.until(lambda: self.cluster.hurry(self.number) or line.search(self.log()), f"attempt {attempt}")
+        found = line.search(self.log())
+        assert found
+        return found[1], int(found[2] or 0)
+
+    def trains(self, attempt: int) -> tuple[str, int]:
+        """Wait until an attempt has begun and has saved; return as `begins` does."""
+        nodes, step = self.begins(attempt)
+        began = self.folder / "runs/metrics.run.json"
+        self.until(lambda: began.exists() and len(self.attempts()) == attempt, "the first step")
+        self.until(lambda: max(self.steps(), default=0) > step + 6, "some steps")
+        return nodes, step
+
+    def requeued(self, times: int) -> None:
+        self.until(lambda: self.cluster.restarts(self.number) == times, f"requeue {times}")
+
+    def rank_on(self, node: str) -> psutil.Process:
+        """Wait for the rank on a node."""
+        ranks: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            ranks[:] = self.cluster.ranks(self.number, node)
+            return bool(ranks)
+
+        self.until(is_there, f"a rank on {node}")
+        return ranks[0]
+
+    def cancelled(self) -> None:
+        """End the job as its user does, and wait until it has."""
+        self.cluster.run("scancel", str(self.number))
+        assert self.cluster.ended(self.number)["JobState"] == "CANCELLED", self.log()
+
+
+def write(folder: Path, *options: str, training: Sequence[str] = TRAINING) -> None:
+    """Write job.sbatch by the program. All nodes would bind their ranks to this machine's first core."""
+    words = [
+        "--time",
+        "30",
+        "--save-seconds",
+        "20",
+        "--no-preflight",
+        "--output",
+        "runs/job.log",
+        "--cpu-bind",
+        "none",
+        *options,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_moe", "slurm", *words, "--script", "job.sbatch", "--", *training,
+         "--save", "runs/checkpoints", "--metrics-file", "runs/metrics.jsonl"],
+        cwd=folder, env={**os.environ, **environment(folder)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def submit(cluster: Cluster, folder: Path, **changes: str) -> Job:
+    """Submit job.sbatch as a user does."""
+    return Job(cluster, folder, cluster.submit("job.sbatch", cwd=folder, **{**environment(folder), **changes}))
+
+
+def uninterrupted(folder: Path, steps: int) -> dict[int, str]:
+    """Train so many steps with the same flags on two ranks, without Slurm; return iteration -> the bits of the loss."""
+    command = ["-m", "megatron_moe", "train", "--nproc-per-node", "2", *MODEL, "--train-iters", str(steps)]
+    done = subprocess.run(
+        [sys.executable, *command, "--metrics-file", "reference.jsonl"],
+        cwd=folder, env={**os.environ, **environment(folder), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "reference.jsonl").read_text().splitlines()]
+    return {row["iteration"]: row["loss_hex"] for row in rows}
+
+
+def assert_same_bits(job: Job, last_start: int) -> None:
+    """The steps of all attempts, and some after the last start, are those of a run without an interruption."""
+    steps, expected = job.steps(), uninterrupted(job.folder, last_start + 4)
+    assert sorted(steps)[: last_start + 4] == sorted(expected)
+    assert {number: steps[number] for number in expected} == expected
+
+
+@pytest.mark.claim("A Slurm job goes on to the bit after a killed rank, and after its time limit.")
+def test_a_killed_rank_and_the_time_limit_are_gone_on_from_to_the_bit(cluster, tmp_path):
+    write(tmp_path, "--nodes", "2", "--max-restarts", "0")  # each attempt leaves a newer checkpoint
+    job = submit(cluster, tmp_path)
+    assert job.trains(1) == ("node[1-2]", 0)
+    job.rank_on("node2").kill()
+    job.requeued(1)
+    assert "was killed by SIGKILL" in job.log() and "nodes that failed so far: node2" in job.log()
+    _, second = job.trains(2)
+    assert second > 0 and second % 5 == 0
+    minutes = 2 + int(cluster.run("squeue", "-h", "-j", str(job.number), "-O", "TimeUsed").split(":")[-2])
+    cluster.run("scontrol", "update", f"jobid={job.number}", f"timelimit={minutes}")
+    job.requeued(2)
+    cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")
+    assert "time is almost up" in job.log()
+    _, third = job.trains(3)
+    job.cancelled()
+    attempts = job.attempts()
+    assert [attempt["start_iteration"] for attempt in attempts] == [0, second, third]
+    assert "ending" not in attempts[0] or str(attempts[0]["ending"]).startswith("failed: ")
+    assert [attempt["ending"] for attempt in attempts[1:]] == ["stopped by SIGUSR1", "stopped by SIGTERM"]
+    assert attempts[1]["end_iteration"] == third  # it saved when it was asked, not at its interval
+    assert_same_bits(job, third)
+
+
+@pytest.mark.claim(
+    "A Slurm job goes on to the bit after the loss of a node, be it that of its batch script or another."
+)
+def test_lost_nodes_are_gone_on_from_to_the_bit(cluster, tmp_path):
+    write(tmp_path, "--nodes", "2", "--max-restarts", "0")
+    job = submit(cluster, tmp_path)
+    assert job.trains(1) == ("node[1-2]", 0)
+    cluster.kill_node("node1")  # with the batch script
+    try:
+        job.requeued(1)
+        nodes, second = job.trains(2)
+        assert nodes == "node[2-3]" and second > 0 and "without a word" in job.log()
+        cluster.kill_node("node3")
+        job.requeued(2)
+    finally:
+        cluster.start_node("node1")
+    try:
+        nodes, third = job.trains(3)
+        assert nodes == "node[1-2]" and third > second
+        job.cancelled()
+    finally:
+        cluster.start_node("node3")
+    assert_same_bits(job, third)
+
+
+@pytest.mark.claim("A Slurm job saves when it is preempted or requeued by hand, and goes on.")
+def test_a_preempted_and_a_requeued_job_save_and_go_on(cluster, tmp_path):
+    write(tmp_path)
+    job = submit(cluster, tmp_path)
+    job.trains(1)
+    urgent = cluster.submit(
+        "--partition", "urgent", "--nodes", "3", "--output", "/dev/null", "--wrap", "true", cwd=tmp_path
+    )
+    job.requeued(1)
+    assert cluster.ended(urgent)["JobState"] == "COMPLETED"
+    _, second = job.trains(2)
+    cluster.run("scontrol", "requeue", str(job.number))
+    _, third = job.trains(3)
+    job.cancelled()
+    attempts = job.attempts()
+    assert [attempt["ending"] for attempt in attempts] == ["stopped by SIGTERM"] * 3
+    assert [attempt["end_iteration"] for attempt in attempts[:2]] == [second, third]
+    assert "gives up" not in job.log()
+
+
+@pytest.mark.claim(
+    "A Slurm job leaves out a node that failed twice, and fails when attempts in a row leave no checkpoint."
+)
+def test_a_node_that_fails_twice_is_left_out_and_the_budget_ends(cluster, tmp_path):
+    write(tmp_path, "--max-restarts", "3", "--exclude", "node3")
+    job = submit(cluster, tmp_path)
+    job.begins(1)
+    # Before any rank listens: the time is up at the start.
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
+    job.requeued(1)
+    for attempt in (2, 3):
+        assert job.begins(attempt) == ("node1", 0)
+        job.rank_on("node1").kill()
+        job.requeued(attempt)
+    assert job.begins(4) == ("node2", 0)
+    assert cluster.job(job.number)["ExcNodeList"] == "node1,node3"
+    job.rank_on("node2").kill()
+    ended = cluster.ended(job.number)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "3"), job.log()
+    assert "gives up: 4 attempts" in job.log()
+
+
+@pytest.mark.claim("A mistake in the flags fails a Slurm job with status 2, and is not requeued.")
+def test_a_mistake_is_not_requeued(cluster, tmp_path):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("lr: 0.001\n")
+    write(tmp_path, "--nodes", "2", training=[*TRAINING, "--config", "settings.yaml"])
+    settings.write_text("lr: -1\n")
+    job = submit(cluster, tmp_path)
+    ended = cluster.ended(job.number)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), job.log()
+    assert "lr" in job.log() and "is not requeued" in job.log()
+
+
+def test_without_an_environment_the_job_says_what_to_do(cluster, tmp_path):
+    write(tmp_path)
+    job = submit(cluster, tmp_path, VIRTUAL_ENV="", CONDA_PREFIX="", PATH="/usr/bin:/bin")
+    assert cluster.ended(job.number)["ExitCode"] == "2:0"
+    assert "no environment with megatron_moe and torch" in job.log()
+
+
+@pytest.mark.claim("The Slurm example for CPUs runs as it is in a clone, on two nodes, with its preflight.")
+def test_the_example_runs_from_a_clone_as_it_is(cluster, tmp_path):
+    for name in ("examples", "megatron_moe"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / ".venv").symlink_to(sys.prefix)  # as `make setup` leaves it
+    fresh = {**environment(tmp_path), "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PYTHONPATH": ""}
+    number = cluster.submit("examples/slurm/cpu.sbatch", cwd=tmp_path, **fresh)
+    ended = cluster.ended(number)
+    log = (tmp_path / f"moe-cpu-{number}.log").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert re.search(r"(PASS|WARN): \d+ pass, \d+ warn, 0 fail", log) and "done: 100 iterations" in log, log
+    assert json.loads((tmp_path / "runs/slurm-cpu/summary.json").read_text())["iterations"] == 100
+
+
+def typed_in(cluster: Cluster, folder: Path, commands: str, environment: dict[str, str]) -> str:
+    """Return what commands print; the job whose number is in the file `job` does not wait to start again."""
+    number = folder / "job"
+    with open(folder / "typed.log", "w+") as output:
+        shell = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=environment, stdout=output, stderr=output
+        )
+
+        def is_done() -> bool:
+            if number.exists() and number.read_text().strip():
+                cluster.hurry(int(number.read_text()))
+            return shell.poll() is not None
+
+        cluster.until(is_done, commands)
+        output.seek(0)
+        printed = output.read()
+    assert shell.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.claim("The commands of the guide on Slurm end with a run that was killed and goes on to the bit.")
+def test_the_guide_as_written(cluster, tmp_path):
+    page = guides.substituted(
+        (guides.GUIDES / "on_slurm.md").read_text(),
+        {
+            "--script job.sbatch": "--cpu-bind none --no-preflight --script job.sbatch",
+            # All nodes are one machine here: the rank is named by the test, and no other run's.
+            "pkill -KILL -f '[p]ython -u -c .*megatron_moe'": "bash -c 'kill -KILL $(cat rank)'",
+        },
+    )
+    programs = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{cluster.environment['PATH']}"
+    shell = cluster.inherited(**{**environment(tmp_path), "PATH": programs, "OMP_NUM_THREADS": "1"})
+    steps = guides.steps(page)
+    assert len(steps) == 4
+    for number, step in enumerate(steps):
+        if number == 1:
+            job = Job(cluster, tmp_path, int((tmp_path / "job").read_text()))
+            (tmp_path / "rank").write_text(str(job.rank_on("node2").pid))
+        printed = typed_in(cluster, tmp_path, step.commands, shell)
+        assert guides.missing(step.shown, printed) == [], printed

@@ -1,0 +1,280 @@
+"""A Slurm cluster on this machine: slurmctld, one slurmd for each node, and a munged of its own, in one folder.
+
+    with slurm_cluster.running(folder) as cluster:
+        job = cluster.submit("job.sbatch", cwd=folder)
+        cluster.ended(job)
+
+Debian's packages `slurm-wlm` and `munge` are all it takes. Nothing of the machine's own Slurm or munge is used or
+changed, so several clusters run side by side. The "nodes" are processes here: each has one CPU and this machine's
+address. A node that dies is said to be down (`kill_node`), as `SlurmdTimeout` would find later. As a program it prints
+the settings of a shell that uses the cluster, and keeps it until it is interrupted:
+
+    python -m tests.helpers.slurm_cluster /tmp/cluster
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")
+SBIN = "/usr/sbin:/sbin:/usr/local/sbin"
+PATIENCE = 300.0
+"""Seconds that anything may take: a limit for what never happens, on a machine with other work."""
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+
+NODE = "NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 Weight={number} State=UNKNOWN"
+"""Jobs get the nodes of the least weight that are free."""
+CONF = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2,requeue_setup_env_fail
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=1
+SlurmdTimeout=600
+SlurmctldTimeout=600
+InactiveLimit=0
+KillWait=240
+UnkillableStepTimeout=300
+MinJobAge=3600
+MessageTimeout=60
+TCPTimeout=30
+FirstJobId={first_job}
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdLogFile={folder}/slurmd-%n.log
+{node_lines}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no cluster here; None where there can."""
+    if sys.platform != "linux":
+        return "Slurm runs on Linux"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    if absent:
+        return f"{', '.join(absent)}: not installed; `apt-get install slurm-wlm munge`, as root, installs Slurm"
+    return None
+
+
+class Cluster:
+    """A running cluster.
+
+    Attributes:
+        folder: all of its files.
+        environment: what a process needs to use it, on top of its own environment.
+    """
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.nodes = folder, [f"node{number}" for number in range(1, nodes + 1)]
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+
+    def run(self, *command: str | Path, cwd: Path | None = None, check: bool = True, **environment: str) -> str:
+        """Return what a command of Slurm's, or one that calls them, prints."""
+        done = subprocess.run(
+            [str(word) for word in command], cwd=cwd, env=self.inherited(**environment), capture_output=True,
+            text=True, timeout=PATIENCE,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def inherited(self, **more: str) -> dict[str, str]:
+        """The environment of a user's shell: this process's without a launcher's variables, with the cluster's."""
+        launcher = re.compile(r"(SLURM|SBATCH|PET|TORCHELASTIC|OMPI|PMI)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_")
+        own = {name: value for name, value in os.environ.items() if not launcher.match(name)}
+        return {**own, **self.environment, **more}
+
+    def submit(self, *words: str | Path, cwd: Path, **environment: str) -> int:
+        """`sbatch` with these words, in a folder; return the number of the job."""
+        return int(self.run("sbatch", "--parsable", *words, cwd=cwd, **environment).split(";")[0])
+
+    def job(self, number: int) -> dict[str, str]:
+        """What `scontrol show job` says, name -> value."""
+        return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(\S*)", self.run("scontrol", "show", "job", str(number))))
+
+    def state(self, number: int) -> str:
+        return self.job(number)["JobState"]
+
+    def restarts(self, number: int) -> int:
+        return int(self.job(number)["Restarts"])
+
+    def until(self, holds: Callable[[], object], what: str, jobs: list[int] | None = None) -> None:
+        """Wait until something holds; a job among `jobs` that has ended meanwhile is an error, and so is no end."""
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            over = [job for job in jobs or [] if self.state(job) in FINAL]
+            if over and not holds():
+                raise AssertionError(f"{what}: {self.job(over[0])}")
+            assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+            time.sleep(0.1)
+
+    def hurry(self, number: int) -> None:
+        """Start a job that was requeued in two seconds, where Slurm makes it wait for two minutes.
+
+        A node refuses a job whose credential is of the second in which it was requeued.
+        """
+        job = self.job(number)
+        if (job["JobState"], job["Reason"]) != ("PENDING", "BeginTime"):
+            return
+        seconds = (datetime.fromisoformat(job["EligibleTime"]) - datetime.now()).total_seconds()
+        if seconds > 20:  # Slurm sets it again when the last process of the job has ended
+            self.run("scontrol", "update", f"jobid={number}", "starttime=now+2seconds", check=False)
+
+    def ended(self, number: int) -> dict[str, str]:
+        """Wait until a job has come to its end, with nothing of it left on a node; return what Slurm says of it."""
+        self.until(lambda: self.state(number) in FINAL, f"the end of job {number}")
+        self.until(lambda: not self.run("squeue", "-h", "-j", str(number), "-t", "CG", check=False), "its last process")
+        return self.job(number)
+
+    def ranks(self, job: int, node: str) -> list[psutil.Process]:
+        """The processes of a job's ranks on a node."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                names = ("SLURM_CONF", "SLURM_JOB_ID", "SLURMD_NODENAME")
+                of = tuple(environment.get(name) for name in names)
+                if of == (self.environment["SLURM_CONF"], str(job), node) and "RANK" in environment:
+                    found.append(process)
+        return found
+
+    def kill_node(self, node: str) -> None:
+        """End slurmd, slurmstepd and the jobs' processes of a node by SIGKILL, and say that it is down."""
+        slurmd = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
+        steps = [step for step in psutil.process_iter() if _has_open(step, self.folder / f"slurmd-{node}.log")]
+        tasks = [child for step in steps for child in step.children(recursive=True)]
+        for process in [slurmd, *steps, *tasks]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of a node, and wait until it is ready for jobs."""
+        self.run("slurmd", "-N", node)
+        if "DOWN" in self.run("scontrol", "show", "node", node):
+            self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.until(lambda: self.run("sinfo", "-h", "-n", node, "-t", "idle", "-o", "%n").strip(), f"{node} is idle")
+
+
+@contextlib.contextmanager
+def running(folder: Path, nodes: int = 3) -> Iterator[Cluster]:
+    """A cluster with its files in `folder`, which is taken down whatever happens.
+
+    Its nodes are called node1, node2, ...; partition `debug` is the default, and one job in `urgent` takes nodes from
+    its jobs, which are requeued.
+    """
+    folder = folder.resolve()
+    (folder / "state").mkdir(parents=True)
+    folder.chmod(0o755)  # munged refuses a socket that others cannot reach
+    port, host = _free_ports(nodes + 1), socket.gethostname().split(".")[0]
+    (folder / "slurm.conf").write_text(
+        CONF.format(
+            folder=folder, host=host, user=getpass.getuser(), port=port, first_job=random.randrange(1000, 60000),
+            node_lines="\n".join(NODE.format(number=n, host=host, port=port + n) for n in range(1, nodes + 1)),
+        )
+    )  # fmt: skip
+    cluster = Cluster(folder, nodes)
+    try:
+        _start_munged(cluster)
+        cluster.run("slurmctld")
+        for node in cluster.nodes:
+            cluster.run("slurmd", "-N", node)
+        cluster.until(lambda: len(_idle(cluster)) == nodes, "all nodes are idle")
+        yield cluster
+    finally:
+        _end(cluster)
+
+
+def _start_munged(cluster: Cluster) -> None:
+    key = cluster.folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    files = {name: cluster.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
+    cluster.run(
+        "munged", "--force", f"--key-file={key}", f"--socket={files['socket']}", f"--pid-file={files['pid']}",
+        f"--log-file={files['log']}", f"--seed-file={files['seed']}", "--num-threads=2",
+    )  # fmt: skip
+
+
+def _idle(cluster: Cluster) -> set[str]:
+    return set(cluster.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())
+
+
+def _end(cluster: Cluster) -> None:
+    """End the jobs' processes, then Slurm's and munge's."""
+    mine = [process for process in psutil.process_iter() if _is_mine(process, cluster)]
+    for process in mine:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(mine, timeout=30)
+
+
+def _is_mine(process: psutil.Process, cluster: Cluster) -> bool:
+    with contextlib.suppress(psutil.Error):
+        own = process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"] and process.pid != os.getpid()
+        logs = [cluster.folder / f"slurmd-{node}.log" for node in cluster.nodes]
+        munged = process.name() == "munged" and any(str(cluster.folder) in word for word in process.cmdline())
+        return own or munged or any(_has_open(process, log) for log in logs)
+    return False
+
+
+def _has_open(process: psutil.Process, log: Path) -> bool:
+    """Whether a process is a slurmstepd that writes the log of its node; its environment is empty."""
+    with contextlib.suppress(psutil.Error):
+        return process.name() == "slurmstepd" and any(file.path == str(log) for file in process.open_files())
+    return False
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the system hands out by itself."""
+    while True:
+        first = random.randrange(11000, 19000)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with running(Path(sys.argv[1])) as started:
+        for setting, value in started.environment.items():
+            print(f"export {setting}={value}", flush=True)
+        signal.pause()

@@ -1,0 +1,57 @@
+"""Runs that are reported to W&B or MLflow, without training."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_moe.config import schema
+from megatron_moe.config.schema import Run
+from megatron_moe.report.jsonl import read_events
+from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.reporter import Reporter
+
+SECRET = "0123456789abcdef"
+
+
+def step(iteration: int, loss: float) -> StepRecord:
+    required = {"learning_rate": 1e-3, "grad_norm": 0.5, "loss_scale": 1.0, "skipped": False}
+    return StepRecord(
+        iteration=iteration, consumed_samples=8 * iteration, loss=loss, tokens=64, seconds=0.5, **required
+    )
+
+
+def run_of(folder: Path, **flags: Any) -> Run:
+    return schema.replace(schema.Run(), metrics_file=str(folder / "metrics.jsonl"), train_iters=6, **flags)
+
+
+def of_wandb(folder: Path, **flags: Any) -> Run:
+    return run_of(folder, wandb_project="moe", wandb_save_dir=str(folder / "w"), **flags)
+
+
+def of_mlflow(folder: Path, **flags: Any) -> Run:
+    uri = f"file:{folder / 'runs'}"
+    return run_of(folder, mlflow_experiment="moe", mlflow_tracking_uri=uri, mlflow_run_name="first", **flags)
+
+
+def report(run: Run, start: int, last: int, ending: str = "finished", changed: int = 99) -> str:
+    """Report steps after `start`; the losses of those from `changed` on are other ones than a repeated step's."""
+    stream = io.StringIO()
+    with Reporter(run, is_writer=True, start_iteration=start, stream=stream) as reporter:
+        reporter.start({"device": "cpu"})
+        for iteration in range(start + 1, last + 1):
+            reporter.step(step(iteration, 9.0 - iteration + (0.5 if iteration >= changed else 0.0)))
+        reporter.evaluation(EvalRecord(last, "valid", 3.0, 100, 0.1))
+        reporter.close({}, ending)
+    return stream.getvalue()
+
+
+def events(folder: Path, kind: str) -> list[str]:
+    return [event.text for event in read_events(folder / "metrics.jsonl") if event.kind == kind]
+
+
+def about(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.run.json").read_text())

@@ -1,0 +1,191 @@
+"""The packages of W&B and MLflow: what they keep of a run on this machine, and a server that fails for a while."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.config import schema
+from megatron_moe.report import tracker, tracker_process
+from tests.helpers.tracked_runs import SECRET, about, events, of_mlflow, of_wandb, report
+
+pytestmark = pytest.mark.one_engine
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a process as long as a slow machine takes."""
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 300.0)
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE_INTERRUPTED", 300.0)
+
+
+# ---- MLflow whose server fails for a while
+
+
+class Away:
+    """An MLflow server that does not take the first values."""
+
+    failures = 1
+    failed: int
+    logged: list[Any]
+
+    def __init__(self, uri: str) -> None:
+        self.failed, self.logged = 0, []
+        Away.last = self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*words: Any, **named: Any) -> Any:
+            self.failed += name == "log_batch"
+            if name == "log_batch" and self.failed <= self.failures:
+                raise ConnectionError(f"{name}: http://me:{SECRET}@host does not answer")
+            self.logged += named.get("metrics", [])
+            info = types.SimpleNamespace(run_id="r", experiment_id="1")
+            return [] if name == "search_runs" else types.SimpleNamespace(info=info, experiment_id="1")
+
+        return call
+
+
+Away.last = Away("")
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of, RunTag=lambda *of: of)
+    for name, module in (("mlflow", None), ("mlflow.entities", entities), ("mlflow.tracking", None)):
+        monkeypatch.setitem(sys.modules, name, module or types.SimpleNamespace(MlflowClient=Away))
+    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0, 0.0))
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+            environment.setenv(name, "1")
+        yield
+
+
+def tracked(*messages: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what the process of MLflow answers."""
+    asked = {"experiment": "e", "name": None, "uri": "http://host"}
+    what = {"run_id": "1", "attempt": 1, "command": "", "git": None, "flags": {}, "layout": {}, "versions": {}}
+    opened = {"asked": asked, "about": what, "start_iteration": 0}
+    replies = io.StringIO()
+    lines = [json.dumps(message) + "\n" for message in (opened, *messages)]
+    tracker_process.track("MLflow", lines, replies, lambda: None)
+    return [reply for reply in map(json.loads, replies.getvalue().splitlines()) if reply["kind"] != "message"]
+
+
+VALUES = {"iteration": 1, "time": "2026-01-01T00:00:00+00:00", "values": {"loss/train": 2.0}, "again": False}
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_mlflow_is_tried_again_at_the_end_of_a_run(away: None, monkeypatch: pytest.MonkeyPatch, failures: int):
+    monkeypatch.setattr(Away, "failures", failures)
+    replies = tracked(VALUES, {"ending": "finished"})
+    assert replies[0]["kind"] == "warning" and "does not answer" in replies[0]["text"]
+    assert not any(SECRET in reply["text"] for reply in replies)
+    assert (replies[-1]["kind"] == "failed") == (failures == 99)
+    assert [name for name, *_ in Away.last.logged] == (["loss/train", "iteration"] if failures == 1 else [])
+
+
+@pytest.mark.parametrize("failures", [3, 99])
+def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch, failures: int):
+    monkeypatch.setattr(tracker_process, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    calls, said = [], []
+
+    def act() -> None:
+        calls.append(1)
+        if len(calls) <= failures:
+            raise ConnectionError("no answer")
+
+    with pytest.raises(ConnectionError) if failures == 99 else nullcontext():
+        tracker_process._patiently(act, lambda *words: said.append(words), threading.Event())
+    assert len(calls) == 4 and len(said) == 1
+
+
+# ---- the packages themselves
+
+
+@pytest.mark.claim("A restarted run goes on in the same run of W&B and of MLflow, without repeated or lost steps.")
+@pytest.mark.parametrize("place", ["file", "sqlite"])
+def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str):
+    pytest.importorskip("mlflow", reason="the mlflow package is not installed")
+    if place == "sqlite":
+        pytest.importorskip("sqlalchemy", reason="the sqlalchemy package is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    uri = f"file:{tmp_path / 'runs'}" if place == "file" else f"sqlite:///{tmp_path / 'runs.db'}"
+    run = schema.replace(of_mlflow(tmp_path), mlflow_tracking_uri=uri)
+    for start, last, ending, status in ((0, 4, "stopped by SIGTERM", "KILLED"), (2, 6, "finished", "FINISHED")):
+        report(run, start, last, ending)
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name("moe")
+        assert experiment is not None
+        (found,) = client.search_runs([experiment.experiment_id])
+        assert found.info.status == status and found.data.tags["megatron_moe.ending"] == ending
+    assert found.info.run_name == "first"
+    assert found.data.tags["megatron_moe.run_id"] == about(tmp_path)["run_id"]
+    assert found.data.tags["megatron_moe.attempt"] == "2"
+    assert found.data.params["train_iters"] == "6" and found.data.params["layout.TP"] == "1"
+    losses = client.get_metric_history(found.info.run_id, "loss/train")
+    assert [(value.step, value.value) for value in losses] == [(i, 9.0 - i) for i in range(1, 7)]
+    evaluations = client.get_metric_history(found.info.run_id, "loss/valid")
+    assert [value.step for value in evaluations] == [4, 6]
+    assert events(tmp_path, "warning") == []
+
+
+@pytest.mark.claim("W&B's offline mode keeps the run on this machine.")
+def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="the wandb package is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", SECRET * 3)
+    run = of_wandb(tmp_path, wandb_exp_name="first")
+    assert "wandb sync" in report(run, 0, 4, "stopped by SIGTERM")
+    report(run, 2, 6)
+    first, second = (list(recorded(path)) for path in sorted(tmp_path.glob("w/wandb/offline-run-*/*.wandb")))
+    opened = [record.run for record in (*first, *second) if record.WhichOneof("record_type") == "run"]
+    assert {one.run_id for one in opened} == {about(tmp_path)["run_id"]}
+    assert {one.display_name for one in opened} == {"first"} and {one.project for one in opened} == {"moe"}
+    assert losses_of(first) == {i: 9.0 - i for i in range(1, 5)}
+    assert losses_of(second) == {i: 9.0 - i for i in range(3, 7)}  # nothing here knows the steps of the other
+    kinds = {record.WhichOneof("record_type") for record in first}
+    assert "preempting" in kinds and "preempting" not in {record.WhichOneof("record_type") for record in second}
+    assert [r.exit.exit_code for r in (*first, *second) if r.WhichOneof("record_type") == "exit"] == [1, 0]
+    assert events(tmp_path, "warning") == []
+    assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def losses_of(records: list[Any]) -> dict[int, float]:
+    found = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            assert record.history.step.num == row["iteration"]
+            found[row["iteration"]] = row["loss/train"]
+    return found
+
+
+def recorded(path: Path) -> Iterator[Any]:
+    """Yield the records of a .wandb file: a log of LevelDB's format after 7 bytes of W&B's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:  # no header fits into the rest of a block
+            at += 2**15 - at % 2**15
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, last
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""

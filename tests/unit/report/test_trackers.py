@@ -1,0 +1,278 @@
+"""Weights & Biases and MLflow get the run, once, over restarts, and whatever they do the run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe.config import cli, rules, schema
+from megatron_moe.config.errors import ConfigError, RunFault
+from megatron_moe.report import tracker
+from megatron_moe.report.reporter import Reporter
+from megatron_moe.report.tracker import require_trackers
+from megatron_moe.training.plan import plan_run
+from tests.helpers import wandb_stand_in
+from tests.helpers.tracked_runs import SECRET, about, events, of_wandb, report, step
+
+pytestmark = pytest.mark.one_engine
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a process as long as a slow machine takes."""
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 300.0)
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE_INTERRUPTED", 300.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a stand-in for W&B and its server, which this process and those it starts import."""
+    path = wandb_stand_in.install(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", str(path.parent))
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return path
+
+
+def state(server: Path) -> dict[str, Any]:
+    return json.loads(server.read_text())
+
+
+# ---- Weights & Biases, by a stand-in
+
+
+@pytest.mark.claim("A restarted run goes on in the same run of W&B and of MLflow, without repeated or lost steps.")
+def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alone(server: Path, tmp_path: Path):
+    run = of_wandb(tmp_path, wandb_entity="team", wandb_exp_name="first")
+    assert "https://wandb.invalid/run" in report(run, 0, 5)
+    first = state(server)
+    assert first["opened"]["id"] == about(tmp_path)["run_id"]
+    assert {"project": "moe", "entity": "team", "name": "first", "resume": "allow"}.items() <= first["opened"].items()
+    config = first["opened"]["config"]
+    assert config["train_iters"] == 6 and config["lr"] == run.optimizer.lr  # defaults, too
+    assert config["layout"]["TP"] == 1 and "python" in config["versions"] and config["facts"] == {"device": "cpu"}
+    assert first["metrics"] == {"iteration": None, "*": "iteration"}
+    assert first["rows"]["2"]["loss/train"] == 7.0 and first["rows"]["5"]["loss/valid"] == 3.0
+    assert first["exit_code"] == 0 and first["summary"]["ending"] == "finished"
+
+    report(run, 2, 6, changed=5)  # 3 and 4 come out as they did, 5 does not
+    second = state(server)
+    assert second["opened"]["id"] == first["opened"]["id"] and second["dropped"] == 0
+    written = [(row["iteration"], row["attempt"], row["loss/train"]) for row in wandb_stand_in.rows(server).values()]
+    assert written == [(i, 1, 9.0 - i) for i in range(1, 6)] + [(5, 2, 4.5), (6, 2, 3.5)]
+
+
+def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server: Path, tmp_path: Path):
+    run = of_wandb(
+        tmp_path, tensorboard_names="megatron", tensorboard_log_interval=2, log_validation_ppl_to_tensorboard=True
+    )
+    report(run, 0, 5)
+    rows = wandb_stand_in.rows(server)
+    assert rows[2]["lm loss"] == 7.0 and rows[4]["grad-norm"] == 0.5 and 3 not in rows
+    assert rows[5]["lm loss validation"] == 3.0 and rows[5]["lm loss validation ppl"] == pytest.approx(math.exp(3.0))
+
+
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "preempting"),
+    [("finished", 0, False), ("stopped by SIGTERM", 1, True), ("failed: iteration 1: a NaN", 1, False)],
+)
+def test_how_a_run_ends_is_its_state_in_wandb(
+    server: Path, tmp_path: Path, ending: str, exit_code: int, preempting: bool
+):
+    report(of_wandb(tmp_path), 0, 1, ending)
+    found = state(server)
+    assert (found["summary"]["ending"], found["exit_code"], found["preempting"]) == (ending, exit_code, preempting)
+
+
+def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
+    with (
+        pytest.raises(RunFault),
+        Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter,
+    ):
+        reporter.start({})
+        reporter.step(step(1, 3.0))
+        raise RunFault("iteration 2: a NaN")
+    found = state(server)
+    assert found["alerts"] == [["fault at iteration 1", "iteration 2: a NaN", "ERROR"]]
+    assert found["summary"]["ending"] == "failed: iteration 2: a NaN"
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_the_last_steps_of_a_killed_run_arrive(server: Path, tmp_path: Path, says: bool):
+    child = os.fork()
+    if child == 0:
+        reporter = Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO())
+        reporter.start({})
+        reporter.step(step(1, 3.0))
+        if says:
+            reporter.last_words("failed: rank 1 is gone", "rank 1 is gone")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    await_file(server)
+    found = state(server)
+    assert found["rows"]["1"]["loss/train"] == 3.0 and found["exit_code"] == 1
+    assert found["summary"]["ending"] == ("failed: rank 1 is gone" if says else "killed")
+    assert found["summary"].get("last_fault") == ("rank 1 is gone" if says else None)
+
+
+def await_file(path: Path) -> None:
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: nothing has written it")
+
+
+def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(server: Path, tmp_path: Path):
+    stream = io.StringIO()
+    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=stream) as reporter:
+        reporter.start({})
+        pid = Path(f"{server}.pid")
+        await_file(pid)
+        assert os.getpgid(int(pid.read_text())) != os.getpgrp()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # as Slurm sends it to every process
+            os.kill(int(pid.read_text()), number)
+        reporter.step(step(1, 3.0))
+        reporter.close({}, "stopped by SIGTERM")
+    assert state(server)["summary"]["ending"] == "stopped by SIGTERM"
+
+
+def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: Path, tmp_path: Path):
+    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+        reporter.start({})
+        reporter.step(step(1, 3.0))
+        worker = os.fork()  # with the pipe, as a worker of the data has it
+        if worker == 0:
+            signal.pause()
+        try:
+            reporter.close({})
+        finally:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+    assert state(server)["summary"]["ending"] == "finished" and events(tmp_path, "warning") == []
+
+
+@pytest.mark.claim("A run goes on where W&B or MLflow raises, hangs, dies or is away: one warning says so.")
+@pytest.mark.parametrize(
+    ("misbehaves", "says"),
+    [("raises", "no room for key"), ("hangs", "had not taken"), ("dies", "its process has ended")],
+)
+def test_whatever_wandb_does_the_run_goes_on_with_one_warning(
+    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misbehaves: str, says: str
+):
+    pid = Path(f"{server}.pid")
+    monkeypatch.setenv("WANDB_STAND_IN", misbehaves)
+    monkeypatch.setattr(tracker, "SECONDS_TO_CLOSE", 0.2 if misbehaves == "hangs" else 60.0)
+    report(of_wandb(tmp_path), 0, 4)
+    (warning,) = events(tmp_path, "warning")
+    assert "W&B" in warning and says in warning
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert events(tmp_path, "end") == ["finished"]
+    if misbehaves == "hangs":
+        await_file(pid)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(
+    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tracker, "MOST_BYTES", 2**20)
+    pid = Path(f"{server}.pid")
+    with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
+        reporter.start({})
+        await_file(pid)
+        os.kill(int(pid.read_text()), signal.SIGSTOP)
+        for iteration in range(1, 13):
+            reporter.step(step(iteration, 3.0))
+            reporter.event("fault", "x" * 2**17, shown=False)
+        reporter.close({})
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    (warning,) = events(tmp_path, "warning")
+    assert "MiB" in warning and events(tmp_path, "end") == ["finished"]
+
+
+def test_a_run_whose_server_is_away_is_recorded_offline(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_STAND_IN", "away")
+    report(of_wandb(tmp_path), 0, 2)
+    (warning,) = events(tmp_path, "warning")
+    assert "no server" in warning and f"wandb sync {tmp_path / 'w' / 'run'}" in warning
+    assert state(server)["mode"] == "offline" and list(wandb_stand_in.rows(server)) == [1, 2]
+
+
+def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    report(of_wandb(tmp_path), 0, 2)
+    (warning,) = events(tmp_path, "warning")
+    assert "W&B" in warning and "gone" in warning
+
+
+@pytest.mark.claim("A key of W&B or a password of MLflow in the environment is in no file of a run.")
+def test_a_secret_of_the_environment_is_in_no_file(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report(of_wandb(tmp_path), 0, 2)
+    monkeypatch.setenv("WANDB_STAND_IN", "raises")  # with the key in its text
+    shown = report(of_wandb(tmp_path), 2, 4)
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("$WANDB_API_KEY" in text for text in files)
+    assert not any(SECRET in text for text in [*files, shown])
+
+
+def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path):
+    with Reporter(of_wandb(tmp_path), is_writer=False, start_iteration=0) as reporter:
+        reporter.start({})
+        reporter.step(step(1, 3.0))
+    assert not server.exists() and not Path(f"{server}.pid").exists()
+
+
+# ---- what is refused
+
+
+@pytest.mark.claim("A sink whose package is not installed is refused before anything is allocated.")
+@pytest.mark.parametrize(
+    ("flags", "missing", "says"),
+    [
+        ("--wandb-project p", "wandb", ["--wandb-project p", "pip install wandb"]),
+        ("--mlflow-experiment e --mlflow-tracking-uri file:x", "mlflow", ["--mlflow-experiment e", "mlflow-skinny"]),
+        ("--mlflow-experiment e", "", ["--mlflow-experiment e", "--mlflow-tracking-uri", "MLFLOW_TRACKING_URI"]),
+        ("--mlflow-experiment e --mlflow-tracking-uri sqlite:///x.db", "sqlalchemy", ["sqlalchemy", "file:"]),
+    ],
+)
+def test_what_a_sink_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, missing: str, says: list[str]
+):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for module in ("wandb", "mlflow"):
+        spec = types.SimpleNamespace(origin="somewhere")
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(__spec__=spec))
+    if missing:
+        monkeypatch.delitem(sys.modules, missing, raising=False)
+        # What W&B leaves in the current folder is a package to Python.
+        (tmp_path / missing).mkdir()
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    run = cli.parse(f"--preset tiny --mock-data --vocab-size 99 {flags}".split())
+    rules.check(run, 1)
+    with pytest.raises(ConfigError) as caught:
+        plan_run(run, 1)
+    assert [text for text in says if text not in str(caught.value)] == []
+
+
+def test_a_uri_with_a_password_is_refused_without_repeating_it():
+    for uri in (f"http://me:{SECRET}@host", f"https://{SECRET}@host", f"postgresql+psycopg2://me:{SECRET}@host/runs"):
+        run = cli.parse(["--preset", "tiny", "--mock-data", "--vocab-size", "99", "--mlflow-experiment", "e"])
+        with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+            rules.check(schema.replace(run, mlflow_tracking_uri=uri), 1)
+        assert SECRET not in str(caught.value)
+
+
+def test_nothing_is_asked_of_a_run_without_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [])
+    require_trackers(schema.Run())
