@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.one_engine
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
+OF_A_LAYER = ("effective_experts", "flip_rate", "margin_mean", "margin_p5", "max_logit", "bias_min", "bias_max")
 
 
 def line(iteration: int, **changes: Any) -> dict[str, Any]:
@@ -260,6 +262,35 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]
 RANGE = "(() => { const x = document.querySelector('#chart-loss .plot').chart.scales.x; return [x.min, x.max]; })()"
 
 
+DRAWN = (
+    "(() => { const plots = [...document.querySelectorAll('.plot')], drawn = plots.filter((plot) => plot.chart);"
+    " return [drawn.length, plots.length, Math.max(...drawn.map((plot) => plot.chart.width))]; })()"
+)
+
+
+def wait_for(browser: chromium.Page, chart: str) -> None:
+    """Wait until a chart is drawn: it is once it comes near what is in sight."""
+    there = f"(document.querySelector('#chart-{chart} .plot') || {{}}).chart"
+    browser.evaluate(
+        f"new Promise((then) => {{ (function look() {{ {there} ? then() : setTimeout(look, 20); }})(); }})"
+    )
+
+
+def over(browser: chromium.Page, chart: str, x: float, y: float) -> str:
+    """Put the cursor on values of a chart's axes and return what the chart says."""
+    browser.evaluate(f"document.getElementById('chart-{chart}').scrollIntoView({{ block: 'center' }})")
+    wait_for(browser, chart)
+    place = (
+        f"(() => {{ const u = document.querySelector('#chart-{chart} .plot').chart, b = u.over.getBoundingClientRect();"
+        f" return [b.left + u.valToPos({x}, 'x'), b.top + u.valToPos({y}, 'y')]; }})()"
+    )
+    left, top = browser.evaluate(place)
+    browser.mouse("mouseMoved", left - 1, top)
+    browser.mouse("mouseMoved", left, top)
+    text: str = browser.evaluate(f"document.querySelector('#chart-{chart} .readout').textContent")
+    return text
+
+
 @pytest.mark.claim("The page of a run needs no network, and nothing in a run's texts becomes code.")
 def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path) -> None:
     lines = [line(iteration) for iteration in range(1, 61)]
@@ -270,6 +301,7 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     browser.open(one / "page.html")
     assert browser.evaluate("document.title") == "run - megatron_moe"
     assert EVIL in browser.evaluate("document.getElementById('flags').textContent")
+    wait_for(browser, "grad_norm")
     # the cursor on one step shows that step's value, in every chart
     x, y = browser.evaluate(
         "(() => { const u = document.querySelector('#chart-loss .plot').chart, box = u.over.getBoundingClientRect();"
@@ -280,7 +312,7 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     for chart, value in (("loss", lines[19]["loss"]), ("grad_norm", lines[19]["grad_norm"])):
         text = browser.evaluate(f"document.querySelector('#chart-{chart} .readout b').textContent")
         assert float(text) == pytest.approx(value, rel=1e-5)
-    # dragging narrows the range of all charts, and it survives a reload; a double click resets it
+    # dragging narrows the range of all charts, a double click resets it
     assert browser.evaluate(RANGE) == [1, 60]
     browser.mouse("mousePressed", x, y, clicks=1)
     browser.mouse("mouseMoved", x + 300, y, clicks=1)
@@ -288,15 +320,23 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     low, high = browser.evaluate(RANGE)
     assert low == pytest.approx(20, abs=0.5) and 25 < high < 55
     assert browser.evaluate(RANGE.replace("chart-loss", "chart-grad_norm")) == [low, high]
-    browser.evaluate("Charts.zoom(null)")
+    for clicks in (1, 2):
+        browser.mouse("mousePressed", x, y, clicks=clicks)
+        browser.mouse("mouseReleased", x, y, clicks=clicks)
     assert browser.evaluate(RANGE) == [1, 60]
     # two runs
     made(one, two)
     browser.open(one / "page.html")
+    wait_for(browser, "loss")
     legend = browser.evaluate("document.querySelector('#chart-loss .readout').textContent")
     assert "run train" in legend and "run (2) train" in legend
+    # the paper has every chart, in its width
+    assert browser.evaluate(DRAWN)[0] < browser.evaluate(DRAWN)[1]
+    browser.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = {DRAWN}; }})")
     browser.pdf(tmp_path / "page.pdf")
-    assert (tmp_path / "page.pdf").stat().st_size > 20_000
+    drawn, charts, widest = browser.evaluate("window.printed")
+    assert drawn == charts > 5 and widest < 700
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
     assert browser.errors == [] and {address.partition(":")[0] for address in browser.requests} == {"file"}
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
 
@@ -321,3 +361,33 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
     browser.evaluate("window.same = true")
     time.sleep(1.0)
     assert browser.evaluate("window.same"), "the page of a run that has ended stays"
+
+
+@pytest.mark.claim("The page of a run with 58 layers of 256 experts is under 5 MB.")
+def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
+    browser: chromium.Page, tmp_path: Path
+) -> None:
+    layers, random = range(3, 61), Random(1)
+    # As many bins as there can be, of numbers that have all their digits.
+    tables = [{str(layer): [random.randrange(1, 999) for _ in range(256)] for layer in layers} for _ in range(2)]
+    tables[1]["60"][255] = tables[0]["60"][255] = 0
+    texts = [json.dumps(table) for table in tables]
+    health = json.dumps({"layers": {str(layer): {name: random.random() for name in OF_A_LAYER} for layer in layers}})
+    run = write(tmp_path / "run", [])
+    with open(run / "metrics.jsonl", "w") as file:
+        for iteration in range(1, 2001):
+            one = {**line(iteration, tokens_per_expert={}), **{f"own_{n}": random.random() for n in range(20)}}
+            counts, routing = (texts[iteration % 2], health) if iteration % 7 == 1 else ("{}", "null")
+            file.write(f'{json.dumps(one)[:-1]}, "tokens_per_expert": {counts}, "health": {routing}}}\n')
+    fault = {"kind": "fault", "text": "x" * 3000, "time": "2026-01-01T00:00:00+00:00"}
+    events = "".join(json.dumps({"iteration": at, **fault}) + "\n" for at in range(600))
+    (run / "metrics.events.jsonl").write_text(events)
+    made(run)
+    assert (run / "page.html").stat().st_size < 5_000_000
+    browser.size(1200, 900)
+    browser.open(run / "page.html")
+    wait_for(browser, "loss")
+    drawn, charts, _ = browser.evaluate(DRAWN)
+    assert drawn < charts / 2
+    assert over(browser, "experts", 255, 57) == "layer 60, expert 255: 0 of the mean"
+    assert browser.errors == []

@@ -4,6 +4,7 @@ const Charts = (function () {
   const COLOURS = { light: ["#0072b2", "#d55e00", "#009e73", "#b0568f", "#8a6d00", "#2f9bd4"],
                     dark: ["#56b4e9", "#ff9a4d", "#2fc99b", "#e39ac8", "#e6c84a", "#9ecbe8"] };
   const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [12, 5]];
+  const PAPER = 650;
   const view = { x: "iteration", range: null, smooth: 0, hidden: {} };
   let live = [], busy = false, printing = false, changed = function () {};
 
@@ -85,7 +86,7 @@ const Charts = (function () {
     const grid = { stroke: css("--grid"), width: 1 }, text = css("--dim");
     const unit = { iteration: "iteration", tokens: "tokens", hours: "hours since the start" }[view.x];
     return {
-      width: Math.max(240, box.clientWidth), height: given.height, pxAlign: true,
+      width: printing ? PAPER : Math.max(240, box.clientWidth), height: given.height, pxAlign: true,
       legend: { show: false },
       scales: { x: { time: false }, y: Object.assign({ distr: given.log ? 3 : 1 }, given.scale) },
       axes: [
@@ -167,11 +168,20 @@ const Charts = (function () {
 
   const RAMP = { seq: { light: ["#f3f6fa", "#9ecae1", "#4292c6", "#08519c", "#3f007d"], dark: ["#16212e", "#1f4e79", "#2a86b8", "#7cc4c4", "#f6e8a6"] },
                  even: { light: ["#b35806", "#fdb863", "#f7f7f7", "#92c5de", "#2166ac"], dark: ["#f29b4c", "#8a5a2b", "#262c33", "#34648f", "#6db5f2"] } };
-  function shade(kind, share) {
-    const ramp = RAMP[kind][theme()], at = Math.min(0.9999, Math.max(0, share)) * (ramp.length - 1), i = Math.floor(at);
-    const part = (hex, k) => parseInt(hex.slice(1 + 2 * k, 3 + 2 * k), 16);
-    return "rgb(" + [0, 1, 2].map((k) => Math.round(part(ramp[i], k) + (part(ramp[i + 1], k) - part(ramp[i], k)) * (at - i))).join(",") + ")";
+  const SHADES = {};
+  function shades(kind) {
+    const ramp = RAMP[kind][theme()], part = (hex, k) => parseInt(hex.slice(1 + 2 * k, 3 + 2 * k), 16);
+    return Array.from({ length: 256 }, function (_, n) {
+      const at = Math.min(0.9999, n / 255) * (ramp.length - 1), i = Math.floor(at);
+      return "rgb(" + [0, 1, 2].map((k) => Math.round(part(ramp[i], k) + (part(ramp[i + 1], k) - part(ramp[i], k)) * (at - i))).join(",") + ")";
+    });
   }
+  function shade(kind, share) {
+    const all = SHADES[kind + theme()] || (SHADES[kind + theme()] = shades(kind));
+    return all[Math.round(255 * Math.min(1, Math.max(0, share)))];
+  }
+
+  const heatHeight = (rows) => Math.max(110, Math.min(520, 60 + rows.length * 14));
 
   /* Rows over columns. given: rows (labels), edges [[from, to]], value(column, row), low, high, kind, say(column, row). */
   function heat(box, readout, given) {
@@ -179,6 +189,7 @@ const Charts = (function () {
     const middle = given.edges.map((edge) => (edge[0] + edge[1]) / 2);
     const paint = function (u) {
       const { ctx } = u, { left, top, width, height } = u.bbox;
+      const none = css("--bad");
       ctx.save(); ctx.beginPath(); ctx.rect(left, top, width, height); ctx.clip();
       const ys = Array.from({ length: rows + 1 }, (_, row) => Math.round(u.valToPos(row - 0.5, "y", true)));
       for (let c = 0; c < columns; c++) {
@@ -187,7 +198,7 @@ const Charts = (function () {
         for (let r = 0; r < rows; r++) {
           const value = given.value(c, r);
           if (value === null || value === undefined) continue;
-          ctx.fillStyle = given.dead && value === 0 ? css("--bad") : shade(given.kind, (value - given.low) / (given.high - given.low || 1));
+          ctx.fillStyle = given.dead && value === 0 ? none : shade(given.kind, (value - given.low) / (given.high - given.low || 1));
           ctx.fillRect(x0, Math.min(ys[r], ys[r + 1]), Math.max(1, x1 - x0), Math.max(1, Math.abs(ys[r + 1] - ys[r])));
         }
       }
@@ -202,7 +213,7 @@ const Charts = (function () {
       readout.textContent = given.say(c, r);
     };
     const o = options(box, {
-      height: given.height || Math.max(110, Math.min(520, 60 + rows * 14)), hover: tell, over: [paint], unit: given.unit, x: given.x, alone: given.alone,
+      height: heatHeight(given.rows), hover: tell, over: [paint], unit: given.unit, x: given.x, alone: given.alone,
       scale: { range: [-0.5, rows - 0.5], dir: -1 },
       y: { values: (u, all) => all.map((v) => (Number.isInteger(v) && v >= 0 && v < rows ? given.rows[v] : "")), grid: { show: false }, space: 13, incrs: [1, 2, 5, 10, 20, 50] },
     });
@@ -217,6 +228,6 @@ const Charts = (function () {
   }
 
   function clear() { live.forEach((chart) => chart.plot.destroy()); live = []; }
-  return { view, lines, heat, clear, zoom, setFull, place, number, tick, colour, css, shade, DASHES, full,
+  return { view, lines, heat, heatHeight, clear, zoom, setFull, place, number, tick, colour, css, shade, DASHES, full,
            print: (on) => { printing = on; }, onChange: (f) => { changed = f; } };
 })();

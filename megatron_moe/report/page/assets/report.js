@@ -200,13 +200,13 @@
     const { whole, box, readout } = card(id, (several ? run.name + ": " : "") + title, unit, true);
     whole.firstChild.append(scale(kind, least, most));
     grid.append(whole);
-    Charts.heat(box, readout, {
+    later(whole, Charts.heatHeight(block.layers), () => Charts.heat(box, readout, {
       rows: block.layers, edges: spans(run, block), value: (c, r) => table[c][r], low: least, high: most, kind, unit: "layer", hint: "point at a cell for its value",
       say: function (c, r) {
         if (r === null) { r = 0; table[c].forEach((value, i) => { if (value !== null && (table[c][r] === null || value > table[c][r])) r = i; }); }
         return `layer ${block.layers[r]}, ${which(block, c)}: ${number(table[c][r])}` + (peak && peak[c][r] !== table[c][r] ? `, at most ${number(peak[c][r])}` : "");
       },
-    });
+    }));
   }
   function expertMaps(grid, run, at) {
     if (view.hidden[run.name]) return;
@@ -218,12 +218,25 @@
     const block = run.experts, count = block.load[0].length, { whole, box, readout } = card(at ? `experts-${at}` : "experts", (several ? run.name + ": " : "") + `Load of every expert over the last ${block.steps} counted steps`, "tokens / the layer's mean; red: none", true);
     whole.firstChild.append(scale("even", 0, 2));
     grid.append(whole);
-    Charts.heat(box, readout, { rows: block.layers, edges: Array.from({ length: count }, (_, e) => [e - 0.5, e + 0.5]), value: (c, r) => block.load[r][c], low: 0, high: 2, kind: "even", dead: true, alone: true, unit: "layer", x: "expert",
-      hint: `iterations ${number(block.from)} to ${number(block.to)}`, say: (c, r) => (r === null ? "" : `layer ${block.layers[r]}, expert ${c}: ${number(block.load[r][c])} of the mean`) });
+    later(whole, Charts.heatHeight(block.layers), () => Charts.heat(box, readout, { rows: block.layers, edges: Array.from({ length: count }, (_, e) => [e - 0.5, e + 0.5]), value: (c, r) => block.load[r][c], low: 0, high: 2, kind: "even", dead: true, alone: true, unit: "layer", x: "expert",
+      hint: `iterations ${number(block.from)} to ${number(block.to)}`, say: (c, r) => (r === null ? "" : `layer ${block.layers[r]}, expert ${c}: ${number(block.load[r][c])} of the mean`) }));
+  }
+
+  /* A chart is drawn when it is nearly in sight, so that a long page opens at once; a printed page has all of them. */
+  const waiting = new Map(), sight = new IntersectionObserver((seen) => seen.forEach((one) => { if (one.isIntersecting) show(one.target); }), { rootMargin: "600px" });
+  function later(whole, height, render) {
+    whole.style.minHeight = height + 60 + "px";
+    waiting.set(whole, render); sight.observe(whole);
+  }
+  function show(whole) {
+    const render = waiting.get(whole);
+    if (!render) return;
+    waiting.delete(whole); sight.unobserve(whole); whole.style.minHeight = ""; render();
   }
 
   function draw() {
     const top = scrollY;
+    waiting.clear(); sight.disconnect();
     Charts.clear(); charts.replaceChildren(); Charts.setFull(runs);
     let group = null, grid = null;
     const section = (name) => { if (name !== group) { group = name; grid = make("div", { class: "grid" }); charts.append(make("h2", {}, name), grid); } };
@@ -234,7 +247,8 @@
       own.forEach(function (spec) {
         const { whole, box, readout } = card(spec.id, spec.title, spec.unit, spec.wide);
         grid.append(whole);
-        Charts.lines(box, readout, { curves: curves(spec), unit: spec.unit, log: spec.log, from: spec.from, height: spec.wide ? 320 : 220, marks: marks(spec), bands: attemptBands });
+        const height = spec.wide ? 320 : 220;
+        later(whole, height, () => Charts.lines(box, readout, { curves: curves(spec), unit: spec.unit, log: spec.log, from: spec.from, height, marks: marks(spec), bands: attemptBands }));
       });
       if (name === "Experts" && runs.some((run) => run.loads || run.experts)) { section(name); runs.forEach((run, at) => expertMaps(grid, run, at)); }
       if (name === "Routing health") runs.forEach(function (run, at) {
@@ -284,9 +298,9 @@
   draw();
   Charts.onChange(save);
   reloadWhileItRuns();
-  let waiting = 0, width = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; clearTimeout(waiting); waiting = setTimeout(draw, 150); } });
+  let timer = 0, width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; clearTimeout(timer); timer = setTimeout(draw, 150); } });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  addEventListener("beforeprint", () => { Charts.print(true); draw(); });
+  addEventListener("beforeprint", () => { Charts.print(true); draw(); [...waiting.keys()].forEach(show); });
   addEventListener("afterprint", () => { Charts.print(false); draw(); });
 })();
