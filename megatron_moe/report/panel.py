@@ -142,13 +142,14 @@ class View:
         room = width - 40
         head = Table.grid(padding=(0, 1))
         left = f"left {duration_text(record.seconds_left)}" if self._total else ""
-        head.add_row(self._bar(width - 60), Text(f"{self._count()}  {left}"))
+        steps = Text(f"{self._count()}  {left}")
+        if self._skipped:
+            steps.append(f"  SKIPPED {self._skipped}", "bold red")
+        head.add_row(self._bar(width - 60), steps)
         grid.add_row("steps", head)
         loss = Text.assemble((self._losses.drawn(room), "cyan"), f"  {record.loss:.4f}")
         if self._evaluation is not None:
             loss.append(f"  {self._evaluation.split} {self._evaluation.loss:.4f}")
-        if self._skipped:
-            loss.append(f"  SKIPPED {self._skipped}", "bold red")
         grid.add_row("loss", loss)
         if record.grad_norm is not None:
             grid.add_row("grad norm", Text(f"{self._grad_norms.drawn(room)}  {record.grad_norm:.3f}"))

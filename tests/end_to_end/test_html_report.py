@@ -24,7 +24,7 @@ from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
-from tests.helpers import chromium
+from tests.helpers import chromium, report_pictures
 
 pytestmark = pytest.mark.one_engine
 
@@ -126,6 +126,14 @@ def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
     assert [run["experts"] is None for run in runs] == [True, False, True]
     assert any("got no token" in finding["text"] for finding in runs[1]["findings"])
     assert runs[2]["status"]["state"] == "empty"
+
+
+def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_path: Path) -> None:
+    lines = [line(n, tokens_per_expert={"3": [5, 5], "4": [0 if n > 10 else 5, n % 15]}) for n in range(1, 31)]
+    (run,) = made(write(tmp_path / "run", lines))["runs"]
+    assert run["experts"]["dead"] == [[1, 0]]
+    (finding,) = [one for one in run["findings"] if "got no token" in one["text"]]
+    assert finding["level"] == "bad" and "1 of them in layer 4" in finding["text"]
 
 
 def test_mistakes_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,5 +397,14 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
     wait_for(browser, "loss")
     drawn, charts, _ = browser.evaluate(DRAWN)
     assert drawn < charts / 2
-    assert over(browser, "experts", 255, 57) == "layer 60, expert 255: 0 of the mean"
+    assert over(browser, "experts", 255, 57) == (
+        "layer 60, expert 255: 0 of the mean, none in the last 20 counted steps"
+    )
     assert browser.errors == []
+
+
+def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser: chromium.Page, tmp_path: Path) -> None:
+    report_pictures.draw(tmp_path, upto=40)
+    for name in ("report.png", "panel.png"):
+        for picture in (tmp_path / name, report_pictures.DOCS / name):
+            assert picture.read_bytes().startswith(b"\x89PNG") and 10_000 < picture.stat().st_size < 150_000

@@ -22,7 +22,7 @@ from megatron_moe.report.page.watch import StepWatch
 from megatron_moe.report.run_info import read_info
 
 _ROOM, _ROOM_OF_LOADS, _ROOM_OF_HEALTH = 1000, 150, 60
-_WINDOW = 100
+_WINDOW, _DEAD_STEPS = 100, 20
 _NO_SERIES = {"iteration", "tokens_per_expert", "dropped_per_expert", "health", "seconds_left", "attempt", "tokens"}
 _WORST = {"effective_experts": min, "flip_rate": max, "margin_mean": min, "margin_p5": min, "max_logit": max,
           "bias_min": min, "bias_max": max}  # fmt: skip
@@ -210,15 +210,24 @@ class ExpertWindow:
     def __init__(self) -> None:
         self._layers: list[int] = []
         self._blocks: list[tuple[int, int, int, np.ndarray]] = []
+        self._silent = np.zeros((0, 0), dtype=np.int64)
+        self._counted = 0
 
     def add(self, iteration: int, layers: list[int], table: np.ndarray) -> None:
         """Take [L, E] counts of one step."""
         if layers != self._layers or (self._blocks and self._blocks[-1][3].shape != table.shape):
-            self._layers, self._blocks = layers, []
+            self._layers, self._blocks, self._counted = layers, [], 0
+        if not self._blocks:
+            self._silent = np.zeros_like(table)
+        self._silent, self._counted = np.where(table > 0, 0, self._silent + 1), self._counted + 1
         if not self._blocks or self._blocks[-1][2] == _WINDOW:
             self._blocks = [*self._blocks[-1:], (iteration, iteration, 0, np.zeros_like(table))]
         first, _, steps, total = self._blocks[-1]
         self._blocks[-1] = (first, iteration, steps + 1, total + table)
+
+    def dead(self) -> np.ndarray:
+        """Return [L, E] whether an expert got no token in the last `_DEAD_STEPS` counted steps, or all of fewer."""
+        return self._silent >= min(_DEAD_STEPS, self._counted)
 
     def load(self) -> np.ndarray | None:
         """Return [L, E] tokens over the layer's mean; None where nothing was counted."""
@@ -230,13 +239,23 @@ class ExpertWindow:
         return found
 
     def as_json(self) -> dict[str, Any] | None:
-        """Return layers, from, to, steps, and load by layer and expert; None where nothing was counted."""
+        """Return layers, from, to, steps, load by layer and expert, and dead, pairs of a place in layers and an expert.
+
+        None where nothing was counted.
+        """
         load = self.load()
         if load is None:
             return None
         rows = [[float(f"{value:.3g}") for value in row] for row in load.tolist()]
         span = {"from": self._blocks[0][0], "to": self._blocks[-1][1], "steps": sum(block[2] for block in self._blocks)}
-        return {"layers": self._layers, **span, "load": rows}
+        dead = np.argwhere(self.dead()).tolist()
+        return {
+            "layers": self._layers,
+            **span,
+            "load": rows,
+            "dead": dead,
+            "deadSteps": min(_DEAD_STEPS, self._counted),
+        }
 
 
 def _numbers_of(line: dict[str, Any]) -> dict[str, float]:

@@ -143,7 +143,7 @@ def _of_experts(state: RunState) -> list[dict[str, str]]:
         return []
     page = "balancing.md"
     layers = state.loads.layers
-    dead = (load == 0).sum(axis=1)
+    dead = state.experts.dead().sum(axis=1)
     found = []
     if dead.any():
         worst = int(dead.argmax())

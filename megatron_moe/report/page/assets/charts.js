@@ -198,7 +198,7 @@ const Charts = (function () {
         for (let r = 0; r < rows; r++) {
           const value = given.value(c, r);
           if (value === null || value === undefined) continue;
-          ctx.fillStyle = given.dead && value === 0 ? none : shade(given.kind, (value - given.low) / (given.high - given.low || 1));
+          ctx.fillStyle = given.dead && given.dead(c, r) ? none : shade(given.kind, (value - given.low) / (given.high - given.low || 1));
           ctx.fillRect(x0, Math.min(ys[r], ys[r + 1]), Math.max(1, x1 - x0), Math.max(1, Math.abs(ys[r + 1] - ys[r])));
         }
       }

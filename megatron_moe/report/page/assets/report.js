@@ -39,13 +39,13 @@
   function verdict(run, at) {
     const last = run.last, total = (run.info.all_flags || {}).train_iters, left = last.seconds_left;
     const valid = (run.evaluations.valid || {}).loss, load = run.experts && Math.max(...run.experts.load.map((row) => Math.max(...row)));
-    const dead = run.experts && run.experts.load.reduce((sum, row) => sum + row.filter((one) => one === 0).length, 0);
+    const dead = run.experts && run.experts.dead.length;
     const tile = (name, value, more) => (value === null || value === undefined ? null : make("div", { class: "card" }, make("small", {}, name), make("b", {}, value), make("small", {}, more || "")));
     const bad = run.findings.filter((one) => one.level === "bad").length;
     const rate = run.seconds > 0 ? run.tokens / run.seconds : null;
     return make("section", { class: "card", id: "verdict-" + at },
       make("h1", {}, make("span", { class: "pill " + (run.status.state === "finished" && bad ? "attention" : run.status.state) }, run.status.state), run.name),
-      make("div", { class: "dim" }, [run.status.state === "finished" && bad && (bad > 1 ? `${bad} problems` : "1 problem"), run.status.text, run.info.host && "on " + run.info.host, run.info.ranks && `${run.info.ranks} ranks`, run.info.start_time && "since " + clock(run.info.start_time)].filter(Boolean).join(", ")),
+      make("div", { class: "dim" }, [run.status.state === "finished" && bad && (bad > 1 ? `${bad} problems` : "1 problem"), run.status.text, run.info.host && "on " + run.info.host, run.info.ranks && `${run.info.ranks} rank${run.info.ranks > 1 ? "s" : ""}`, run.info.start_time && "since " + clock(run.info.start_time)].filter(Boolean).join(", ")),
       make("div", { class: "tiles" },
         tile("step", last.iteration && number(last.iteration), total ? `of ${number(total)}` : ""),
         tile("loss", last.loss !== undefined && number(last.loss), "nats per token, last step"),
@@ -53,7 +53,7 @@
         tile("speed", rate && Charts.tick(Number(rate.toPrecision(4))), "tokens/s, all devices, mean"),
         tile("per device", last.model_tflops && number(Number(last.model_tflops.toPrecision(3))), "TFLOP/s" + (last.mfu ? `, MFU ${(100 * last.mfu).toFixed(1)} %` : "")),
         tile("memory", last.memory_bytes ? (last.memory_bytes / 1e9).toFixed(2) + " GB" : null, "peak of the rank that writes"),
-        tile("fullest expert", load && load.toFixed(2), "of its layer's mean, lately"), tile("dead experts", dead === null ? null : String(dead), "without a token lately"),
+        tile("fullest expert", load && load.toFixed(2), "of its layer's mean, lately"), tile("dead experts", dead === null ? null : String(dead), run.experts && `no token in ${run.experts.deadSteps} counted steps`),
         tile("trained", duration(run.seconds), `${Charts.tick(run.tokens)} tokens`), run.status.state === "running" && left ? tile("left", duration(left), "at this speed") : null),
       make("ul", { class: "findings" }, ...run.findings.map((one) => make("li", { class: one.level }, make("span", {}, one.text), " ",
         one.chart ? make("a", { href: "#chart-" + one.chart, onclick: goTo(one.chart) }, "show") : null, one.do ? make("small", {}, ` ${one.do}.`) : null, one.page ? make("small", {}, ` docs/${one.page}`) : null))));
@@ -215,11 +215,12 @@
       layerMap(grid, run, run.loads, at ? `dead-${at}` : "dead", "Experts without a token in a step", "experts of a layer", "dead", "seq", 0);
     }
     if (!run.experts) return;
-    const block = run.experts, count = block.load[0].length, { whole, box, readout } = card(at ? `experts-${at}` : "experts", (several ? run.name + ": " : "") + `Load of every expert over the last ${block.steps} counted steps`, "tokens / the layer's mean; red: none", true);
+    const block = run.experts, count = block.load[0].length, dead = new Set(block.dead.map(([row, expert]) => row * count + expert));
+    const { whole, box, readout } = card(at ? `experts-${at}` : "experts", (several ? run.name + ": " : "") + `Load of every expert over the last ${block.steps} counted steps`, "tokens / the layer's mean; red: dead", true);
     whole.firstChild.append(scale("even", 0, 2));
     grid.append(whole);
-    later(whole, Charts.heatHeight(block.layers), () => Charts.heat(box, readout, { rows: block.layers, edges: Array.from({ length: count }, (_, e) => [e - 0.5, e + 0.5]), value: (c, r) => block.load[r][c], low: 0, high: 2, kind: "even", dead: true, alone: true, unit: "layer", x: "expert",
-      hint: `iterations ${number(block.from)} to ${number(block.to)}`, say: (c, r) => (r === null ? "" : `layer ${block.layers[r]}, expert ${c}: ${number(block.load[r][c])} of the mean`) }));
+    later(whole, Charts.heatHeight(block.layers), () => Charts.heat(box, readout, { rows: block.layers, edges: Array.from({ length: count }, (_, e) => [e - 0.5, e + 0.5]), value: (c, r) => block.load[r][c], low: 0, high: 2, kind: "even", dead: (c, r) => dead.has(r * count + c), alone: true, unit: "layer", x: "expert",
+      hint: `iterations ${number(block.from)} to ${number(block.to)}`, say: (c, r) => (r === null ? "" : `layer ${block.layers[r]}, expert ${c}: ${number(block.load[r][c])} of the mean${dead.has(r * count + c) ? `, none in the last ${block.deadSteps} counted steps` : ""}`) }));
   }
 
   /* A chart is drawn when it is nearly in sight, so that a long page opens at once; a printed page has all of them. */
