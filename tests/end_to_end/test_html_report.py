@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +23,12 @@ from megatron_moe.report.page import files as page_files
 from megatron_moe.report.page.course import Course
 from megatron_moe.report.page.files import RunState
 from megatron_moe.report.reporter import Reporter
-from tests.helpers import chromium, report_pictures
+from tests.helpers import chromium, report_cost, report_pictures
 
 pytestmark = pytest.mark.one_engine
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
-OF_A_LAYER = ("effective_experts", "flip_rate", "margin_mean", "margin_p5", "max_logit", "bias_min", "bias_max")
 
 
 def line(iteration: int, **changes: Any) -> dict[str, Any]:
@@ -375,21 +373,7 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
 def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
     browser: chromium.Page, tmp_path: Path
 ) -> None:
-    layers, random = range(3, 61), Random(1)
-    # As many bins as there can be, of numbers that have all their digits.
-    tables = [{str(layer): [random.randrange(1, 999) for _ in range(256)] for layer in layers} for _ in range(2)]
-    tables[1]["60"][255] = tables[0]["60"][255] = 0
-    texts = [json.dumps(table) for table in tables]
-    health = json.dumps({"layers": {str(layer): {name: random.random() for name in OF_A_LAYER} for layer in layers}})
-    run = write(tmp_path / "run", [])
-    with open(run / "metrics.jsonl", "w") as file:
-        for iteration in range(1, 2001):
-            one = {**line(iteration, tokens_per_expert={}), **{f"own_{n}": random.random() for n in range(20)}}
-            counts, routing = (texts[iteration % 2], health) if iteration % 7 == 1 else ("{}", "null")
-            file.write(f'{json.dumps(one)[:-1]}, "tokens_per_expert": {counts}, "health": {routing}}}\n')
-    fault = {"kind": "fault", "text": "x" * 3000, "time": "2026-01-01T00:00:00+00:00"}
-    events = "".join(json.dumps({"iteration": at, **fault}) + "\n" for at in range(600))
-    (run / "metrics.events.jsonl").write_text(events)
+    run = report_cost.write_run(tmp_path, 2000, 58, 256, every=7).parent  # as many bins as there can be
     made(run)
     assert (run / "page.html").stat().st_size < 5_000_000
     browser.size(1200, 900)

@@ -49,6 +49,7 @@ class Page:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self.process_group = self._process.pid
         os.close(child_reads)
         os.close(child_writes)
         self._buffer, self._number, self._session = b"", 0, None
