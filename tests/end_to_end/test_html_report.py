@@ -126,6 +126,35 @@ def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
     assert runs[2]["status"]["state"] == "empty"
 
 
+@pytest.mark.parametrize(
+    ("skipped", "steps", "fp16", "level"),
+    [
+        (range(1, 13), 40, True, "attention"),
+        (range(1, 13), 2000, True, "good"),
+        (range(1, 51), 50, True, "bad"),
+        (range(2, 31), 30, False, "bad"),
+        (range(100, 101), 2000, False, "attention"),
+        (range(100, 300), 2000, False, "bad"),
+    ],
+)
+def test_steps_that_fp16_skips_at_first_are_told_from_those_of_a_fault(
+    tmp_path: Path, skipped: range, steps: int, fp16: bool, level: str
+) -> None:
+    lines = [line(n, tokens_per_expert={}, skipped=n in skipped, grad_norm=None) for n in range(1, steps + 1)]
+    (run,) = made(write(tmp_path / "run", lines, **FINISHED, all_flags={"fp16": fp16}))["runs"]
+    (finding,) = [one for one in run["findings"] if "skipped" in one["text"]]
+    assert (finding["level"], f"{len(skipped):,} step" in finding["text"]) == (level, True)
+
+
+def test_the_last_fault_is_in_the_verdict(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [line(1)], attempts=[{"attempt": 1, "ending": "failed: NaN"}])
+    events = [{"iteration": 1, "kind": kind, "text": kind + text} for kind in ("fault", "message") for text in "ab"]
+    (run / "metrics.events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    findings = made(run)["runs"][0]["findings"]
+    assert findings[0]["level"] == "bad" and "failed" in findings[0]["text"]
+    assert any("2 faults" in finding["text"] and "faultb" in finding["text"] for finding in findings)
+
+
 def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_path: Path) -> None:
     lines = [line(n, tokens_per_expert={"3": [5, 5], "4": [0 if n > 10 else 5, n % 15]}) for n in range(1, 31)]
     (run,) = made(write(tmp_path / "run", lines))["runs"]
