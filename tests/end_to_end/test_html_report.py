@@ -79,6 +79,7 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
         line(2),
         line(3, loss=None),
         line(4, loss=None, skipped=True),
+        line(2, loss=6.0),
         line(3, loss=7.0),
         line(4),
         line(5),
@@ -89,7 +90,7 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
     state = RunState(run / "metrics.jsonl")
     state.update()
     assert state.course.rows()["iteration"]["mean"] == [1, 2, 3, 4, 5]
-    assert state.course.rows()["loss"]["mean"][2] == 7.0
+    assert state.course.rows()["loss"]["mean"][1:3] == [6.0, 7.0]
     assert (state.repeated, state.bad_lines, state.watch.not_finite, state.watch.skipped) == (1, 1, 2, 1)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('ss": 1.0}\n')
@@ -131,6 +132,7 @@ def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
     [
         (range(1, 13), 40, True, "attention"),
         (range(1, 13), 2000, True, "good"),
+        (range(1, 13), 12, True, "attention"),
         (range(1, 51), 50, True, "bad"),
         (range(2, 31), 30, False, "bad"),
         (range(100, 101), 2000, False, "attention"),
@@ -404,7 +406,7 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
 ) -> None:
     run = report_cost.write_run(tmp_path, 2000, 58, 256, every=7).parent  # as many bins as there can be
     made(run)
-    assert (run / "page.html").stat().st_size < 5_000_000
+    assert (run / "page.html").stat().st_size < 2_500_000, "half of the bound: other metrics need room, too"
     browser.size(1200, 900)
     browser.open(run / "page.html")
     wait_for(browser, "loss")
