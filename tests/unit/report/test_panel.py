@@ -50,13 +50,16 @@ def test_a_panel_of_any_model_fits_the_terminal(columns):
     """58 layers of 256 experts, with long messages: the rows are those of the most uneven layers."""
     counts = {layer: [1] * 255 + [1 + layer] for layer in range(3, 61)}
     view = watched(5, tokens_per_expert=counts, memory_bytes=1, grad_norm=1e9)
+    for iteration in range(6, 400):  # curves as long as there is room for
+        view.step(STEP.replace(iteration=iteration, skipped=iteration == 100, tokens_per_expert={}, grad_norm=1e9))
     view.evaluation(EvalRecord(4, "valid", 2.75, 4096, 1.0))
     for _ in range(9):
         view.event("checkpoint " * 40)
     lines = drawn(view, columns, SMALLEST[1]).splitlines()
     assert len(lines) < SMALLEST[1] and max(map(len, lines)) <= columns
     assert [line.split()[2] for line in lines if "\u2502 layer " in line] == [str(layer) for layer in range(55, 61)]
-    assert any("worst 6 of 58 layers" in line for line in lines)
+    for words in ("worst 6 of 58 layers", "SKIPPED 1", "valid 2.7500"):
+        assert any(words in line for line in lines), words
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(SMALLEST[0] - 1, 40), (100, SMALLEST[1] - 1)])
