@@ -281,7 +281,8 @@ class Measured:
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest, gloo: Any, tmp_path_factory: Any) -> Measured:
     found = Measured(gloo, tmp_path_factory.mktemp("layouts"))
-    asked = {item.callspec.params.get("row") for item in request.session.items if hasattr(item, "callspec")}
+    own = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = {item.callspec.params.get("row") for item in own if hasattr(item, "callspec")}
     oracles = {name_of(model, 1, {}): (request_of(model, {}, 1), 1) for model in MODELS}
     layouts = {
         name: (request_of(model, layout, ranks), ranks)

@@ -22,6 +22,10 @@ FLAGS = (
 ).split()
 
 
+class Navigated(Exception):
+    """The page went away while a command was carried out."""
+
+
 def found() -> str | None:
     """Return the program, None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -73,6 +77,8 @@ class Page:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise Navigated(answer["error"])
                 assert "error" not in answer, answer["error"]
                 result: dict[str, Any] = answer["result"]
                 return result

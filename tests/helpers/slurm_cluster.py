@@ -33,7 +33,7 @@ import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")
 SBIN = "/usr/sbin:/sbin:/usr/local/sbin"
-PATIENCE = 300.0
+PATIENCE = 1200.0
 """Seconds that anything may take: a limit for what never happens, on a machine with other work."""
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 

@@ -23,8 +23,7 @@ STEPS, SAMPLES, KEPT = 20_000, 200, 2
 SAVE_EVERY, EVALUATE_EVERY = 50, 50
 STALLED = 600.0
 """Seconds without a step after which the run is taken to hang."""
-# The threads of saves get arenas of glibc's one after the other, up to eight a core, and each keeps some MiB of what it
-# had: with two, what is judged is what the run holds.
+# What glibc keeps for each thread of a save is not judged: up to eight arenas a core.
 ARENAS = {"MALLOC_ARENA_MAX": "2"}
 # Bytes per step that the files may take. They are linear in the steps, and in layers x experts: 1 x 4 here.
 MOST_BYTES = {"metrics.jsonl": 1500, "metrics.eval.jsonl": 10, "log.txt": 60, "tensorboard": 2500}

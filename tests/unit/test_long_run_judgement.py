@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import subprocess
@@ -87,7 +88,8 @@ def test_a_sample_sees_what_the_process_takes() -> None:
     thread = threading.Thread(target=go_on.wait)
     thread.start()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    block = bytearray(os.urandom(1 << 20)) * 32
+    block = mmap.mmap(-1, 32 << 20)  # and not what this process had kept of earlier memory
+    block.write(os.urandom(1 << 20) * 32)
     try:
         after = sample(os.getpid(), 1)
     finally:

@@ -161,7 +161,7 @@ def test_flags_of_megatrons_tool_that_change_nothing_here_are_named(
     [
         ("--split-sentences", ["--split-sentences", "list of texts"]),
         ("--find-optimal-num-workers --workers-to-check 1 2", ["2 flags", "--find-optimal", "--workers-to-check"]),
-        ("--wandb-project x", ["--wandb-project: is a flag of training"]),
+        ("--vision-pretraining-type x", ["--vision-pretraining-type: is a flag of training"]),
         ("--ouput-prefix x", ["--ouput-prefix", "did you mean --output-prefix?"]),
         ("--tokenizer-name x", ["--tokenizer-name", "--tokenizer-model"]),
         ("--tokenizer-type BertWordPieceCase", ["BertWordPieceCase", "HuggingFaceTokenizer"]),
