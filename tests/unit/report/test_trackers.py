@@ -126,7 +126,7 @@ def test_the_last_steps_of_a_killed_run_arrive(server: Path, tmp_path: Path, say
 
 
 def await_file(path: Path) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if path.exists():
             return
         time.sleep(0.1)
@@ -184,18 +184,20 @@ def test_whatever_wandb_does_the_run_goes_on_with_one_warning(
 
 
 def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(
-    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tracker, "MOST_BYTES", 2**20)
-    pid = Path(f"{server}.pid")
+    pid, deaf = tmp_path / "pid", tmp_path / "deaf"
+    deaf.write_text(f"#!/bin/sh\necho $$ > {pid}.new && mv {pid}.new {pid}\nexec sleep 600\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
     with Reporter(of_wandb(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO()) as reporter:
         reporter.start({})
-        await_file(pid)
-        os.kill(int(pid.read_text()), signal.SIGSTOP)
         for iteration in range(1, 13):
             reporter.step(step(iteration, 3.0))
             reporter.event("fault", "x" * 2**17, shown=False)
         reporter.close({})
+    await_file(pid)
     os.kill(int(pid.read_text()), signal.SIGKILL)
     (warning,) = events(tmp_path, "warning")
     assert "MiB" in warning and events(tmp_path, "end") == ["finished"]
