@@ -368,12 +368,18 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
     wait_for(browser, "loss")
     legend = browser.evaluate("document.querySelector('#chart-loss .readout').textContent")
     assert "run train" in legend and "run (2) train" in legend
-    # the paper has every chart, in its width
+    # the paper has every chart, in its width and in light colours
+    browser.size(1200, 900, dark=True)
+    grid = "Charts.css('--grid')"
+    dark = browser.evaluate(grid)
+    wait_for(browser, "loss")
     assert browser.evaluate(DRAWN)[0] < browser.evaluate(DRAWN)[1]
-    browser.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = {DRAWN}; }})")
+    browser.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = [...{DRAWN}, {grid}]; }})")
     browser.pdf(tmp_path / "page.pdf")
-    drawn, charts, widest = browser.evaluate("window.printed")
+    drawn, charts, widest, printed = browser.evaluate("window.printed")
     assert drawn == charts > 5 and widest < 700
+    browser.size(1200, 900)
+    assert browser.evaluate(grid) == printed != dark
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
     assert browser.errors == [] and {address.partition(":")[0] for address in browser.requests} == {"file"}
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}

@@ -229,5 +229,5 @@ const Charts = (function () {
 
   function clear() { live.forEach((chart) => chart.plot.destroy()); live = []; }
   return { view, lines, heat, heatHeight, clear, zoom, setFull, place, number, tick, colour, css, shade, DASHES, full,
-           print: (on) => { printing = on; }, onChange: (f) => { changed = f; } };
+           print: (on) => { printing = on; document.documentElement.classList.toggle("paper", on); }, onChange: (f) => { changed = f; } };
 })();
