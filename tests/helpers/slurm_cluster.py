@@ -9,7 +9,7 @@ changed, so several clusters run side by side. The "nodes" are processes here: e
 address. A node that dies is said to be down (`kill_node`), as `SlurmdTimeout` would find later. As a program it prints
 the settings of a shell that uses the cluster, and keeps it until it is interrupted:
 
-    python -m tests.helpers.slurm_cluster /tmp/cluster
+    python -m tests.helpers.slurm_cluster FOLDER
 """
 
 from __future__ import annotations
