@@ -42,10 +42,11 @@ def events_path(metrics_file: Path) -> Path:
     return metrics_file.with_name(f"{metrics_file.stem}.events{metrics_file.suffix}")
 
 
-def read_steps(metrics_file: Path) -> Iterator[StepRecord]:
-    """Yield the steps of a metrics file, in order."""
-    for line in _lines(metrics_file):
-        yield step_from_json(line)
+def read_steps(metrics_file: Path, after: int = 0) -> Iterator[StepRecord]:
+    """Yield the steps of a metrics file after an iteration, in order; those before are not parsed."""
+    for line in _lines(metrics_file, after):
+        if line["iteration"] > after:
+            yield step_from_json(line)
 
 
 def read_evaluations(metrics_file: Path) -> Iterator[EvalRecord]:
@@ -162,10 +163,15 @@ def _append(file: IO[str], record: StepRecord | EvalRecord | EventRecord) -> Non
     file.flush()
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors."""
+def _lines(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors.
+
+    Steps up to the iteration `after` are left out where a look at the beginning of a line tells them.
+    """
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
+            if after and (head := _HEAD.match(raw)) and int(head[1]) <= after:
+                continue
             line = _line(path, number, raw)
             if line is not None:
                 yield line

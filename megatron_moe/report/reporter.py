@@ -104,7 +104,7 @@ class Reporter:
         wanted = [flag for flag in SERVICES if getattr(run.logging, flag) is not None]
         path, reported = Path(run.logging.metrics_file or ""), {}
         if wanted and start_iteration and path.is_file():
-            reported = {step.iteration: exact(step) for step in read_steps(path) if step.iteration > start_iteration}
+            reported = {step.iteration: exact(step) for step in read_steps(path, start_iteration)}
         return [TrackerSink(flag, run, start_iteration, self._info, reported, self.event) for flag in wanted]
 
     def _open_metrics(self, path: Path, start_iteration: int) -> JsonlSink:

@@ -158,6 +158,16 @@ def test_what_earlier_attempts_trained_is_added_up_whoever_wrote_their_lines(tmp
     assert totals.seconds == pytest.approx(5 * BASE.seconds)
 
 
+def test_steps_after_an_iteration_are_read_without_those_before(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    write(path, 0, 5)
+    everything, parsed = list(read_steps(path)), []
+    right = json.loads
+    monkeypatch.setattr(json, "loads", lambda raw: parsed.append(raw) or right(raw))
+    assert list(read_steps(path, 3)) == everything[3:]
+    assert len(parsed) == 2
+
+
 def test_a_file_whose_lines_are_out_of_order_is_cut_between_lines(tmp_path):
     """As when two files were joined by hand: what comes after the first later line goes, and is reported."""
     path = tmp_path / "m.jsonl"
