@@ -166,7 +166,7 @@ def _append(file: IO[str], record: StepRecord | EvalRecord | EventRecord) -> Non
 def _lines(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the lines of `path` as dicts. A last line cut short by a kill is left out; other bad lines are errors.
 
-    Steps up to the iteration `after` are left out where a look at the beginning of a line tells them.
+    Steps up to the iteration `after` are left out where the beginning of a line is enough to recognize them.
     """
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
