@@ -223,9 +223,9 @@ def test_a_secret_of_the_environment_is_in_no_file(server: Path, tmp_path: Path,
     report(of_wandb(tmp_path), 0, 2)
     monkeypatch.setenv("WANDB_STAND_IN", "raises")  # with the key in its text
     shown = report(of_wandb(tmp_path), 2, 4)
-    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert any("$WANDB_API_KEY" in text for text in files)
-    assert not any(SECRET in text for text in [*files, shown])
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"$WANDB_API_KEY" in text for text in files)
+    assert not any(SECRET.encode() in text for text in [*files, shown.encode()])
 
 
 def test_a_rank_that_does_not_write_starts_nothing(server: Path, tmp_path: Path):
