@@ -301,7 +301,7 @@ def measure(request: Request) -> dict[str, Any]:
         A record with these keys. place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm,
         committed, loss_scale (the next step's; None except in fp16), and per layer of this rank counts and dropped [E]
         int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest distance of any choice from its
-        alternative), router_error (see `RouterRecord`). tensors: quantity -> name -> (cuts, this rank's tensor, first
+        alternative), router_error (see `RouterRecord`). tensors: quantity -> name -> (cuts, this rank's, on the CPU, first
         and last + 1 of the flattened tensor's elements that it knows); "weight after" is the optimizer's, "rounded
         weight after" the model's where that is not fp32. picked: the samples that were picked.
     """
@@ -342,13 +342,21 @@ def measure(request: Request) -> dict[str, Any]:
                 tensors[f"gradient, step {step}"] = probe.gradients
         tensors |= _last_weights(run, chunks, optimizer, f"weight after step {request.steps}")
         place = asdict(groups.rank_facts())
-        return {"place": place, "steps": steps, "tensors": tensors, "picked": samples.picked}
+        return {"place": place, "steps": steps, "tensors": _on_host(tensors), "picked": samples.picked}
     finally:
         # The engine hooks closures over its wrapper into autograd nodes, a cycle that no collector sees; it would keep
         # the model, the groups and their threads.
         for chunk in chunks:
             vars(chunk).clear()
         groups.destroy()
+
+
+def _on_host(tensors: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the tensors in the CPU's memory, where records of many layouts are put together and compared."""
+    return {
+        quantity: {name: (cuts, tensor.cpu(), part) for name, (cuts, tensor, part) in named.items()}
+        for quantity, named in tensors.items()
+    }
 
 
 def _last_weights(
