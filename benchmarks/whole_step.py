@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
+from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import batch_iterators
@@ -108,7 +109,8 @@ def _compare(args: argparse.Namespace, run: Run, pg_collection: Any) -> int:
     wrong = _train_something_else(contestants, TOLERANCE[args.dtype])
     seconds = _race({name: step for name, step in contestants.items() if name not in wrong}, args.rounds)
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(args.vocab))
-    print(f"{parameters / 1e6:.2f} M parameters, {args.tokens} tokens a step, {args.threads} threads", end="; ")
+    where = torch.cuda.get_device_name() if platform.has_cuda() else f"{args.threads} threads"
+    print(f"{parameters / 1e6:.2f} M parameters, {args.tokens} tokens a step, {where}", end="; ")
     print(f"load {os.getloadavg()[0]:.1f} at the end (of this and other programs)")
     _print_table(seconds, args.tokens)
     return 1 if wrong else 0
@@ -135,8 +137,10 @@ def _race(contestants: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            platform.synchronize()
             begin = time.perf_counter()
             contestants[name]()
+            platform.synchronize()
             seconds[name].append(time.perf_counter() - begin)
     return seconds
 
@@ -187,7 +191,7 @@ def ours(run: Run, pg_collection: Any) -> tuple[Step, dict[str, torch.Tensor], C
 
 def transformers_step(run: Run, tensors: dict[str, torch.Tensor], batches: Any, autocast: bool) -> Step:
     """Return a step of transformers' model with these weights, in fp32 or with its products in bf16 by autocast."""
-    model = _transformers_model(run, tensors).train()
+    model = _transformers_model(run, tensors).to(platform.device()).train()
     adam = run.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), adam.lr, (adam.adam_beta1, adam.adam_beta2), adam.adam_eps, weight_decay=0.0, fused=True
@@ -195,7 +199,7 @@ def transformers_step(run: Run, tensors: dict[str, torch.Tensor], batches: Any, 
 
     def step() -> float:
         batch = next(batches)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(platform.device().type, torch.bfloat16, enabled=autocast):
             logits = model(input_ids=batch["tokens"], use_cache=False).logits
             loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
         loss.backward()
