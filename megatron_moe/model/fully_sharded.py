@@ -246,11 +246,10 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
         )
     if isinstance(unit.module, TopKRouter):
         register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`
-    # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights, also
-    # where no token of a rank reached one of them.
+    # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights without
+    # being told to (torch can be from 2.13 on): those of experts without a token get a gradient of zeros, not none.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
-    sharded.set_reduce_scatter_unused_params(True, recurse=False)
     if not unit.is_island:
         quantize_collectives(sharded, unit.group, sharding)
     for part, name, values in attributes:

@@ -74,7 +74,9 @@ def quantize_collectives(module: FSDPModule, group: ProcessGroup, sending: _Send
 
 def _segments(module: Any) -> Segments:
     """Return the parts of a unit's flat shards in the order in which torch sends them."""
-    (group,) = module._get_fsdp_state()._fsdp_param_groups
+    state = module._get_fsdp_state()
+    # A list from torch 2.13 on, of one where the weights share a mesh, as a unit's do.
+    (group,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     lengths = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
     quantized = [is_quantized(one._module_info.module, one._orig_size) for one in group.fsdp_params]
     return Segments(tuple(lengths), tuple(quantized))

@@ -67,12 +67,14 @@ def trained(flags: dict[str, Any]) -> dict[str, Any]:
         "all_gather_single": ("gather", whole_output),
         "all_gather_into_tensor": ("gather", whole_output),
         "reduce_scatter_single": ("reduce", whole_input),
+        "reduce_scatter_tensor": ("reduce", whole_input),
         "all_to_all_single": ("exchange", whole_input),
     }
     for _ in range(STEPS):
         result = trainer.step()
         said.append((result.committed, result.loss, result.grad_norm))
-    for name, (kind, of) in patches.items():
+    for name in patches.keys() & vars(dist):  # torch 2.13 brought those with `single`
+        kind, of = patches[name]
         mock.patch.object(dist, name, counting(kind, of, getattr(dist, name))).start()
     trainer.step()
     mock.patch.stopall()

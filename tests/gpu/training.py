@@ -8,6 +8,9 @@ import os
 import runpy
 import signal
 import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.gpu.processes import ROOT, Child
@@ -29,9 +32,10 @@ SPREAD = 1e-3
 """Largest relative spread of a loss over five equal fp32 runs that add in any order."""
 
 
-def train(runs: list[list[str]], fault: str, at: int) -> None:
-    """Run pretrain_moe.py with each of these flags; in step `at` its gradient gets a NaN ("nan"), or the process a
-    SIGTERM ("term").
+def train(runs: list[tuple[str, list[str]]], fault: str, at: int) -> None:
+    """Run pretrain_moe.py once for each folder, with its flags; one that fails leaves `failed` in its folder.
+
+    In step `at` of each run the gradient gets a NaN ("nan"), or the process a SIGTERM ("term").
     """
     import torch
 
@@ -51,17 +55,19 @@ def train(runs: list[list[str]], fault: str, at: int) -> None:
         return result
 
     step_file.finalize_model_grads = finalize_with_fault
-    for argv in runs:
-        sys.argv = ["pretrain_moe.py", *argv]
+    for folder, argv in runs:
+        sys.argv, steps[0] = ["pretrain_moe.py", *argv], 0
         try:
             runpy.run_path(str(ROOT / "pretrain_moe.py"), run_name="__main__")
         except SystemExit as ended:
             if ended.code:
-                raise
+                Path(folder, "failed").write_text(f"exit status {ended.code}")
+        except Exception:
+            Path(folder, "failed").write_text(traceback.format_exc()[-1500:])
 
 
 class Training:
-    """The runs of one stage, each in a process of its own."""
+    """The runs of one stage; those that are asked for together share a process, loading takes most time."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.number = stage, 0
@@ -72,43 +78,50 @@ class Training:
         Raises:
             RuntimeError: the run failed, or did not end in time.
         """
-        (metrics,) = self.run_all(steps, flags, [folder], fault, at)
-        return metrics
+        return self.run_all(steps, {folder: flags}, fault, at)(folder)
 
     def run_all(
-        self, steps: int, flags: list[str], folders: list[str], fault: str = "", at: int = 0
-    ) -> list[list[dict[str, Any]]]:
-        """Train once for each folder, one run after another in one process; see `run`."""
+        self, steps: int, flags: dict[str, list[str]], fault: str = "", at: int = 0
+    ) -> Callable[[str], list[dict[str, Any]]]:
+        """Train once for each folder, one run after another in one process; return what `run` does, for a folder."""
         self.number += 1
-        places = [self.stage.folder / folder / "metrics.jsonl" for folder in folders]
-        for place in places:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        argv = [*FLAGS.split(), *flags, "--train-iters", str(steps), "--metrics-file"]
-        given = ([[*argv, str(place)] for place in places], fault, at)
-        child = Child(train, given, places[0].parent / f"run{self.number}.log", self.stage.dry, {})
+        folders = {name: self.stage.folder / name.replace(" ", "-").replace(",", "") for name in flags}
+        for folder in folders.values():
+            folder.mkdir(parents=True, exist_ok=True)
+        argv = [*FLAGS.split(), "--train-iters", str(steps), "--metrics-file"]
+        given = [(str(folders[name]), [*argv, str(folders[name] / "metrics.jsonl"), *flags[name]]) for name in flags]
+        log = self.stage.folder / f"run{self.number}.log"
+        child = Child(train, (given, fault, at), log, self.stage.dry, {})
         status = child.wait(min(120.0, self.stage.left))
         child.end()
-        if status != 0:
-            raise RuntimeError(f"status {status}: {child.last_output()}")
-        lines = [map(json.loads, place.read_text().splitlines()) for place in places]
-        return [[line for line in one if "loss" in line] for one in lines]
+
+        def metrics(name: str) -> list[dict[str, Any]]:
+            failed, metrics = folders[name] / "failed", folders[name] / "metrics.jsonl"
+            if failed.exists() or status != 0 or not metrics.exists():
+                reason = failed.read_text() if failed.exists() else f"status {status}"
+                raise RuntimeError(f"{reason}: {child.last_output()}")
+            lines = map(json.loads, metrics.read_text().splitlines())
+            return [line for line in lines if "loss" in line]
+
+        return metrics
 
 
 def training(stage: Stage) -> None:
     """Run stage 5."""
     runs, steps = Training(stage), 5 if stage.dry else 20
-    for precision, flags in PRECISIONS.items():
+    stage.doing(f"{steps} steps in {', '.join(PRECISIONS)}, one with a NaN")
+    found = runs.run_all(steps, PRECISIONS, "nan", steps // 2)
+    for precision in PRECISIONS:
         with stage.attempt(f"{steps} steps in {precision}, one with a NaN"):
-            _with_a_nan(runs, steps, precision, flags)
+            _with_a_nan(stage, steps, precision, found(precision))
     with stage.attempt("interrupted and resumed"):
         _resumed(runs, steps)
     with stage.attempt("the spread of equal runs"):
         _spread(runs, steps)
 
 
-def _with_a_nan(runs: Training, steps: int, precision: str, flags: list[str]) -> None:
-    stage, at = runs.stage, steps // 2
-    metrics = runs.run(steps, flags, precision, "nan", at)
+def _with_a_nan(stage: Stage, steps: int, precision: str, metrics: list[dict[str, Any]]) -> None:
+    at = steps // 2
     losses = {line["iteration"]: line["loss"] for line in metrics}
     stage.holds(
         f"{steps} steps in {precision}: finite losses that fall",
@@ -152,6 +165,7 @@ def _resumed(runs: Training, steps: int) -> None:
 def _spread(runs: Training, steps: int) -> None:
     """Without the deterministic mode, what adding in another order does to five equal runs."""
     stage, number = runs.stage, 2 if runs.stage.dry else 5
-    last = [one[-1]["loss"] for one in runs.run_all(steps, [], [f"equal{one}" for one in range(number)])]
+    found = runs.run_all(steps, {f"equal{one}": [] for one in range(number)})
+    last = [found(f"equal{one}")[-1]["loss"] for one in range(number)]
     apart = {f"runs {i} and {k}": abs(a - b) / abs(a) for i, a in enumerate(last) for k, b in enumerate(last)}
     stage.within(f"spread of {number} equal runs in fp32", apart[worst(apart)], SPREAD, distinct=len(set(last)))

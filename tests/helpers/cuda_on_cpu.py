@@ -87,6 +87,7 @@ def install() -> None:
     torch.compile = _uncompiled  # for a device that is not there
     torch.version.cuda = torch.version.cuda or "12.9"
     torch.nn.functional.scaled_mm = scaled_product_stub.scaled_mm
+    torch._scaled_mm = scaled_product_stub.scaled_mm_beneath
     torch.get_device_module = lambda _device=None: torch.cuda
     torch.autograd._engine_run_backward = _under_mode(torch.autograd._engine_run_backward)
     for name in ("init_process_group", "new_group"):

@@ -27,7 +27,7 @@ def scaled_mm(
     meta = [_on_meta(one) for one in (a, b, scale_a, scale_b)]
     shape = _REAL(meta[0], meta[1], meta[2], recipe_a, meta[3], recipe_b, output_dtype=output_dtype).shape
     assert not any(size % 16 for size in (*a.shape, *b.shape)), "cuBLAS takes multiples of 16"
-    assert torch.float8_e4m3fn in (a.dtype, b.dtype), "cuBLAS has no product of two matrices in e5m2"
+    assert a.dtype == b.dtype == torch.float8_e4m3fn, "torch's function refuses e5m2 with these tiles, on a card alone"
     CALLS.append((a.shape[0], b.shape[1], a.shape[1]))
     left = a.float() * scale_a.repeat_interleave(TILE, 1)
     if recipe_b == F.ScalingType.BlockWise128x128:
@@ -38,10 +38,22 @@ def scaled_mm(
     return result
 
 
+def scaled_mm_beneath(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return the same product by the operation that takes e5m2 too, with a [M, K] and b [K, N] in tiles of a row."""
+    assert {a.dtype, b.dtype} == {torch.float8_e4m3fn, torch.float8_e5m2}, "cuBLAS has no product of two in e5m2"
+    assert scale_a.shape == (a.shape[0], a.shape[1] // TILE) and scale_a.stride(0) == 1
+    assert scale_b.shape == (b.shape[0] // TILE, b.shape[1]) and scale_b.stride(1) == 1
+    CALLS.append((a.shape[0], b.shape[1], a.shape[1]))
+    left = a.float() * scale_a.repeat_interleave(TILE, 1)
+    right = b.float() * scale_b.repeat_interleave(TILE, 0)
+    return (left @ right).to(out_dtype)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Put the stub in the place of torch's function; return `CALLS`, empty."""
     CALLS.clear()
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm_beneath)
     return CALLS
 
 

@@ -301,7 +301,7 @@ def measure(request: Request) -> dict[str, Any]:
         A record with these keys. place: this rank's coordinates. steps: per step loss, mtp_losses, tokens, grad_norm,
         committed, loss_scale (the next step's; None except in fp16), and per layer of this rank counts and dropped [E]
         int64, expert_bias [E] fp32 after the step, aux_losses, margin (smallest distance of any choice from its
-        alternative), router_error (see `RouterRecord`). tensors: quantity -> name -> (cuts, this rank's, on the CPU, first
+        alternative), router_error (see `RouterRecord`). tensors: quantity -> name -> (cuts, this rank's tensor, first
         and last + 1 of the flattened tensor's elements that it knows); "weight after" is the optimizer's, "rounded
         weight after" the model's where that is not fp32. picked: the samples that were picked.
     """
