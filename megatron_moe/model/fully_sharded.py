@@ -246,8 +246,8 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
         )
     if isinstance(unit.module, TopKRouter):
         register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`
-    # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights without
-    # being told to (torch can be from 2.13 on): those of experts without a token get a gradient of zeros, not none.
+    # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights by
+    # themselves (torch can be asked to from 2.13 on): those of experts without a token get zeros as gradient, not none.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
     if not unit.is_island:

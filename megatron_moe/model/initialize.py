@@ -74,7 +74,9 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # 128 bits of key: a 32-bit seed, as torch's CPU generator has, would give some of 10^5 tensors the same stream.
     generator = numpy.random.Generator(numpy.random.SFC64(int.from_bytes(digest[:16], "little")))
-    return torch.from_numpy(generator.standard_normal(shape, dtype=numpy.float32)).mul_(std)
+    drawn = generator.standard_normal(shape, dtype=numpy.float32)
+    drawn *= numpy.float32(std)  # by numpy: torch's operations are not for every thread
+    return torch.from_numpy(drawn)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from megatron_moe.moe.groups import MoEGroups
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.recompute import without_output
 from megatron_moe.parallel.copying import CopiesShareGroups
+from megatron_moe.parallel.groups import ranks_of_machine
+from megatron_moe.platform import host
 from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.contract import mixes_dtypes
 
@@ -97,7 +100,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
 
 
 Normal = Callable[[str, tuple[int, ...], float], Tensor]
-"""(name, shape, standard deviation) -> fp32 tensor that is a function of these and the run's seed."""
+"""(name, shape, standard deviation) -> fp32 tensor that is a function of these and the run's seed; for any thread."""
 
 
 class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
@@ -149,10 +152,20 @@ class LocalExperts(CopiesShareGroups, MegatronModule, ABC):
         """
         width, hidden = self.options.ffn_hidden_size, self.options.hidden_size
         part = slice(self.groups.etp_rank * self.local_ffn_size, (self.groups.etp_rank + 1) * self.local_ffn_size)
-        for local, (weight1, weight2) in enumerate(self.local_weights()):
+
+        def draw(local: int) -> tuple[Tensor, Tensor]:
             name = f"expert{self.first_expert + local}"
-            weight1.copy_(normal(f"{name}.weight1", (2, width, hidden), std)[:, part])
-            weight2.copy_(normal(f"{name}.weight2", (hidden, width), output_std)[:, part])
+            first = normal(f"{name}.weight1", (2, width, hidden), std)
+            return first, normal(f"{name}.weight2", (hidden, width), output_std)
+
+        # One thread draws some 10^8 numbers a second, and a rank has billions. As many experts as threads are held.
+        weights, threads = self.local_weights(), max(1, host.cores() // ranks_of_machine())
+        with ThreadPoolExecutor(threads) as pool:
+            for first in range(0, len(weights), threads):
+                some = range(first, min(first + threads, len(weights)))
+                for local, (full1, full2) in zip(some, pool.map(draw, some), strict=True):
+                    weights[local][0].copy_(full1[:, part])
+                    weights[local][1].copy_(full2[:, part])
 
 
 class GroupedExperts(LocalExperts):
