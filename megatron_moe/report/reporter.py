@@ -204,10 +204,10 @@ class Reporter:
         thread.join(_SECONDS_FOR_LAST_WORDS)
 
     def _try_to_record_end(self, ending: str, fault: str | None) -> None:
-        for sink in self._sinks:
-            sink.last_words(ending, fault)
         with suppress(OSError):  # a disk that is full takes nothing away from the reason that is printed
             self._record_end(ending, fault)
+        for sink in self._sinks:
+            sink.last_words(ending, fault)
 
     def _record_end(self, ending: str, fault: str | None = None) -> None:
         for kind, text in (("fault", fault), ("end", ending)):

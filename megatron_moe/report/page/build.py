@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import resources
 from pathlib import Path
@@ -146,6 +147,13 @@ class PageSink(Sink):
 
     def end(self, ending: str) -> None:
         self._write(math.inf)
+
+    def last_words(self, ending: str, fault: str | None) -> None:
+        # Its own state: the run's thread may be using the other. Of a file too long to read the page before stays.
+        state = RunState(self._state.metrics_file)
+        with suppress(Exception):
+            if state.update(_MOST_SECONDS_TO_READ):
+                write_page(self._path, [state], [run_name(state.metrics_file)])
 
     def _write_where_it_is_time(self) -> None:
         if time.monotonic() >= self._next:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from datetime import datetime, timezone
 from pathlib import Path
@@ -121,13 +122,18 @@ def test_an_attempt_that_an_error_ends_says_so(tmp_path: Path, error: BaseExcept
 def test_last_words_are_kept_where_the_process_ends_at_once(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        reporter = Reporter(run_of(tmp_path), is_writer=True, start_iteration=0, stream=io.StringIO())
+        run = schema.replace(run_of(tmp_path), report_file=str(tmp_path / "report.html"))
+        reporter = Reporter(run, is_writer=True, start_iteration=0, stream=io.StringIO())
+        reporter.start({"device": "cpu"})
         reporter.step(step(1))
         reporter.last_words("failed: rank 1 is gone", "rank 1 is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert info(tmp_path)["attempts"][-1]["ending"] == "failed: rank 1 is gone"
     assert [event.kind for event in read_events(tmp_path / "metrics.jsonl")][-2:] == ["fault", "end"]
+    (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)
+    (run,) = json.loads(data)["runs"]
+    assert run["status"]["state"] == "failed" and run["steps"] == 1
 
 
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
