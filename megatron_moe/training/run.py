@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.garbage import collector_off
 from megatron_moe.training.loop import StepAudit, agreed_stop, train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
-from megatron_moe.training.signals import StopSignals
+from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.trainer import Trainer
 
 
@@ -76,11 +77,11 @@ def pretrain(
             groups.destroy(abort=not clean)
 
 
-def _before_end(trainer: Trainer) -> None:
-    """Report why, before a SIGTERM that does not save ends this process."""
-    if trainer.watchdog is not None:
+def _before_end(trainer: Trainer, number: int) -> None:
+    """Report why, before a signal that does not save ends this process at once."""
+    if trainer.watchdog is not None and number == signal.SIGTERM:
         trainer.watchdog.report_before_end()
-    trainer.reporter.last_words("stopped by SIGTERM")
+    trainer.reporter.last_words(f"stopped by {signal_name(number)}")
 
 
 class _ExactRecords(Sink):

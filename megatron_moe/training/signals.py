@@ -35,7 +35,7 @@ class StopSignals:
     Attributes:
         stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
         interrupted: whether Ctrl-C was pressed.
-        before_end: called from a thread before SIGTERM ends this process.
+        before_end: called with a signal's number, from a thread, before that signal ends this process at once.
 
     Args:
         save: `--exit-signal-handler`: SIGTERM and SIGUSR1 set `stop_signal` instead of ending the process.
@@ -45,7 +45,7 @@ class StopSignals:
     def __init__(self, *, save: bool, grace_seconds: float = 3.0) -> None:
         self.stop_signal = 0
         self.interrupted = False
-        self.before_end: Callable[[], None] | None = None
+        self.before_end: Callable[[int], None] | None = None
         self._save = save
         self._grace_seconds = grace_seconds
         self._previous: dict[int, object] = {}
@@ -90,7 +90,7 @@ class StopSignals:
         """Wait for signals and end the process where they ask for it.
 
         After SIGINT, that is where the main thread is still running when the grace is over. SIGTERM that does not save
-        ends the process as it would without a handler, after `before_end`.
+        ends the process as it would without a handler. `before_end` is called before either.
         """
         while True:
             numbers = self._wakeup_out.recv(64)
@@ -98,11 +98,15 @@ class StopSignals:
                 self._wakeup_out.close()
                 return
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
+                self._say_why(signal.SIGINT)
                 os._exit(INTERRUPTED)
             if signal.SIGTERM in numbers and not self._save:
-                if self.before_end is not None:
-                    self.before_end()
+                self._say_why(signal.SIGTERM)
                 _end_by(signal.SIGTERM)
+
+    def _say_why(self, number: int) -> None:
+        if self.before_end is not None:
+            self.before_end(number)
 
 
 def _end_by(number: int) -> None:

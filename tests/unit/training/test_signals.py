@@ -44,12 +44,12 @@ def test_sigterm_ends_the_process_without_the_flag_after_its_last_words():
         import os, signal, time
         from megatron_moe.training.signals import StopSignals
         with StopSignals(save=False) as stop:
-            stop.before_end = lambda: os.write(1, b"last words")
+            stop.before_end = lambda number: os.write(1, signal.Signals(number).name.encode())
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=600)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"last words")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"SIGTERM")
 
 
 def test_ctrl_c_raises_in_the_main_thread():
@@ -81,10 +81,11 @@ def wait_until_asleep(pid: int) -> None:
 def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
     # Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python.
     code = textwrap.dedent("""
-        import ctypes
+        import ctypes, os
         from megatron_moe.training.signals import StopSignals
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-        with StopSignals(save=False, grace_seconds=0.3):
+        with StopSignals(save=False, grace_seconds=0.3) as stop:
+            stop.before_end = lambda number: os.write(1, b"stopped by %d" % number)
             libc.pthread_mutex_init(mutex, None)
             libc.pthread_mutex_lock(mutex)
             print("ready", flush=True)
@@ -96,6 +97,7 @@ def test_ctrl_c_ends_a_process_whose_main_thread_is_stuck_in_c():
         wait_until_asleep(child.pid)
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=120) == INTERRUPTED
+        assert child.stdout.read() == b"stopped by %d" % signal.SIGINT
     finally:
         child.kill()
         child.wait()
