@@ -71,7 +71,14 @@ def require_metrics(path: Path) -> None:
     Raises:
         ConfigError: the message names the flag.
     """
-    for part in (path, evaluations_path(path), events_path(path)):
+    lines = (path, evaluations_path(path), events_path(path))
+    for part in (*lines, info_path(path)):
+        if part.exists() and not (part.is_file() and os.access(part, os.R_OK | os.W_OK)):
+            raise ConfigError(
+                f"--metrics-file {path}: {part.name} is no file that may be read and written; move it away, or name "
+                "another metrics file"
+            )
+    for part in lines:
         if part.exists():
             next(_lines(part), None)
     read_info(path)

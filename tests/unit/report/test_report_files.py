@@ -121,6 +121,10 @@ def test_a_bad_neighbour_is_refused_before_the_ranks_meet(tmp_path, name):
     (tmp_path / name).write_text("nonsense\n")
     with pytest.raises(ConfigError, match="--metrics-file"):
         require_metrics(tmp_path / "m.jsonl")
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"--metrics-file.*{name} is no file"):
+        require_metrics(tmp_path / "m.jsonl")
 
 
 def test_an_evaluation_that_is_made_again_after_a_kill_is_one_line(tmp_path):
