@@ -18,8 +18,8 @@ if [[ ! -e ${DATA}_text_document.idx ]]; then
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"
 fi
 
-# Time for the ranks to save after SIGTERM, before torchrun kills them.
-torchrun --standalone --nproc-per-node 8 --shutdown-timeout 600 pretrain_moe.py \
+# This launcher lets the ranks save after SIGTERM; torchrun kills them after 30 s, before torch 2.13 in any case.
+python -m megatron_moe train --nproc-per-node 8 \
   --preset deepseek-v2-lite --config examples/configs/deepseek_v2_lite.yaml \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" \
   --data-path "${DATA}_text_document" --split 989,10,1 \

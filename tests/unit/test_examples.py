@@ -19,6 +19,7 @@ from megatron_moe.apps.plan import cli as planning_cli
 from megatron_moe.apps.preflight import cli as preflight_cli
 from megatron_moe.config import cli, rules
 from megatron_moe.config.presets import PRESETS
+from megatron_moe.launch import options as launch_options
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
@@ -35,7 +36,10 @@ class Command:
 
 
 def training_command(words):
-    """The command in the words of a command line, or None; raises where the launcher's options are not torchrun's."""
+    """The command in the words of a command line, or None; raises where the launcher's options are not its own."""
+    if words[1:4] == ["-m", "megatron_moe", "train"]:
+        options, flags = launch_options.split(words[4:], {})
+        return Command(flags, options.world_size)
     if "pretrain_moe.py" not in words:
         return None
     at = words.index("pretrain_moe.py")
