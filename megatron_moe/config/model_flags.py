@@ -280,6 +280,9 @@ class PrecisionConfig:
     )
     fp8_param_gather: bool = free(False, "FP8: store and gather weights in FP8; not done")
     fp32_residual_connection: bool = flag(False, "bf16, fp16: carry and add the residual stream in fp32")
+    allow_tf32: bool = flag(
+        False, "fp32 on CUDA: multiply with ten bits of mantissa, as TF32, but for routers and their gradients; faster"
+    )
     eval_in_fp32: bool = flag(False, "bf16, fp16: evaluate the model's weights, as they are, with fp32 compute")
     check_precision_interval: int = flag(
         100, "iterations between checks of every tensor's dtype; 0: only at build, wrap, load and save"

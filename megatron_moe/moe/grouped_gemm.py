@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.platform import numerics
 from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
@@ -21,7 +22,8 @@ from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradi
 class _GateProduct(torch.autograd.Function):
     """The gate's product, which saves the operands in their own dtypes, as other functions of the graph do.
 
-    Autograd alone would save a copy of all hidden states in fp32.
+    Autograd alone would save a copy of all hidden states in fp32. TF32 is not for it: ten bits of mantissa would choose
+    other experts.
     """
 
     @staticmethod
@@ -32,7 +34,8 @@ class _GateProduct(torch.autograd.Function):
         if _multiplies_into_fp32(hidden, weight, dtype):
             # Products of half-precision numbers are exact in fp32: the sums are those of operands that were cast first.
             return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
-        return F.linear(hidden.to(dtype), weight.to(dtype))
+        with numerics.full_products():
+            return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -40,16 +43,17 @@ class _GateProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            rows = hidden.flatten(0, -2).to(grad.dtype)
-            total = main_grad_of(ctx.parameter) if ctx.fused else None
-            if total is None:
-                grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
-            else:
-                add_product(total, grad.flatten(0, -2).t(), rows)
-                grad_weight = no_gradient(weight)
+        with numerics.full_products():
+            if ctx.needs_input_grad[0]:
+                grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
+            if ctx.needs_input_grad[1]:
+                rows = hidden.flatten(0, -2).to(grad.dtype)
+                total = main_grad_of(ctx.parameter) if ctx.fused else None
+                if total is None:
+                    grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
+                else:
+                    add_product(total, grad.flatten(0, -2).t(), rows)
+                    grad_weight = no_gradient(weight)
         return grad_hidden, grad_weight, None, None
 
 

@@ -82,7 +82,8 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroupCollec
         ConfigError: the requested backend cannot work here, the ranks were given different flags, or the environment
             contradicts `--deterministic-mode`.
     """
-    numerics.apply(run.training.deterministic_mode)  # before NCCL and cuBLAS start, which read their variables then
+    # Before NCCL and cuBLAS start, which read their variables then.
+    numerics.apply(run.training.deterministic_mode, run.precision.allow_tf32)
     try:
         if not dist.is_initialized():
             backend = platform.backend(run.parallel.distributed_backend)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +91,14 @@ def _write_cudnn(value: tuple[str, str]) -> None:
         _backends.cudnn.conv.fp32_precision, _backends.cudnn.rnn.fp32_precision = value
 
 
-_FULL = ("ieee", "ieee")
+_FULL, _TF32 = ("ieee", "ieee"), ("tf32", "ieee")  # of a GPU and of a CPU
+_PRODUCTS = Switch("torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)", _FULL, _read_products, _write_products)
 
 ARITHMETIC = (
     _reduction("bf16"),
     _reduction("fp16"),
     _attribute(torch.backends.cuda.matmul, "torch.backends.cuda.matmul.allow_fp16_accumulation", False),
-    Switch("torch.backends.{cuda,mkldnn}.matmul.fp32_precision (TF32)", _FULL, _read_products, _write_products),
+    _PRODUCTS,
     Switch("torch.backends.cudnn.{conv,rnn}.fp32_precision (TF32)", _FULL, _read_cudnn, _write_cudnn),
     Switch(
         "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
@@ -105,7 +107,8 @@ ARITHMETIC = (
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
 )
-"""The switches of every run: half-precision products add in fp32, fp32 products multiply fp32 numbers."""
+"""The switches of every run: half-precision products add in fp32, fp32 products multiply fp32 numbers. With
+`--allow-tf32` alone a GPU multiplies in TF32."""
 
 
 def _read_algorithms() -> tuple[bool, bool]:
@@ -138,11 +141,12 @@ class _Applied:
 _applied = _Applied()
 
 
-def apply(deterministic: bool) -> None:
+def apply(deterministic: bool, allow_tf32: bool = False) -> None:
     """Set the switches for a run, before CUDA, cuBLAS or NCCL start; a second call replaces the first.
 
     Args:
         deterministic: whether to set those of `--deterministic-mode` too, with its environment variables.
+        allow_tf32: whether a GPU multiplies fp32 numbers in TF32; see `full_products`.
 
     Raises:
         ConfigError: see `switches.deterministic_environment`.
@@ -152,8 +156,24 @@ def apply(deterministic: bool) -> None:
     _applied.environment = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     for switch in (*ARITHMETIC, *(DETERMINISTIC if deterministic else ())):
+        if switch is _PRODUCTS and allow_tf32:
+            switch = replace(switch, wanted=_TF32)
         _applied.before.append((switch, switch.read()))
         switch.write(switch.wanted)
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Multiply fp32 numbers in the block as they are, also in a run with `--allow-tf32`."""
+    value = _read_products()
+    if value == _FULL:
+        yield
+        return
+    _write_products(_FULL)
+    try:
+        yield
+    finally:
+        _write_products(value)
 
 
 def restore() -> None:

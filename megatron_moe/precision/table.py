@@ -35,7 +35,7 @@ def _in_fp8(run: Run) -> bool:
 _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note="of the weights as they are")
 
 _BACKWARD_AND_FILES = (
-    TensorClass("matrix products", NONE, "of their operands", "fp32", note="split sums too; no TF32"),
+    TensorClass("matrix products", NONE, "of their operands", "fp32", note="split sums too{tf32}"),
     TensorClass("rows of products in FP8", MODEL, PRODUCTS, note="tiles of 1 x 128 and 128 x 1", when=_in_fp8),
     TensorClass("gradients of products in FP8", MODEL, GRADIENTS_OF_PRODUCTS, "fp32", note="as the rows", when=_in_fp8),
     TensorClass("activation gradients", MODEL, MODEL, "fp32", MODEL, note="residual stream {residual}"),
@@ -58,6 +58,7 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
     if run.derived.zero_stage >= 2:
         words["masters"] = f"the weights' shards; what is gathered of them is {words['model']}"
+    words["tf32"] = ", fp32 by TF32 on CUDA but for routers" if run.precision.allow_tf32 else "; no TF32"
     words["per_micro_batch"] = _rounded_per_micro_batch(run, words["model"])
     kept = run.precision.keep_fp32 or ()
     present = set(module_names.parts(run).values())

@@ -296,6 +296,10 @@ def _precision_notes(run: Run) -> list[str]:
     if run.training.deterministic_mode:
         settings = ", ".join(f"{name}={value}" for name, value in switches.deterministic_environment().items())
         notes.append(f"deterministic mode: the same ranks, devices and versions give the same bits again ({settings})")
+    if run.precision.allow_tf32 and platform.has_cuda():
+        notes.append("TF32: products of fp32 numbers multiply ten bits of mantissa, but for those of routers")
+    elif run.precision.allow_tf32:
+        notes.append("--allow-tf32 has no effect here: without a CUDA device fp32 numbers are multiplied as they are")
     if run.derived.params_dtype_name != "float32" and not run.derived.grads_in_fp32:
         short = "bf16" if run.precision.bf16 else "fp16"
         notes.append(

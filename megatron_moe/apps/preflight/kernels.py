@@ -96,7 +96,7 @@ def reductions(place: Place) -> Finding:
     departing = probes.departing_switches()
     if departing:
         return Finding(FAIL, "; ".join(departing), "use a torch whose switches can be set; see docs/precision.md")
-    return Finding(PASS, "a run adds half-precision products in fp32, and multiplies fp32 without TF32")
+    return Finding(PASS, "a run adds half-precision products in fp32, and multiplies by TF32 with --allow-tf32 alone")
 
 
 def dtype_of(run: Run) -> torch.dtype:

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_moe.config.rules import freezing, model, moe, overlap, parallel, pipeline, ranges, sources, training
+from megatron_moe.config.rules import (
+    freezing,
+    model,
+    moe,
+    overlap,
+    parallel,
+    pipeline,
+    precision,
+    ranges,
+    sources,
+    training,
+)
 from megatron_moe.config.schema import Run
 
 Rule = Callable[[Run, int], None]
@@ -92,16 +103,17 @@ RULES: tuple[Rule, ...] = (
     parallel.global_batch_divides,
     pipeline.interleaving_needs_full_rounds,
     # precision, optimizer, length, recomputation
-    training.one_half_precision,
-    training.loss_scale_flags_need_fp16,
-    training.constant_loss_scale_is_alone,
-    training.loss_scales_are_ordered,
-    training.bf16_reduction_needs_bf16,
-    training.fused_gradients_have_fp32_sums,
+    precision.one_half_precision,
+    precision.loss_scale_flags_need_fp16,
+    precision.constant_loss_scale_is_alone,
+    precision.loss_scales_are_ordered,
+    precision.bf16_reduction_needs_bf16,
+    precision.fused_gradients_have_fp32_sums,
     parallel.sharded_gradients_are_reduced_in_fp32,
     parallel.fp32_evaluation_needs_whole_weights,
     parallel.offloaded_gradients_are_whole,
-    training.fp32_exceptions_need_half_precision,
+    precision.fp32_exceptions_need_half_precision,
+    precision.tf32_is_for_fp32_runs,
     model.fp32_patterns_name_modules,
     model.tied_weights_stay_together,
     freezing.frozen_patterns_name_parameters,
@@ -110,16 +122,16 @@ RULES: tuple[Rule, ...] = (
     pipeline.each_stage_trains_something,
     pipeline.normed_states_travel_in_the_models_dtype,
     model.fp32_compute_is_our_own,
-    training.fp8_scales_are_per_block,
-    training.fp8_narrowing_needs_fp8,
-    training.fp8_is_for_bf16_products,
-    training.fp8_of_transformer_engine_takes_whole_tiles,
-    training.fp8_and_fp32_exclude_each_other,
-    training.audit_output_needs_audit,
+    precision.fp8_scales_are_per_block,
+    precision.fp8_narrowing_needs_fp8,
+    precision.fp8_is_for_bf16_products,
+    precision.fp8_of_transformer_engine_takes_whole_tiles,
+    precision.fp8_and_fp32_exclude_each_other,
+    precision.audit_output_needs_audit,
     training.health_sample_needs_health,
     training.chunk_tokens_need_the_fused_loss,
     training.training_has_a_length,
-    training.audit_needs_a_second_step,
+    precision.audit_needs_a_second_step,
     training.learning_rates_are_ordered,
     training.samples_have_a_batch,
     training.lengths_are_given_once,
