@@ -1,9 +1,9 @@
-"""What fp32, bf16 and fp16 cost: one model trained side by side, tokens a second and bytes by what holds them.
+"""What fp32, bf16 and fp16 cost, also with packed optimizer state: tokens a second, and bytes by what holds them.
 
     python -m benchmarks.precision_cost [--hidden 1024] [--layers 2] [--tokens 2048] [--rounds 3] [--threads 2]
 
 Each dtype has a process of its own, so that peaks do not add up; rounds are interleaved, so that a busy neighbour slows
-all three. Weights, gradients, master weights and moments are counted tensor by tensor; activations are the distinct
+all of them. Weights, gradients, master weights and moments are counted tensor by tensor; activations are the distinct
 storages that one micro-batch keeps for its backward pass; the peak is the process's resident memory above what it held
 before the model was built. A short profile says which operations the time goes to.
 """
@@ -25,7 +25,16 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
-DTYPES = ("fp32", "bf16", "fp16")
+_PACKED = {"bf16": True, "use_precision_aware_optimizer": True}
+DTYPES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "bf16, moments bf16": {**_PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "bf16, moments int8": {**_PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+    "bf16, moments and gradients bf16": {**_PACKED, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    | {"grad_reduce_in_bf16": True},
+}
 KINDS = ("weights", "gradients", "masters", "moments", "activations")
 _MIB = 2**20
 
@@ -86,8 +95,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "global_batch_size": args.tokens // 512,
         "mock_data": True,
         "vocab_size": args.vocab,
-        "bf16": args.worker == "bf16",
-        "fp16": args.worker == "fp16",
+        "bf16": False,
+        **DTYPES[args.worker],
         "initial_loss_scale": 2.0**16,
         "health_interval": 0,
     }
@@ -154,14 +163,16 @@ def _work(args: argparse.Namespace) -> int:
         seconds.append(time.perf_counter() - begin)
     peak = platform.max_memory_bytes() - before
     masters = [master for part in parts(optimizer) for master in part.get_parameters()]
-    states = [value for part in parts(optimizer) for state in part.optimizer.state.values() for value in state.values()]
+    states = [item for part in parts(optimizer) for state in part.optimizer.state.values() for item in state.items()]
+    of_masters = [value for name, value in states if name in ("rest", "ties")]
+    of_masters += [m for m in masters if not hasattr(m, "packed_by") and m.untyped_storage().data_ptr() not in own]
     measured = {
         "parameters": sum(weight.numel() for weight in weights),
         "seconds": seconds,
         "weights": _bytes(weights),
         "gradients": _bytes(weight.main_grad for weight in weights),
-        "masters": _bytes(m for m in masters if m.untyped_storage().data_ptr() not in own),
-        "moments": _bytes(states),
+        "masters": _bytes(of_masters),
+        "moments": _bytes(value for name, value in states if name not in ("rest", "ties")),
         "activations": sum(kept.storages.values()),
         "peak": peak,
         "profile": _profile(step),
@@ -227,7 +238,7 @@ def _show(args: argparse.Namespace, results: dict[str, list[dict[str, Any]]]) ->
     best = {d: min(s for r in rounds for s in r["seconds"]) for d, rounds in results.items()}
     middle = {d: statistics.median(s for r in rounds for s in r["seconds"]) for d, rounds in results.items()}
     held = {d: sum(rounds[0][kind] for kind in KINDS) for d, rounds in results.items()}
-    print("\n| | fp32 | bf16 | fp16 |\n|---|---|---|---|")
+    print(f"\n| | {' | '.join(DTYPES)} |\n{'|---' * (len(DTYPES) + 1)}|")
     rows = [
         ("tokens/s, median", [f"{args.tokens / middle[d]:,.0f}" for d in DTYPES]),
         ("tokens/s over fp32's, median", [f"{middle['fp32'] / middle[d]:.2f}" for d in DTYPES]),

@@ -105,7 +105,7 @@ def _whole_buffer(
         there = {key: whole[key][offset : offset + bucket.numel_unpadded] for key in keys}
         if group.size() > 1:
             _gather_bucket(shard, there, group)
-        elif later:
+        elif later and not hasattr(part.optimizer, "values_of"):
             gathered.rest += shard.copies(there)
         else:
             for target, source in shard.copies(there):
@@ -123,14 +123,21 @@ class _Shard:
         self._places = sorted(places, key=lambda place: place[0])
         self._ends = [end for _, end, _ in self._places]
 
-    def _state(self, weight: Any, key: str) -> torch.Tensor:
-        return self._part._get_main_param_and_optimizer_states(weight)[key].view(-1)
+    def _state(self, weight: Any, key: str, begin: int, end: int) -> torch.Tensor:
+        adam = self._part.optimizer
+        if hasattr(adam, "values_of"):  # packed: training/precision_aware_adam.py
+            group, order = self._part.model_param_group_index_map[weight]
+            return adam.values_of(adam.param_groups[group]["params"][order], key, begin, end)
+        return self._part._get_main_param_and_optimizer_states(weight)[key].view(-1)[begin:end]
 
     def copies(self, targets: dict[str, torch.Tensor]) -> Iterator[Copy]:
-        """Yield the copies that put the whole shard into targets of its size, by the names of the state."""
+        """Yield the copies that put the whole shard into targets of its size, by the names of the state.
+
+        What is unpacked for it is there until it is copied.
+        """
         for start, end, weight in self._places:
             for key, target in targets.items():
-                yield target[start:end], self._state(weight, key)
+                yield target[start:end], self._state(weight, key, 0, end - start)
 
     def read(self, key: str, begin: int, piece: torch.Tensor) -> None:
         """Copy one kind of state into `piece` from element `begin` on. Padding between parameters is left as it is."""
@@ -139,7 +146,7 @@ class _Shard:
             if start >= end:
                 break
             first, last = max(start, begin), min(stop, end)
-            piece[first - begin : last - begin].copy_(self._state(weight, key)[first - start : last - start])
+            piece[first - begin : last - begin].copy_(self._state(weight, key, first - start, last - start))
 
 
 def _gather_bucket(shard: _Shard, there: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:

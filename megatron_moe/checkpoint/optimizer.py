@@ -34,8 +34,10 @@ FORMAT: dict[str, Any] = {
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
     """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards."""
-    with _compact_buckets(optimizer), _every_main_weight(optimizer):
+    with _compact_buckets(optimizer), _every_main_weight(optimizer), _unpacked(optimizer, of_distributed=loading):
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        for tensor in sharded_parts(state):
+            tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
     _set_empty_groups_apart(state)
     for part, own in _parts(optimizer, state):
         _to_common(part, own)
@@ -72,8 +74,13 @@ def load(optimizer: Any, state: Any, run: Run) -> None:
         _from_common(part, common)
     for group in _param_groups(state):
         group.update({key: value for key, value in settings.items() if key in group})
-    with _every_main_weight(optimizer):
+    with _every_main_weight(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
         optimizer.load_state_dict(state)
+    for part in parts_of(optimizer):
+        # Packing makes weights of the main weights, on each rank those of its shard; the others get them here.
+        if run.derived.packs_main_weights and part.config.use_distributed_optimizer:
+            for chunk in part.model_chunks:
+                chunk.start_param_sync(force_sync=True)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -129,6 +136,21 @@ def _param_groups(state: Any) -> Iterator[dict[str, Any]]:
                 yield from value
             elif key == "optimizer" or isinstance(key, int):
                 yield from _param_groups(value)
+
+
+@contextlib.contextmanager
+def _unpacked(optimizer: Any, *, of_distributed: bool, keep: bool = False) -> Iterator[None]:
+    """Put fp32 tensors in the place of state that is packed (`training/precision_aware_adam.py`).
+
+    Args:
+        of_distributed: also that of distributed optimizers, whose shards a save gathers by themselves.
+        keep: pack what is there at the end of the block.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in parts_of(optimizer):
+            if hasattr(part.optimizer, "unpacked") and (of_distributed or not part.config.use_distributed_optimizer):
+                stack.enter_context(part.optimizer.unpacked(keep=keep))
+        yield
 
 
 @contextlib.contextmanager

@@ -7,12 +7,14 @@ weight is a copy of it in the model's dtype.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
@@ -69,7 +71,7 @@ def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], load
     if getattr(part, "grad_scaler", None) is not None:
         state["grad_scaler"] = part.grad_scaler.state_dict()
     for name, master, boxes in _of_part(model, part, options):
-        tensors = {key: part.optimizer.state[master][key] for key in _MOMENTS}
+        tensors = {key: _moment(part.optimizer, master, key, loading) for key in _MOMENTS}
         if part.config.bf16 or part.config.fp16:
             tensors["param"] = torch.empty_like(master) if loading else master.detach()
         state["param_state"][name] = {
@@ -78,9 +80,16 @@ def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], load
     return state
 
 
+def _moment(adam: Any, master: Tensor, key: str, loading: bool) -> Tensor:
+    """Return a moment, or host memory in fp32 for one that is packed: with its values, or to be loaded into."""
+    if not hasattr(adam, "values_of"):
+        return adam.state[master][key]
+    return torch.empty(master.shape) if loading else adam.values_of(master, key).view(master.shape).cpu()
+
+
 @torch.no_grad()
 def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, options: dict[str, Any]) -> None:
-    """Take over what was loaded: main weights, step counts and the loss scale; moments are in their place already.
+    """Take over what was loaded: main weights, step counts and the loss scale, and moments where they are packed.
 
     Learning rate, betas and epsilon are settings, not state: those of the present run stay.
     """
@@ -90,10 +99,14 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
             group["step"] = saved["step"]
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
             part.grad_scaler.load_state_dict(own["grad_scaler"])
-        if part.config.bf16 or part.config.fp16:
+        kinds = ["param"] if part.config.bf16 or part.config.fp16 else []
+        packed = hasattr(part.optimizer, "unpacked")
+        with part.optimizer.unpacked(keep=True) if packed else nullcontext():
             for name, master, boxes in _of_part(model, part, options):
-                for box, values in zip(boxes, own["param_state"][name]["param"], strict=True):
-                    box.part_of(master).copy_(dist.values_of(values))
+                state = {"param": master, **part.optimizer.state[master]}
+                for kind in (*kinds, *(_MOMENTS if packed else ())):
+                    for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
+                        box.part_of(state[kind]).copy_(dist.values_of(values))
 
 
 def _matching(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -129,6 +142,39 @@ def _state_and_boxes(model: torch.nn.Module, options: dict[str, Any]) -> tuple[d
     return {key: value for key, value in state.items() if key not in names}, boxes
 
 
+def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Tensor, int]]:
+    """Yield each weight with a number for each of its rows, and the model's column of their first element.
+
+    The numbers are int64, of the weight's shape without the last axis. A row has its own in the whole model, the same
+    on every layout: its position in the tensor of a checkpoint, counted from a hash of the tensor's name.
+    """
+    names = dict(model.named_parameters())
+    rows = {name: torch.zeros(weight.shape[:-1], dtype=torch.int64) for name, weight in names.items()}
+    columns: dict[str, int] = {}
+    with _whole_weights(model) as stand_ins:
+        for tensor in list(dist.sharded_tensors(model.sharded_state_dict(metadata=options))):
+            name = stand_ins.get(tensor.data.untyped_storage()._cdata)
+            box = None if name is None else dist.box_of(tensor, 0, 0, names[name].shape[0])
+            if box is not None:
+                rows[name][box.where[:-1]] = _row_numbers(tensor.key, box)
+                columns[name] = box.start[-1]
+    missing = [name for name, weight in names.items() if name not in columns and weight.numel()]
+    assert not missing, f"not in the model's sharded state: {missing}"
+    yield from ((weight, rows[name], columns.get(name, 0)) for name, weight in names.items())
+
+
+def _row_numbers(key: str, box: Box) -> Tensor:
+    hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    number = torch.full((), hashed, dtype=torch.int64)
+    stride = 1
+    axes = len(box.shape) - 1
+    for axis in reversed(range(axes)):
+        along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
+        number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
+        stride *= box.whole.global_shape[axis]
+    return number
+
+
 @contextmanager
 def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     """Put a weight of the whole shape, without memory, in each shard's place; yield storage -> parameter name.
@@ -144,7 +190,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             if parameter is not None:
                 replaced.append((part, own, parameter))
                 if id(parameter) not in made:
-                    whole = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
+                    whole = torch.empty(parameter.shape, dtype=_dtype(parameter), device="meta")
                     made[id(parameter)] = stand_in = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     vars(stand_in).update(vars(parameter))
                     stand_ins[stand_in.untyped_storage()._cdata] = names[id(parameter)]
@@ -155,3 +201,7 @@ def _whole_weights(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     finally:
         for part, own, parameter in replaced:
             part._parameters[own] = parameter
+
+
+def _dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    return gathered_dtype(parameter) if isinstance(parameter, DTensor) else parameter.dtype

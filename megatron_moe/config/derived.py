@@ -348,8 +348,34 @@ class DerivedSettings:
         width = 4 if self.params_dtype_name == "float32" else 2
         if self._run.optimizer.freeze_parameters:  # gradients and moments of some; the weights of all
             return width * self.parameter_count(padded_vocab)
+        numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width
-        return (width + gradient + (0 if width == 4 else 4) + 8) * self.parameter_count(padded_vocab)
+        return (width + gradient) * numel + self.main_weight_bytes(numel, width) + self.moment_bytes(numel)
+
+    @property
+    def packs_main_weights(self) -> bool:
+        """Whether main weights are stored as the bf16 weights and their rests.
+
+        From ZeRO's stage 2 on they are the weights' shards, which have no bf16 copy.
+        """
+        packed = self._run.optimizer.use_precision_aware_optimizer and self._run.precision.bf16
+        return packed and self.zero_stage < 2
+
+    def main_weight_bytes(self, numel: int, width: int) -> int:
+        """Return the bytes of the main weights of `numel` weights in a model of `width` bytes each, next to these."""
+        if width == 4:
+            return 0
+        return 2 * numel + -(-numel // 8) if self.packs_main_weights else 4 * numel
+
+    def moment_bytes(self, numel: int) -> int:
+        """Return the bytes of Adam's two moments of `numel` weights."""
+        options = self._run.optimizer
+        if not options.use_precision_aware_optimizer:
+            return 8 * numel
+        sizes = {"fp32": 4 * numel, "bf16": 2 * numel}
+        return sum(
+            sizes.get(name, numel + -(-numel // 128)) for name in (options.exp_avg_dtype, options.exp_avg_sq_dtype)
+        )
 
     def flops_per_token(self, padded_vocab: int) -> float:
         """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.

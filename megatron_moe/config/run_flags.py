@@ -31,6 +31,14 @@ class OptimizerConfig:
     adam_eps: float = flag(1e-8, "epsilon of Adam")
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
+    use_precision_aware_optimizer: bool = flag(
+        False,
+        "store optimizer state in fewer bytes: main weights as bf16 weight and 16-bit rest, and the moments below",
+    )
+    exp_avg_dtype: str = flag(
+        "fp32", "dtype in which the first moment is stored", choices=("fp32", "bf16", "fp8", "int8")
+    )
+    exp_avg_sq_dtype: str = flag("fp32", "the same of the second moment", choices=("fp32", "bf16", "fp8", "int8"))
     optimizer_cpu_offload: bool = flag(
         False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )

@@ -32,9 +32,11 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.platform import switches
+from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, Chances, update_by_torch
 
 SOURCE = Path(__file__).with_name("cpu.c")
-_FLAGS = "-O3 -march=native -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+_FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
+_FLAGS += "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _COMPILER_SECONDS = 60
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
@@ -149,9 +151,75 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tens
     return grad_x, grad_weights.sum(0).to(weight.dtype)
 
 
+class _Adam(ctypes.Structure):
+    """The argument of `adam_update` in C, whose struct `Adam` says what the fields are."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("main", "weight", "rest", "ties", "grad")),
+        *((name, ctypes.c_void_p * 2) for name in ("moments", "exponents")),
+        ("places", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("n", "width", "start", "first_column")),
+        ("formats", ctypes.c_int * 2),
+        ("threads", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ADAM_FACTORS),
+        ("seeds", ctypes.c_uint * 2),
+    )
+
+
+_ADAM_FORMATS = {torch.float32: 129, torch.bfloat16: 130, torch.int8: 131, torch.uint8: 131, torch.float8_e4m3fn: 132}
+
+
+def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> Any:
+    stored = (state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
+    if grad.dtype != torch.float32 or not all(one is None or one.is_contiguous() for one in (grad, *stored)):
+        return NotImplemented
+    if not _adam_is_torchs():
+        return NotImplemented
+    _adam_update(grad, state, step, chances)
+    return None
+
+
+def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
+    def pointer(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    task = _Adam(
+        **{name: pointer(getattr(state, name)) for name in ("main", "weight", "rest", "ties")},
+        grad=pointer(grad),
+        moments=(ctypes.c_void_p * 2)(*map(pointer, state.moments)),
+        exponents=(ctypes.c_void_p * 2)(*map(pointer, state.exponents)),
+        places=pointer(None if chances is None else chances.places),
+        n=grad.numel(),
+        width=1 if chances is None else chances.width,
+        start=0 if chances is None else chances.start,
+        first_column=0 if chances is None else chances.first_column,
+        formats=(ctypes.c_int * 2)(*(_ADAM_FORMATS[one.dtype] for one in state.moments)),
+        threads=_threads(grad.numel()),
+        seeds=(ctypes.c_uint * 2)(*((0, 0) if chances is None else chances.seeds)),
+        **step.factors(),
+    )
+    library = _loaded()[0]
+    assert library is not None
+    library.adam_update(ctypes.byref(task))
+
+
+@functools.cache
+def _adam_is_torchs() -> bool:
+    """Return whether the kernel has the bits of this torch's own AdamW, whose compiler chose how it rounds."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 8 * 1024 + 5
+    grad, main, first = (torch.randn(numel, generator=generator) * scale for scale in (1e-2, 1.0, 1e-3))
+    moments = (first, torch.rand(numel, generator=generator) * 1e-4)
+    copies = [one.clone() for one in (main, *moments)]
+    step = AdamStep(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, number=7)
+    _adam_update(grad, AdamState(main, None, None, None, moments, (None, None)), step, None)
+    update_by_torch(copies[0], grad, copies[1:], step)
+    return all(torch.equal(one, other) for one, other in zip((main, *moments), copies))
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     one.__name__: one
-    for one in (weighted_swiglu_forward, weighted_swiglu_backward, rms_norm_forward, rms_norm_backward)
+    for one in (weighted_swiglu_forward, weighted_swiglu_backward, rms_norm_forward, rms_norm_backward, adam_update)
 }
 
 

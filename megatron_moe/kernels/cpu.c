@@ -222,3 +222,304 @@ NORMS(fp32, float, load_float, store_float)
 NORMS(bf16, u16, load_bf16, store_bf16)
 OPERATIONS(fp32, float, load_float, store_float)
 OPERATIONS(bf16, u16, load_bf16, store_bf16)
+
+/* ---- AdamW on state that is stored in fewer bytes (training/packed_state.py has the same in torch)
+
+   Of n elements, 128 at a time: main weights and moments are unpacked to fp32, updated in torch's order
+   (aten/src/ATen/native/cpu/FusedAdamKernel.cpp), and packed. A main weight is an fp32 number, or the bf16 weight that it
+   rounds to with a 16-bit rest. A moment is fp32, bf16, or an 8-bit code with a scale of 2^exponent for each 128. What is
+   stored in fewer bits than fp32 is rounded at random, by a hash of the element's place in the whole model. */
+
+enum { GROUP = 128, FP32, BF16, INT8, FP8 };
+typedef unsigned char u8;
+typedef signed char i8;
+typedef short i16;
+typedef unsigned long long u64;
+#define INLINE static inline __attribute__((always_inline)) void
+
+static inline u32 mixed(u32 x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+static inline float power_of_two(int exponent) { return from_bits((u32)(exponent + 127) << 23); }
+
+/* The smallest exponent of `base` (2, or 4 for squares) with which the largest of a group is within the limit. */
+static inline int exponent_for(float largest, float limit, int log_base) {
+  int exponent = ((int)(to_bits(largest) >> 23) - 127) / log_base - 20;
+  const int smallest = -126 / log_base;
+  exponent = exponent < smallest ? smallest : exponent;
+  while (largest > limit * power_of_two(log_base * exponent)) exponent++;
+  return exponent;
+}
+
+static inline float decoded_fp8(u32 code) {
+  const u32 magnitude = code & 0x7fu;
+  const float value = magnitude < 8u ? (float)magnitude * 0x1p-9f : from_bits((magnitude + 960u) << 20);
+  return code & 0x80u ? -value : value;
+}
+
+static inline u32 coded_fp8(float value, u32 chance) { /* of 0 to 448 */
+  const u32 small = (u32)(value * 512.0f + (float)chance * 0x1p-16f);
+  const u32 large = ((to_bits(value) + (chance << 4)) >> 20) - 960u;
+  return value < 0x1p-6f ? small : large;
+}
+
+static inline u32 coded_square(float value, u32 chance) { /* the root of 0 to 65025 */
+  float root = (float)(int)__builtin_sqrtf(value);
+  root = root * root > value ? root - 1.0f : root;
+  const float over = value - root * root, width = root + root + 1.0f;
+  return (u32)root + (over > (float)chance * 0x1p-16f * width ? 1u : 0u);
+}
+
+typedef struct {
+  float *main;              /* [n], or null, and then: */
+  u16 *weight;              /* [n] bf16 */
+  i16 *rest;                /* [n] */
+  u8 *ties;                 /* a bit for each element whose rest is +32768 */
+  const float *grad;        /* [n] */
+  void *moments[2];         /* [n] */
+  i8 *exponents[2];         /* one for each group; null without codes */
+  const i64 *places;        /* of each row; null where nothing is rounded at random */
+  i64 n, width, start;      /* width: of a row; start: of the first element in its row */
+  i64 first_column;         /* of a row, in the whole model's */
+  int formats[2], threads;
+  float keep, first_share, second_share, second_decay, step_size, root_correction, eps;
+  u32 seeds[2];
+} Adam;
+
+static inline u32 rounded_to_bf16(u32 bits) { return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; }
+
+/* Whether a number of these bits is in the middle of two bf16 numbers, and rounds down to the even one. */
+static inline u32 is_tie(u32 bits) { return (bits & 0x1ffffu) == 0x8000u; }
+
+/* Rounded down or up by a number below 2^16. An infinity stays one, and so does the NaN that arithmetic makes. */
+static inline u16 chosen_bf16(float value, u32 chance) { return (u16)((to_bits(value) + chance) >> 16); }
+
+/* Of the row of an element, so that mixed(seed + i * 0x9e3779b9) is the chance of the i-th element from there. */
+static inline u32 seed_of(const Adam *of, i64 at) {
+  const i64 position = of->start + at, row = position / of->width;
+  const u64 place = (u64)of->places[row];
+  const u32 seed = mixed(mixed((u32)place ^ of->seeds[0]) ^ (u32)(place >> 32) ^ of->seeds[1]);
+  return seed + (u32)(position - row * of->width + of->first_column) * 0x9e3779b9u;
+}
+
+static inline void set_ties(u8 *restrict ties, const float *restrict values, u32 any, int count) {
+  for (int i = 0; i < (count + 7) / 8; i++) ties[i] = 0;
+  if (any) /* one group in a thousand */
+    for (int i = 0; i < count; i++) ties[i / 8] |= (u8)(is_tie(to_bits(values[i])) << (i % 8));
+}
+
+INLINE unpack_moment(const Adam *of, int which, i64 from, int count, float *restrict to) {
+  const void *stored = of->moments[which];
+  if (of->formats[which] == FP32) {
+    const float *restrict wide = (const float *)stored + from;
+    for (int i = 0; i < count; i++) to[i] = wide[i];
+  } else if (of->formats[which] == BF16) {
+    const u16 *restrict narrow = (const u16 *)stored + from;
+    for (int i = 0; i < count; i++) to[i] = load_bf16(narrow + i);
+  } else {
+    const u8 *restrict codes = (const u8 *)stored + from;
+    const int exponent = of->exponents[which][from / GROUP];
+    const float scale = exponent == -128 ? __builtin_nanf("") : power_of_two(exponent);
+    if (of->formats[which] == FP8)
+      for (int i = 0; i < count; i++) to[i] = decoded_fp8(codes[i]) * scale;
+    else if (which == 0)
+      for (int i = 0; i < count; i++) to[i] = (float)(i8)codes[i] * scale;
+    else
+      for (int i = 0; i < count; i++) to[i] = (float)(codes[i] * codes[i]) * scale * scale;
+  }
+}
+
+INLINE pack_moment(const Adam *of, int which, i64 from, int count, const float *restrict values,
+                        const u32 *restrict chances) {
+  void *stored = of->moments[which];
+  const int shift = 16 * which, format = of->formats[which];
+  if (format == FP32) {
+    float *restrict wide = (float *)stored + from;
+    for (int i = 0; i < count; i++) wide[i] = values[i];
+    return;
+  }
+  if (format == BF16) {
+    u16 *restrict narrow = (u16 *)stored + from;
+    for (int i = 0; i < count; i++) narrow[i] = chosen_bf16(values[i], (chances[i] >> shift) & 0xffffu);
+    return;
+  }
+  u32 top = 0; /* as bits, which are in the order of the sizes, with what is no number at the end */
+  for (int i = 0; i < count; i++) {
+    const u32 size = to_bits(values[i]) & 0x7fffffffu;
+    top = size > top ? size : top;
+  }
+  const float largest = from_bits(top);
+  if (top >= 0x7f800000u) { /* unpacked, none of the group is finite */
+    of->exponents[which][from / GROUP] = -128;
+    for (int i = 0; i < count; i++) ((u8 *)stored)[from + i] = 1;
+    return;
+  }
+  const int square = which == 1 && format == INT8;
+  const float limit = format == FP8 ? 448.0f : square ? 65025.0f : 127.0f;
+  const int exponent = exponent_for(largest, limit, square ? 2 : 1);
+  const float inverse = power_of_two(-exponent);
+  u8 *restrict codes = (u8 *)stored + from;
+  of->exponents[which][from / GROUP] = (i8)exponent;
+  for (int i = 0; i < count; i++) {
+    const u32 chance = (chances[i] >> shift) & 0xffffu;
+    const float size = __builtin_fabsf(values[i]) * inverse;
+    if (which == 1) { /* never to zero: the step is divided by its root */
+      const u32 code = square ? coded_square(size * inverse, chance) : coded_fp8(size, chance);
+      codes[i] = (u8)(code == 0u && values[i] > 0.0f ? 1u : code);
+    } else if (format == FP8) {
+      codes[i] = (u8)(coded_fp8(size, chance) | (values[i] < 0.0f ? 0x80u : 0u));
+    } else {
+      const i8 code = (i8)(int)(size + (float)chance * 0x1p-16f);
+      codes[i] = (u8)(values[i] < 0.0f ? -code : code);
+    }
+  }
+}
+
+INLINE unpack_main(const Adam *of, i64 from, int count, float *restrict to) {
+  if (of->main) {
+    const float *restrict main = of->main + from;
+    for (int i = 0; i < count; i++) to[i] = main[i];
+    return;
+  }
+  const u16 *restrict weight = of->weight + from;
+  const i16 *restrict rest = of->rest + from;
+  const u8 *restrict ties = of->ties + from / 8;
+  u32 any = 0;
+  for (int i = 0; i < (count + 7) / 8; i++) any |= ties[i];
+  for (int i = 0; i < count; i++) to[i] = from_bits(((u32)weight[i] << 16) + (u32)(int)rest[i]);
+  if (any)
+    for (int i = 0; i < count; i++)
+      if (ties[i / 8] >> (i % 8) & 1) to[i] = from_bits(to_bits(to[i]) + 0x10000u);
+}
+
+INLINE pack_main(const Adam *of, i64 from, int count, const float *restrict values) {
+  if (of->main) {
+    float *restrict main = of->main + from;
+    for (int i = 0; i < count; i++) main[i] = values[i];
+    return;
+  }
+  u16 *restrict weight = of->weight + from;
+  i16 *restrict rest = of->rest + from;
+  u32 any = 0;
+  for (int i = 0; i < count; i++) {
+    const u32 bits = to_bits(values[i]);
+    weight[i] = (u16)rounded_to_bf16(bits);
+    rest[i] = (i16)bits; /* the weight taken away leaves the lower half */
+    any |= is_tie(bits);
+  }
+  set_ties(of->ties + from / 8, values, any, count);
+}
+
+INLINE chances_of(const Adam *of, i64 from, int count, u32 *restrict chances) {
+  for (int i = 0; i < count;) {
+    const i64 left = of->width - (of->start + from + i) % of->width;
+    const int stop = left < count - i ? i + (int)left : count;
+    const u32 seed = seed_of(of, from + i) - (u32)i * 0x9e3779b9u;
+    for (int j = i; j < stop; j++) chances[j] = mixed(seed + (u32)j * 0x9e3779b9u);
+    i = stop;
+  }
+}
+
+/* torch takes the last numbers, which fill no vector of 8, one by one, and its compiler has fused another product with
+   the sum there. */
+INLINE settle_tail(const Adam *of, i64 from, int count, const float *old, const float *grad, float *second) {
+  if (from + count < of->n) return;
+  for (int i = count - (int)(of->n % 8); i < count; i++)
+    second[i] = __builtin_fmaf(old[i], of->second_decay, of->second_share * grad[i] * grad[i]);
+}
+
+INLINE adam_group(const Adam *of, i64 from, int count) {
+  float weight[GROUP], first[GROUP], second[GROUP], old[GROUP];
+  u32 chances[GROUP];
+  const float *restrict grad = of->grad + from;
+  const float first_share = of->first_share, second_share = of->second_share, second_decay = of->second_decay;
+  const float keep = of->keep, step_size = of->step_size, root_correction = of->root_correction, eps = of->eps;
+  unpack_main(of, from, count, weight);
+  unpack_moment(of, 0, from, count, first);
+  unpack_moment(of, 1, from, count, old);
+  if (of->places) chances_of(of, from, count, chances);
+  for (int i = 0; i < count; i++) {
+    const float slope = grad[i];
+    first[i] = __builtin_fmaf(first_share, slope - first[i], first[i]);
+    second[i] = __builtin_fmaf(second_share * slope, slope, old[i] * second_decay);
+  }
+  settle_tail(of, from, count, old, grad, second);
+  for (int i = 0; i < count; i++) {
+    const float size = __builtin_sqrtf(second[i]) / root_correction + eps;
+    weight[i] = weight[i] * keep - step_size * first[i] / size;
+  }
+  pack_main(of, from, count, weight);
+  pack_moment(of, 0, from, count, first, chances);
+  pack_moment(of, 1, from, count, second, chances);
+}
+
+/* A whole group in one loop, which is twice as fast as through arrays of a group: without codes, of one row, and without
+   ties among its main weights. What is constant at a call is no branch in the loop. */
+INLINE adam_in_one_loop(const Adam *of, i64 from, const int packed, const int format0, const int format1) {
+  float *restrict main = of->main + (packed ? 0 : from);
+  u16 *restrict weight = of->weight + (packed ? from : 0);
+  i16 *restrict rest = of->rest + (packed ? from : 0);
+  float *restrict first32 = (float *)of->moments[0] + from, *restrict second32 = (float *)of->moments[1] + from;
+  u16 *restrict first16 = (u16 *)of->moments[0] + from, *restrict second16 = (u16 *)of->moments[1] + from;
+  const float *restrict grad = of->grad + from;
+  const float first_share = of->first_share, second_share = of->second_share, second_decay = of->second_decay;
+  const float keep = of->keep, step_size = of->step_size, root_correction = of->root_correction, eps = of->eps;
+  const u32 seed = format0 == BF16 || format1 == BF16 ? seed_of(of, from) : 0u;
+  float values[GROUP];
+  u32 any = 0;
+  u32 place = seed;
+  for (int i = 0; i < GROUP; i++, place += 0x9e3779b9u) {
+    const u32 chance = mixed(place);
+    const float slope = grad[i];
+    const float old = packed ? from_bits(((u32)weight[i] << 16) + (u32)(int)rest[i]) : main[i];
+    const float old_first = format0 == FP32 ? first32[i] : load_bf16(first16 + i);
+    const float old_second = format1 == FP32 ? second32[i] : load_bf16(second16 + i);
+    const float first = __builtin_fmaf(first_share, slope - old_first, old_first);
+    const float second = __builtin_fmaf(second_share * slope, slope, old_second * second_decay);
+    const float size = __builtin_sqrtf(second) / root_correction + eps;
+    const float value = old * keep - step_size * first / size;
+    if (packed) {
+      const u32 bits = to_bits(value);
+      weight[i] = (u16)rounded_to_bf16(bits);
+      rest[i] = (i16)bits;
+      values[i] = value;
+      any |= is_tie(bits);
+    } else {
+      main[i] = value;
+    }
+    if (format0 == FP32) first32[i] = first; else first16[i] = chosen_bf16(first, chance & 0xffffu);
+    if (format1 == FP32) second32[i] = second; else second16[i] = chosen_bf16(second, chance >> 16);
+  }
+  if (packed) set_ties(of->ties + from / 8, values, any, GROUP);
+}
+
+static int fits_one_loop(const Adam *of, i64 from) {
+  const int codes = of->formats[0] > BF16 || of->formats[1] > BF16;
+  if (codes || of->n - from < GROUP || (of->places && (of->start + from) % of->width > of->width - GROUP)) return 0;
+  if (of->main) return 1;
+  const u64 *ties = (const u64 *)(of->ties + from / 8);
+  return (ties[0] | ties[1]) == 0;
+}
+
+static void adam_groups(const Adam *of, i64 first, i64 last) {
+  const int kind = (of->main ? 0 : 4) + (of->formats[0] == BF16 ? 2 : 0) + (of->formats[1] == BF16 ? 1 : 0);
+  for (i64 from = first * GROUP; from < last * GROUP; from += GROUP) {
+    if (!fits_one_loop(of, from)) adam_group(of, from, of->n - from < GROUP ? (int)(of->n - from) : GROUP);
+    else if (kind == 0) adam_in_one_loop(of, from, 0, FP32, FP32);
+    else if (kind == 1) adam_in_one_loop(of, from, 0, FP32, BF16);
+    else if (kind == 2) adam_in_one_loop(of, from, 0, BF16, FP32);
+    else if (kind == 3) adam_in_one_loop(of, from, 0, BF16, BF16);
+    else if (kind == 4) adam_in_one_loop(of, from, 1, FP32, FP32);
+    else if (kind == 5) adam_in_one_loop(of, from, 1, FP32, BF16);
+    else if (kind == 6) adam_in_one_loop(of, from, 1, BF16, FP32);
+    else adam_in_one_loop(of, from, 1, BF16, BF16);
+  }
+}
+
+void adam_update(const Adam *of) {
+  const int threads = of->threads;
+  SPLIT((of->n + GROUP - 1) / GROUP, threads, adam_groups(of, first, last); (void)thread)
+}

@@ -42,8 +42,8 @@ _BACKWARD_AND_FILES = (
     TensorClass("weight gradients", GRADIENTS, MODEL, GRADIENTS, note="main_grad{per_micro_batch}"),
     TensorClass("gradient reduction", NONE, reduced=GRADIENTS, note="over DP, and TP under sequence parallel"),
     TensorClass("gradient norm", "fp32", "fp32", "fp32", "fp32"),
-    TensorClass("master weights", "fp32", "fp32", saved="fp32", note="{masters}"),
-    TensorClass("Adam moments", "fp32", "fp32", saved="fp32"),
+    TensorClass("master weights", "{master_storage}", "fp32", saved="fp32", note="{masters}"),
+    TensorClass("Adam moments", "{moment_storage}", "fp32", saved="fp32", note="{moments}"),
     TensorClass(
         "loss scale", "fp32", "fp32", saved="fp32", note="one for all gradients", when=lambda run: run.precision.fp16
     ),
@@ -58,6 +58,12 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     words["masters"] = "the weights themselves" if words["model"] == "fp32" else ""
     if run.derived.zero_stage >= 2:
         words["masters"] = f"the weights' shards; what is gathered of them is {words['model']}"
+    words["master_storage"] = "fp32"
+    if run.derived.packs_main_weights:
+        words |= {"master_storage": "bf16 + int16", "masters": "the weights and their rests: fp32 to the bit"}
+    stored = (run.optimizer.exp_avg_dtype, run.optimizer.exp_avg_sq_dtype)
+    words["moment_storage"] = ", ".join(dict.fromkeys(stored))
+    words["moments"] = "" if set(stored) == {"fp32"} else "rounded at random"
     words["tf32"] = ", fp32 by TF32 on CUDA but for routers" if run.precision.allow_tf32 else "; no TF32"
     words["per_micro_batch"] = _rounded_per_micro_batch(run, words["model"])
     kept = run.precision.keep_fp32 or ()
@@ -116,6 +122,12 @@ def title(run: Run) -> str:
     flags += [f"--{n.replace('_', '-')}" for n in _SWITCHES if getattr(p, n)]
     if p.accumulate_allreduce_grads_in_fp32 is False:
         flags.append("--no-accumulate-allreduce-grads-in-fp32")
+    options = run.optimizer
+    if options.use_precision_aware_optimizer:
+        flags.append(
+            f"--use-precision-aware-optimizer --exp-avg-dtype {options.exp_avg_dtype} "
+            f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
+        )
     if p.fp8_format is not None:
         flags.append(f"--fp8-format {p.fp8_format} --fp8-recipe {p.fp8_recipe} --fp8-modules {' '.join(p.fp8_modules)}")
     if layers := run.derived.bf16_layers:

@@ -23,7 +23,7 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
 from megatron_moe.moe.state import routers
 from megatron_moe.report.health import Health, LayerHealth, load_health
-from megatron_moe.training.optimizer import part_grad_norms
+from megatron_moe.training.gradients import part_grad_norms
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
 # nothing, and no error or warning says so.

@@ -14,9 +14,9 @@ from megatron_moe.config.schema import Run
 from megatron_moe.report.records import exact
 from megatron_moe.training.faults import FaultWatch
 from megatron_moe.training.garbage import collect_after
+from megatron_moe.training.gradients import weights_norm
 from megatron_moe.training.health import HealthProbe
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, agreed_record, expert_load
-from megatron_moe.training.optimizer import weights_norm
 from megatron_moe.training.profiler import ProfiledSteps
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.step import StepResult, connect, train_step

@@ -8,9 +8,9 @@ optimizers share one fp16 loss scale.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,10 +24,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
+from megatron_moe.checkpoint import sharded
+from megatron_moe.checkpoint.state import metadata, unwrapped
 from megatron_moe.config.schema import Run
 from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
 from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
+from megatron_moe.precision.packed_state import Chances
+from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 
 
 def build_optimizer(
@@ -37,15 +41,15 @@ def build_optimizer(
 
     Moments exist from the start, so a checkpoint can be written before the first step was committed.
     """
-    sharded, offloaded = run.derived.zero_stage >= 2, run.optimizer.optimizer_cpu_offload
-    chunks: Any = [_Shards(chunk) for chunk in model] if sharded else list(model)
-    with _adam_on_host(Adam if sharded else AdamWithMomentsOnHost) if offloaded else nullcontext():
+    fully_sharded = run.derived.zero_stage >= 2
+    chunks: Any = [_Shards(chunk) for chunk in model] if fully_sharded else list(model)
+    with _adam_of(run):
         optimizer = get_megatron_optimizer(
             optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )
     scale = None
     for part in parts(optimizer):
-        if sharded:
+        if fully_sharded:
             # Where the norm is summed: each element of a weight is on one data-parallel rank.
             part.grad_stats_parallel_group = torch.distributed.group.WORLD
             # In fp16 the engine would copy main weights to the model's by a kernel of Transformer Engine or apex. There
@@ -54,24 +58,82 @@ def build_optimizer(
         if part.is_stub_optimizer:
             continue
         _settle_positions(part)
-        if isinstance(part.optimizer, AdamWithMomentsOnHost):
-            part.optimizer.allocate()  # the engine would allocate them next to the weights
+        if isinstance(part.optimizer, (AdamWithMomentsOnHost, PrecisionAwareAdam)):
+            part.optimizer.allocate()  # the engine would allocate them next to the weights, in fp32
         part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, PrecisionAwareAdam):
+            _pack(part)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
             scale = SharedLossScale(part.grad_scaler) if scale is None else scale
             part.grad_scaler = scale
+    _place(model, optimizer, pg_collection)
     return optimizer
 
 
 @contextmanager
-def _adam_on_host(kind: type[Adam]) -> Iterator[None]:
-    """Let the engine build our Adam in the block: those of Transformer Engine and apex update memory of a GPU alone.
+def _adam_of(run: Run) -> Iterator[None]:
+    """Let the engine build our Adam in the block where those of Transformer Engine and apex do not do what is asked.
 
-    Shards of a fully sharded model are in host memory as a whole; below that, the moments are.
+    They update memory of a GPU alone. Of offloaded state, shards of a fully sharded model are in host memory as a
+    whole; below that, the moments are.
     """
-    with mock.patch.object(engine_optimizer, "Adam", kind):
+    options, fully_sharded = run.optimizer, run.derived.zero_stage >= 2
+    kind: Any = None
+    if options.use_precision_aware_optimizer:
+        kind = partial(
+            PrecisionAwareAdam,
+            moment_dtypes=(options.exp_avg_dtype, options.exp_avg_sq_dtype),
+            seed=run.training.seed,
+            on_host=options.optimizer_cpu_offload and not fully_sharded,
+        )
+    elif options.optimizer_cpu_offload:
+        kind = Adam if fully_sharded else AdamWithMomentsOnHost
+    with mock.patch.object(engine_optimizer, "Adam", kind) if kind is not None else nullcontext():
         yield
+
+
+def _pack(part: Any) -> None:
+    """Store each main weight of a bf16 weight, or its shard, with the weight, from now on."""
+    adam = part.optimizer
+    pairs = zip(getattr(part, "shard_float16_groups", ()), getattr(part, "shard_fp32_from_float16_groups", ()))
+    if not hasattr(part, "shard_float16_groups"):
+        pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()))
+    packed = False
+    for weights, mains in pairs:
+        for weight, main in zip(weights, mains):
+            if weight.dtype == torch.bfloat16:
+                adam.pack_main_weight(main, weight)
+                packed = True
+    if packed:
+        # The update writes the weights itself; and what is loaded into them alone leaves no rests.
+        part._copy_main_params_to_model_params = lambda: None
+        part._copy_model_params_to_main_params = adam.drop_rests
+
+
+def _place(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, pg: ProcessGroupCollection) -> None:
+    """Give each element that is rounded at random its place in the whole model, which is the same on every layout."""
+    adams = [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, PrecisionAwareAdam)]
+    if not any(adam.draws for adam in adams):
+        return
+    places = {
+        id(parameter): (rows, column)
+        for chunk in model
+        for parameter, rows, column in sharded.places(unwrapped(chunk), metadata(pg))
+    }
+    for parameter, main in mains_of(model, optimizer):
+        (rows, column), width = places[id(parameter)], parameter.shape[-1]
+        axis, begin, _ = owned_part(optimizer, parameter)
+        start = 0
+        if axis is None:
+            start = begin
+        elif axis == parameter.dim() - 1:
+            column, width = column + begin, main.shape[-1]
+        else:
+            rows = rows.narrow(axis, begin, main.shape[axis])
+        for adam in adams:
+            if main in adam.state:
+                adam.place(main, Chances(rows.flatten().to(main.device), width, start, (0, 0), column))
 
 
 class _Shards:
@@ -194,9 +256,15 @@ def shared_loss_scale(optimizer: MegatronOptimizer) -> SharedLossScale | None:
 
 
 def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the weights that this rank updates, and their moments; all are fp32."""
+    """Yield the weights that this rank updates, and their moments, as they are stored, in floating dtypes.
+
+    Of moments in codes, which are finite themselves, it is NaN for each group that is not.
+    """
     for part in parts(optimizer):
         if part.is_stub_optimizer:
+            continue
+        if isinstance(part.optimizer, PrecisionAwareAdam):
+            yield from part.optimizer.evidence()
             continue
         for master in part.get_parameters():
             yield master
@@ -204,20 +272,16 @@ def moments_and_masters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (value for value in state if isinstance(value, Tensor) and value.dim() > 0)
 
 
-def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the gradients that this rank's updates use, once they are prepared.
-
-    Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
-    """
-    for part in parts(optimizer):
-        if not part.is_stub_optimizer:
-            yield from (master.grad for master in part.get_parameters() if master.grad is not None)
+def main_weight(master: Tensor) -> Tensor:
+    """Return the fp32 values of a main weight, which may be packed with the model's weight."""
+    adam = getattr(master, "packed_by", None)
+    return master if adam is None else adam.main_weight(master)
 
 
-def named_moments_and_masters(
+def mains_of(
     model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
-) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:
-    """Yield the same tensors, each with its model parameter and what it is: master weight, exp_avg, ..."""
+) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield each main weight that this rank updates with its model parameter; see `main_weight` for its values."""
     owners: dict[int, torch.nn.Parameter] = {}
     for chunk in model:
         for parameter in chunk.parameters():
@@ -230,169 +294,26 @@ def named_moments_and_masters(
         # Shards of fp32 parameters do not know whose they are.
         for whole, shards in zip(getattr(part, "model_fp32_groups", ()), getattr(part, "shard_fp32_groups", ())):
             owners.update({id(shard): parameter for parameter, shard in zip(whole, shards)})
-        for master in part.get_parameters():
-            yield owners[id(master)], "master weight", master
-            for name, value in part.optimizer.state[master].items():
-                if isinstance(value, Tensor):
-                    yield owners[id(master)], name, value
+        yield from ((owners[id(master)], master) for master in part.get_parameters())
 
 
-@torch.no_grad()
-def all_finite(tensors: Iterable[Tensor], exactly: bool = False) -> Tensor:
-    """Return whether every element is finite, a bool on the device.
+def named_moments_and_masters(
+    model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> Iterator[tuple[torch.nn.Parameter, str, Tensor]]:
+    """Yield what is stored, each with its model parameter and what it is: master weight, exp_avg, ...
 
-    Each element is read once, to be summed. A sum of finite numbers may overflow: what is not finite by its sum has to
-    be looked at again, element by element.
-
-    Args:
-        exactly: whether to look at each element.
+    A packed master weight has no values of its own: its `rest` and `ties` are yielded in its place.
     """
-    finite = torch.ones((), dtype=torch.bool, device=platform.device())
-    for found in _by_device(tensors):
-        if exactly:
-            whole = torch.stack([tensor.isfinite().all() for tensor in found]).all()
-        else:
-            whole = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum().isfinite()
-        finite &= whole.to(finite.device)
-    return finite
-
-
-def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors on one device each; offloaded ones are on the host."""
-    found: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        found[tensor.device].append(tensor)
-    yield from found.values()
-
-
-@torch.no_grad()
-def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
-    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale.
-
-    It does what the engine's `prepare_grads` does, which reads from the device whether each part has overflown.
-
-    Returns:
-        How many parts of this rank have fp16 gradients that are not finite, fp32, on the device.
-    """
-    overflows = torch.zeros((), dtype=torch.float32, device=platform.device())
-    if shared_loss_scale(optimizer) is None:
-        optimizer.prepare_grads()
-        return overflows
+    state: dict[Tensor, Any] = {}
     for part in parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        part._copy_model_grads_to_main_grads()
-        for gradients in _by_device(part._collect_main_grad_data_for_unscaling()):
-            device = gradients[0].device
-            found = torch.zeros(1, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale.to(device))
-            overflows += found.squeeze().to(overflows.device)
-    return overflows
-
-
-@torch.no_grad()
-def grad_norm_squares(optimizer: MegatronOptimizer) -> Tensor:
-    """Return the squared norms of the parts' gradients, fp32 [N]; `joint_norm` makes one of them. Collective.
-
-    The gradients and groups are those of the engine's `get_grad_norm`, which reads from the device once per gradient
-    where neither Transformer Engine nor apex is installed, and once per part where one is.
-    """
-    sets = [[part] for part in parts(optimizer)]
-    if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
-        sets = [parts(optimizer)]
-    return torch.cat([_norm_square(members) for members in sets])
-
-
-def _norm_square(members: Sequence[Any]) -> Tensor:
-    """Return the squared norm of the gradients of parts that share a group, fp32 [1]. Collective over the group."""
-    gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
-    square = torch.zeros(1, dtype=torch.float32, device=platform.device())
-    if gradients:
-        square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
-    torch.distributed.all_reduce(square, group=members[0].get_grad_stats_parallel_group())
-    return square
-
-
-def _gradients_of_norm(part: Any) -> list[Tensor]:
-    # The second engine release has another name for it.
-    gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
-    return gradients()
-
-
-def joint_norm(squares: Sequence[float]) -> float:
-    """Return the norm of all gradients from the squares of the parts' norms, rounded as the engine's."""
-    norms = [square**0.5 for square in squares]
-    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
-
-
-@torch.no_grad()
-def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
-    """Return the norms of the dense parameters' and of the experts' gradients. Collective over all ranks.
-
-    The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
-    every rank, and the experts' after it if any rank has one. Each gradient is read once more. It does not call the
-    engine's method for each part: with Transformer Engine or apex that reads a GPU's memory alone, and offloaded
-    gradients are on the host.
-    """
-    dense, *experts = parts(optimizer)
-    assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
-    squares = torch.cat([_norm_square([part]) for part in (dense, *experts)]).tolist()
-    return joint_norm(squares[:1]), math.hypot(*(square**0.5 for square in squares[1:]))
-
-
-@torch.no_grad()
-def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
-    """Return how many elements of the prepared gradients are 0, over the whole model: fp64 [1], exact. Collective.
-
-    The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
-    share. Rows that pad the vocabulary are among them.
-    """
-    return _over_groups(
-        optimizer, lambda part: [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
-    )
-
-
-@torch.no_grad()
-def weights_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the norm of the fp32 weights of the whole model, each element counted once. Collective over all ranks.
-
-    Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
-    """
-    squares = _over_groups(
-        optimizer, lambda part: [norm.double().square() for norm in torch._foreach_norm(_weights_of_norm(part))]
-    )
-    return math.sqrt(squares.item())
-
-
-def _weights_of_norm(part: Any) -> list[Tensor]:
-    gradients = _gradients_of_norm(part)
-    counted = {id(gradient) for gradient in gradients}
-    return [master for master in part.get_parameters() if master.grad is not None and id(master.grad) in counted]
-
-
-def _over_groups(optimizer: MegatronOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
-    """Return the sum of the numbers of all parts, each over the ranks that share it, fp64 [1]. Collective."""
-    sums = []
-    for part in parts(optimizer):
-        total = torch.zeros(1, dtype=torch.float64, device=platform.device())
-        own = numbers(part)
-        if own:
-            total += torch.stack(list(own)).sum().to(total)  # of offloaded weights they are on the host
-        torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
-        sums.append(total)
-    return torch.stack(sums).sum(dim=0)
-
-
-@torch.no_grad()
-def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
-    """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
-    for part in parts(optimizer):
-        gradients = [] if part.is_stub_optimizer else [p.grad for p in part.get_parameters() if p.grad is not None]
-        if not gradients or part.config.clip_grad <= 0.0:
-            continue
-        share = part.config.clip_grad / (grad_norm + 1e-6)  # the engine's formula
-        if share < 1.0:
-            torch._foreach_mul_(gradients, share)
+        if not part.is_stub_optimizer:
+            state.update(part.optimizer.state)
+    for parameter, master in mains_of(model, optimizer):
+        if not hasattr(master, "packed_by"):
+            yield parameter, "master weight", master
+        for name, value in state[master].items():
+            if isinstance(value, Tensor):
+                yield parameter, name, value
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

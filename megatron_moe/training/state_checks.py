@@ -20,6 +20,7 @@ from megatron_moe.model.fully_sharded import local
 from megatron_moe.moe.state import routers
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard, TensorDtype
+from megatron_moe.precision.packed_state import NOT_FINITE, stored_dtype
 from megatron_moe.training.optimizer import named_moments_and_masters
 
 _LAYER = re.compile(r"decoder\.layers\.\d+$")
@@ -27,7 +28,11 @@ _RANKS_SHOWN = 4
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every element of the tensor is finite."""
+    """Return whether every element of the tensor is finite, or what it stores is: see `NOT_FINITE`."""
+    if tensor.dtype == torch.int8:
+        return not bool((tensor == NOT_FINITE).any())
+    if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
+        return True
     return bool(tensor.detach().isfinite().all())
 
 
@@ -36,6 +41,8 @@ def non_finite_text(tensor: Tensor) -> str:
     nan, positive, negative = (
         int(found.sum()) for found in (tensor.isnan(), tensor == torch.inf, tensor == -torch.inf)
     )
+    if tensor.dtype == torch.int8:
+        return f"{int((tensor == NOT_FINITE).sum())} of {tensor.numel()} groups that are not finite"
     counts = {"NaN": nan, "+Inf": positive, "-Inf": negative}
     kinds = [kind for kind, count in counts.items() if count]
     return f"{' and '.join(kinds)} in {sum(counts.values())} of {tensor.numel()} elements"
@@ -136,13 +143,22 @@ def check_precision(guard: PrecisionGuard, boundary: str, run: Run, trained: Tra
 
     def all_tensors() -> Iterator[TensorDtype]:
         yield from model_dtypes(run, trained.model)
-        yield from optimizer_dtypes(trained.model, trained.optimizer)
+        yield from optimizer_dtypes(run, trained.model, trained.optimizer)
 
     return guard.check(boundary, all_tensors())
 
 
-def optimizer_dtypes(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[TensorDtype]:
-    """Yield the weights that the optimizer updates and their moments, all fp32, named for the model's parameters."""
+def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[TensorDtype]:
+    """Yield the weights that the optimizer updates and their moments, named for the model's parameters."""
+    options = run.optimizer
+    wanted = {
+        "exp_avg": stored_dtype(options.exp_avg_dtype, second=False),
+        "exp_avg_sq": stored_dtype(options.exp_avg_sq_dtype, second=True),
+        "exp_avg_exponents": torch.int8,
+        "exp_avg_sq_exponents": torch.int8,
+        "rest": torch.int16,
+        "ties": torch.uint8,
+    }
     names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
     for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
-        yield TensorDtype(names[id(parameter)], kind, tensor.dtype, torch.float32)
+        yield TensorDtype(names[id(parameter)], kind, tensor.dtype, wanted.get(kind, torch.float32))

@@ -39,17 +39,15 @@ from megatron_moe.platform.host_copy import HostCopy
 from megatron_moe.platform.isolation import without_autocast, without_loss_scale
 from megatron_moe.training.finalize_model_grads import RouterUpdate, finalize_model_grads
 from megatron_moe.training.global_batch import prepare_global_batch
-from megatron_moe.training.optimizer import (
+from megatron_moe.training.gradients import (
     all_finite,
     clip_gradients,
     count_zeros,
     grad_norm_squares,
-    learning_rate,
     main_gradients,
-    moments_and_masters,
     prepare_gradients,
-    shared_loss_scale,
 )
+from megatron_moe.training.optimizer import learning_rate, moments_and_masters, shared_loss_scale
 from megatron_moe.training.step_sums import (
     Model,
     OwnSums,

@@ -15,7 +15,7 @@ from megatron_moe import platform
 from megatron_moe.data.batches import NOTHING, added, words_of
 from megatron_moe.platform.host_copy import HostCopy, on_device
 from megatron_moe.training.finalize_model_grads import RouterUpdate
-from megatron_moe.training.optimizer import joint_norm
+from megatron_moe.training.gradients import joint_norm
 
 Model = Sequence[torch.nn.Module]
 

@@ -31,7 +31,8 @@ def norms(run: Run) -> dict[str, Any]:
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
     from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.optimizer import build_optimizer, count_zeros, part_grad_norms, weights_norm
+    from megatron_moe.training.gradients import count_zeros, part_grad_norms, weights_norm
+    from megatron_moe.training.optimizer import build_optimizer
 
     pg_collection = groups.initialize(run)
     seed_everything(run)

@@ -41,6 +41,7 @@ STATE = {
     "global_batch_size": 6,
 }
 ZERO_PLUS_PLUS = {"use_torch_fsdp2": True, "zero_quantized_weights": True, "zero_quantized_gradients": "int8"}
+PACKED = {"use_precision_aware_optimizer": True}
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
     "one rank, fused loss": (1, {"cross_entropy_loss_fusion": True}),
@@ -50,6 +51,15 @@ LAYOUTS = {
     "one rank, outputs recomputed": (1, FREED),
     "one rank, grouped-query attention": (1, GQA),
     "DP2, distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "one rank, packed state": (1, {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}),
+    "DP2, distributed optimizer, packed state": (
+        2,
+        {**PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    ),
+    "DP4, ZeRO 2, packed state": (
+        4,
+        {**PACKED, "data_parallel_sharding_strategy": "optim_grads", "exp_avg_sq_dtype": "bf16"},
+    ),
     "DP2, gradients in bf16": (2, {"grad_reduce_in_bf16": True}),
     "TP2, sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "CP2": (2, {"context_parallel_size": 2}),
@@ -90,6 +100,7 @@ EITHER = [
     "one rank, outputs recomputed",
     "one rank, multi-token prediction",
     "DP2, distributed optimizer",
+    "DP2, distributed optimizer, packed state",
     "TP2, sequence parallel",
     "CP2",
     "EP2, all-gather",
@@ -118,5 +129,7 @@ def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch
         # The distributed optimizer's share of the padding is planned, and not there on every rank.
         assert plan.optimizer == pytest.approx(found["optimizer"], rel=0.001)
         assert plan.activations == pytest.approx(found["peak"] - found["held"], rel=0.05)
-        assert plan.update == pytest.approx(found["update_peak"] - found["held"], rel=0.01, abs=4096)
+        # Where torch's operations are watched they also update packed state, which they unpack piece by piece.
+        pieces = 2**20 if "use_precision_aware_optimizer" in flat else 4096
+        assert plan.update == pytest.approx(found["update_peak"] - found["held"], rel=0.01, abs=pieces)
         assert plan.peak == pytest.approx(max(found["peak"], found["update_peak"]), rel=0.03)

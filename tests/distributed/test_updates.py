@@ -37,6 +37,7 @@ CASES = {
     "experts, per token": (EXPERTS, 1, PER_TOKEN),
     "experts, bf16": (EXPERTS, 1, {"bf16": True}),
     "experts, bf16, distributed optimizer": (EXPERTS, 1, {"bf16": True, **DISTRIBUTED}),
+    "experts, DP2, bf16, packed": (EXPERTS, 2, {"bf16": True, "use_precision_aware_optimizer": True, **DISTRIBUTED}),
     "experts, fp16, per token": (EXPERTS, 1, {"fp16": True, **PER_TOKEN}),
     "experts, DP2, distributed optimizer": (EXPERTS, 2, DISTRIBUTED),
     "experts, DP2, bf16, distributed optimizer, per token": (EXPERTS, 2, {"bf16": True, **DISTRIBUTED, **PER_TOKEN}),
@@ -110,12 +111,14 @@ def unwrapped(chunk: Any) -> Any:
 
 def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Master weights and moments by name of the weight, put together from the ranks' shards."""
-    from megatron_moe.training.optimizer import named_moments_and_masters, owned_part, parts
+    from megatron_moe.training.optimizer import main_weight, mains_of, named_moments_and_masters, owned_part, parts
 
     names = {id(p): name for name, p in unwrapped(chunk).named_parameters()}
     sharded = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
     state: dict[str, dict[str, torch.Tensor]] = {"master weight": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for parameter, kind, tensor in named_moments_and_masters([chunk], optimizer):
+    stored = [found for found in named_moments_and_masters([chunk], optimizer) if found[1] != "master weight"]
+    mains = [(parameter, "master weight", main_weight(main)) for parameter, main in mains_of([chunk], optimizer)]
+    for parameter, kind, tensor in (*mains, *stored):
         if kind not in state:
             continue
         assert tensor.dtype == torch.float32

@@ -161,3 +161,32 @@ def adam(stage: Stage, size: int) -> None:
         exact = [exactly(one, [step[number] for step in gradients]) for number, one in enumerate(start)]
         errors = {str(shape): error_of(one, other) for shape, one, other in zip(shapes, found, exact)}
         stage.within("Adam over all tensors", max(errors.values()), 2e-6, **errors)
+
+
+def packed_adam(stage: Stage, size: int) -> None:
+    """Compare one update of packed state, in every form, with torch's operations on the CPU."""
+    from megatron_moe.precision.packed_state import AdamStep
+    from megatron_moe.training.precision_aware_adam import adam_update
+    from tests.helpers import packed_cases
+
+    step = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
+    numel = 1000 * size + 5
+    for name in packed_cases.FORMATS:
+        for packed in (False, True):
+            what = f"packed state, moments {name}, main weights {'packed' if packed else 'fp32'}"
+            with stage.attempt(what):
+                grad, *numbers = packed_cases.values(numel)
+                drawn = packed_cases.chances(numel, 1000)
+                wanted = packed_cases.state(*numbers, (name, name), packed)
+                found = packed_cases.on(packed_cases.state(*numbers, (name, name), packed), stage.device)
+                adam_update.eager(grad, wanted, step, drawn)  # type: ignore[attr-defined]
+                adam_update(grad.to(stage.device), found, step, drawn._replace(places=drawn.places.to(stage.device)))
+                shares = {}
+                for kind, own, other in zip(
+                    ("main weights", "first moments", "second moments"),
+                    packed_cases.unpacked(packed_cases.on(found, torch.device("cpu"))),
+                    packed_cases.unpacked(wanted),
+                ):
+                    shares[kind] = float((~torch.isclose(own, other, rtol=4e-6, atol=1e-8)).double().mean())
+                # The last bit of a product decides now and then which neighbour is taken.
+                stage.within(f"{what}: share of other numbers", max(shares.values()), 0.003, **shares)

@@ -23,8 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = ROOT / "tests" / "data" / "kernel_budget.json"
 ARCHITECTURES = (80, 90, 100)
-MODULES = ("activation", "dispatch", "loss", "products", "rotary", "routing")
+MODULES = ("activation", "adam", "dispatch", "loss", "products", "rotary", "routing")
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}
+_TYPES |= {"uint16": "u16", "int16": "i16", "uint8": "u8", "int8": "i8"}
 
 
 def all_kernels() -> Any:
@@ -71,10 +72,27 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.weighted_swiglu_backward(bf16(32768, 2048), bf16(32768, 4096), fp32(32768))
         fused.join_positions(bf16(4096, 1, 128, 128), bf16(4096, 1, 1, 64), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32))
         fused.join_positions_backward(bf16(4096, 1, 128, 192), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32), 128, True)
+        fused.adam_update(fp32(2**20), *packed_state(2**20))
         tokens = [fp32(1024) for _ in range(3)]
         fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
         fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)
     return found
+
+
+def packed_state(numel: int) -> tuple[Any, ...]:
+    """Return state, step and chances of a weight with the formats that take most: codes of both kinds."""
+    import torch
+
+    from megatron_moe.precision.packed_state import GROUP, AdamState, AdamStep, Chances
+
+    def meta(dtype: torch.dtype, per: int = 1) -> torch.Tensor:
+        return torch.empty(numel // per, dtype=dtype, device="meta")
+
+    exponents = (meta(torch.int8, GROUP), meta(torch.int8, GROUP))
+    main = (None, meta(torch.bfloat16), meta(torch.int16), meta(torch.uint8, 8))
+    state = AdamState(*main, (meta(torch.float8_e4m3fn), meta(torch.uint8)), exponents)
+    places = torch.empty(numel // 1024, dtype=torch.int64, device="meta")
+    return state, AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 1), Chances(places, 1024, 0, (2**31, 2**31))
 
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:
@@ -108,7 +126,9 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
 def _type(value: Any) -> str:
     if hasattr(value, "dtype"):
         return "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
-    return "fp32" if isinstance(value, float) else "i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def measured() -> dict[str, dict[str, dict[str, int]]]:

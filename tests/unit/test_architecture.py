@@ -56,6 +56,7 @@ DOORS: dict[str, set[str]] = {
     "models.common": {"model/overlap.py"},
     "pipeline_parallel.utils": {"model/overlap.py"},
     "optimizer": {"training/optimizer.py"},
+    "optimizer.optimizer.ChainedOptimizer": {"training/optimizer.py", "training/gradients.py"},
     "timers": {"training/timers.py"},
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
     "parallel_state": {"parallel/groups.py", "moe/groups.py"},
@@ -106,7 +107,12 @@ DOORS: dict[str, set[str]] = {
     "transformer.utils.make_sharded_tensors_for_checkpoint": {"moe/shared_experts.py"},
     "dist_checkpointing.ShardedTensor": {"moe/experts.py"},
     # types that are passed through, and small questions
-    "optimizer.MegatronOptimizer": {"training/optimizer.py", "training/step.py", "training/state_checks.py"},
+    "optimizer.MegatronOptimizer": {
+        "training/optimizer.py",
+        "training/gradients.py",
+        "training/step.py",
+        "training/state_checks.py",
+    },
     "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},
     "process_groups_config.ProcessGroupCollection": {
         "parallel/groups.py",

@@ -42,7 +42,8 @@ from megatron_moe.training.optimizer import (
     OwnedPart,
     build_optimizer,
     build_scheduler,
-    named_moments_and_masters,
+    main_weight,
+    mains_of,
     owned_part,
 )
 from megatron_moe.training.step import connect, forward_step, train_step
@@ -92,8 +93,7 @@ def values_of_masters(
         name -> (cuts, fp32 tensor of the parameter's shape, the `OwnedPart` that it holds). The other elements are not
         initialised.
     """
-    found = named_moments_and_masters(chunks, optimizer)
-    masters = {id(parameter): master for parameter, kind, master in found if kind == "master weight"}
+    masters = {id(parameter): master for parameter, master in mains_of(chunks, optimizer)}
     values = {}
     for chunk in chunks:
         for shard, parameter in parameter_shards(chunk):
@@ -367,7 +367,7 @@ def _last_weights(
         last = _weights(chunks)
     if run.derived.params_dtype_name == "float32":
         return {quantity: last}
-    return {quantity: values_of_masters(chunks, optimizer, lambda master: master), f"rounded {quantity}": last}
+    return {quantity: values_of_masters(chunks, optimizer, main_weight), f"rounded {quantity}": last}
 
 
 @torch.no_grad()

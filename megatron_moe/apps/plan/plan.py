@@ -14,8 +14,6 @@ from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.schema import Run
 
 GIB = 2**30
-# Adam's two moments, and the fp32 copy of a half-precision weight.
-_MOMENTS, _MASTER = 8, 4
 # Memory.
 
 
@@ -27,7 +25,7 @@ class PlannedMemory:
         weights: the engine's parameter buffers, padding included; the fp32 shards of a fully sharded model, which are
             its masters too.
         gradients: the engine's gradient buffers, padding included.
-        optimizer: fp32 masters and moments.
+        optimizer: masters and moments.
         activations: peak above these three during the forward and backward passes of a step, with the weights that a
             fully sharded model gathers.
         in_flight: micro-batches (of one chunk each) that wait for their backward pass at once.
@@ -63,9 +61,11 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     optimizer = update = host = 0
     for buffer in trace.buffers:
         share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
-        optimizer += share * (_MASTER if buffer.parameter_bytes < 4 else 0)
-        host += share * _MOMENTS if trace.offloaded else 0
-        optimizer += 0 if trace.offloaded else share * _MOMENTS
+        masters, moments = run.derived.main_weight_bytes(share, buffer.parameter_bytes), run.derived.moment_bytes(share)
+        if trace.offloaded and run.derived.packs_main_weights:
+            masters, moments = 0, moments + masters  # the rests are with the moments
+        optimizer += masters + (0 if trace.offloaded else moments)
+        host += moments if trace.offloaded else 0
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
     activations, in_flight = _activation_peak(run, trace, run.derived.num_microbatches(world_size))
     return PlannedMemory(
@@ -91,8 +91,8 @@ def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemor
     return PlannedMemory(
         weights=4 * on_device,
         gradients=4 * on_device,
-        optimizer=_MOMENTS * on_device,
-        host=(4 + 4 + _MOMENTS) * (shards - on_device),
+        optimizer=run.derived.moment_bytes(on_device),
+        host=8 * (shards - on_device) + run.derived.moment_bytes(shards - on_device),
         # Of one micro-batch alone the gradients come about during its backward pass.
         activations=activations if micro_batches > 1 else max(activations - 4 * on_device, 0),
         in_flight=in_flight,

@@ -51,7 +51,7 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
     if not run.checkpoint.no_save_optim:
         if run.derived.zero_stage == 1:
             per_element += 3 * _FP32  # main weights and moments are gathered there
-        elif in_background:
+        elif in_background or run.optimizer.use_precision_aware_optimizer:  # unpacked to fp32 there
             per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
     if in_background:
         per_element += buffer.parameter_bytes
@@ -59,9 +59,13 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
 
 
 def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
-    """Return what a rank holds in host memory for a save of its shards, which are written where they are."""
+    """Return what a rank holds in host memory for a save of its shards: they are written where they are.
+
+    Packed moments are unpacked there.
+    """
     if not run.checkpoint.async_save:
-        return 0
+        unpacked = run.optimizer.use_precision_aware_optimizer and not run.checkpoint.no_save_optim
+        return unit.share * 2 * _FP32 if unpacked else 0
     optimizer = 0 if run.checkpoint.no_save_optim else 2 * _FP32 + (_FP32 if unit.parameter_bytes < _FP32 else 0)
     return unit.share * (unit.parameter_bytes + optimizer)
 

@@ -114,6 +114,7 @@ RULES: tuple[Rule, ...] = (
     parallel.offloaded_gradients_are_whole,
     precision.fp32_exceptions_need_half_precision,
     precision.tf32_is_for_fp32_runs,
+    precision.moments_are_stored_by_the_precision_aware_optimizer,
     model.fp32_patterns_name_modules,
     model.tied_weights_stay_together,
     freezing.frozen_patterns_name_parameters,

@@ -91,6 +91,18 @@ def fp32_exceptions_need_half_precision(run: Run, world_size: int) -> None:
         raise refuse(run, (*stray, "bf16", "fp16"), "everything is fp32 already; add --bf16 or --fp16")
 
 
+def moments_are_stored_by_the_precision_aware_optimizer(run: Run, world_size: int) -> None:
+    """Refuse dtypes of moments for an optimizer that stores them in fp32."""
+    options = run.optimizer
+    stray = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(options, name) != "fp32"]
+    if stray and not options.use_precision_aware_optimizer:
+        raise refuse(
+            run,
+            (*stray, "use_precision_aware_optimizer"),
+            "without it moments are fp32; add --use-precision-aware-optimizer, or drop them",
+        )
+
+
 _NOT_COMPUTED = {
     "tensorwise": "one scale for a whole tensor needs a maximum over all ranks that share it",
     "delayed": "scales from the maxima of earlier steps are state, which no checkpoint here has",

@@ -45,6 +45,8 @@ def changed(command: str, extra: str = MEGATRON) -> dict[str, Any]:
 ENGINE_NAMES = {"norm_epsilon": "layernorm_epsilon", "swiglu": "gated_linear_unit", "num_experts": "num_moe_experts"}
 # Where the engine's classes and Megatron-LM's command line have unlike defaults, and that is so here too.
 COMMAND_LINE: dict[str, Any] = {
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
     "q_lora_rank": None,
     "rotary_scaling_factor": 1.0,
     "multi_latent_attention": False,

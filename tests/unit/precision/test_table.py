@@ -30,6 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "further predictions": {"bf16": True, "mtp_num_layers": 1},
     "classes kept in fp32": {"bf16": True, "keep_fp32": ("norms", "router", "experts", "shared_experts")},
     "capacity": {"bf16": True, "moe_expert_capacity_factor": 1.0},
+    "packed state": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    | {"exp_avg_sq_dtype": "bf16"},
+    "fp16, moments in codes": {"fp16": True, "initial_loss_scale": 256.0, "use_precision_aware_optimizer": True}
+    | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
     "FP8": {"bf16": True, "fp8_format": "hybrid"},
     "other classes kept": {"fp16": True, "keep_fp32": ("embedding", "output_layer", "attention")},
 }
@@ -48,7 +52,8 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
     seen: dict[str, str] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        seen[name] = SHORT.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        seen[name] = SHORT.get(dtype, dtype)
 
     classes = {
         "word_embeddings.weight": "embedding",
@@ -95,8 +100,13 @@ def measured(flags: dict[str, Any]) -> dict[str, str]:
         note("dropped choices stored", router.local_dropped_per_expert)
     for part in parts(trainer.optimizer):
         for master in part.get_parameters():
+            state = part.optimizer.state[master]
             note("master weights stored", master)
-            note("Adam moments stored", part.optimizer.state[master]["exp_avg_sq"])
+            if "rest" in state:
+                seen["master weights stored"] = f"bf16 + {str(state['rest'].dtype).removeprefix('torch.')}"
+            note("Adam moments stored", state["exp_avg_sq"])
+            if state["exp_avg_sq"].dtype == torch.uint8:  # the second moment has no sign
+                note("Adam moments stored", state["exp_avg"])
     state = model_state(Trained(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
     saved = {tensor.key: tensor.data for tensor in sharded_tensors(state)}
     for end, label in {**classes, "router.expert_bias": "expert_bias"}.items():

@@ -33,7 +33,7 @@ def test_a_step_in_fp16_and_its_health_call_no_kernel_of_apex(monkeypatch: pytes
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as engine_optimizer
 
-    from megatron_moe.training.optimizer import part_grad_norms
+    from megatron_moe.training.gradients import part_grad_norms
 
     trainer = Trainer({**STAGE_3, "fp16": True, "initial_loss_scale": 256.0, "optimizer_cpu_offload": offload})
     wanted = float(trainer.optimizer.get_grad_norm())

@@ -1,0 +1,189 @@
+"""What a step does with reduced gradients: unscaling, norms, zeros, clipping, and whether all is finite.
+
+The numbers are the engine's. Its own functions read from the device once per gradient or per part, and some of them ask
+for a GPU; here nothing is read, but where a function returns plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from megatron_moe import platform
+from megatron_moe.training.optimizer import main_weight, parts, shared_loss_scale
+
+
+def main_gradients(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield the gradients that this rank's updates use, once they are prepared.
+
+    Their norm is no substitute: of a weight that tensor parallel ranks replicate it counts the first rank's gradient.
+    """
+    for part in parts(optimizer):
+        if not part.is_stub_optimizer:
+            yield from (master.grad for master in part.get_parameters() if master.grad is not None)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor], exactly: bool = False) -> Tensor:
+    """Return whether every element is finite, a bool on the device.
+
+    Each element is read once, to be summed. A sum of finite numbers may overflow: what is not finite by its sum has to
+    be looked at again, element by element.
+
+    Args:
+        exactly: whether to look at each element.
+    """
+    finite = torch.ones((), dtype=torch.bool, device=platform.device())
+    for found in _by_device(tensors):
+        if exactly:
+            whole = torch.stack([tensor.isfinite().all() for tensor in found]).all()
+        else:
+            whole = torch.stack([tensor.sum(dtype=torch.float32) for tensor in found]).sum().isfinite()
+        finite &= whole.to(finite.device)
+    return finite
+
+
+def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors on one device each; offloaded ones are on the host."""
+    found: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.device].append(tensor)
+    yield from found.values()
+
+
+@torch.no_grad()
+def prepare_gradients(optimizer: MegatronOptimizer) -> Tensor:
+    """Put the gradients into the optimizer's fp32 ones, divided by the loss scale.
+
+    It does what the engine's `prepare_grads` does, which reads from the device whether each part has overflown.
+
+    Returns:
+        How many parts of this rank have fp16 gradients that are not finite, fp32, on the device.
+    """
+    overflows = torch.zeros((), dtype=torch.float32, device=platform.device())
+    if shared_loss_scale(optimizer) is None:
+        optimizer.prepare_grads()
+        return overflows
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        part._copy_model_grads_to_main_grads()
+        for gradients in _by_device(part._collect_main_grad_data_for_unscaling()):
+            device = gradients[0].device
+            found = torch.zeros(1, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, part.grad_scaler.inv_scale.to(device))
+            overflows += found.squeeze().to(overflows.device)
+    return overflows
+
+
+@torch.no_grad()
+def grad_norm_squares(optimizer: MegatronOptimizer) -> Tensor:
+    """Return the squared norms of the parts' gradients, fp32 [N]; `joint_norm` makes one of them. Collective.
+
+    The gradients and groups are those of the engine's `get_grad_norm`, which reads from the device once per gradient
+    where neither Transformer Engine nor apex is installed, and once per part where one is.
+    """
+    sets = [[part] for part in parts(optimizer)]
+    if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
+        sets = [parts(optimizer)]
+    return torch.cat([_norm_square(members) for members in sets])
+
+
+def _norm_square(members: Sequence[Any]) -> Tensor:
+    """Return the squared norm of the gradients of parts that share a group, fp32 [1]. Collective over the group."""
+    gradients = [gradient for part in members for gradient in _gradients_of_norm(part)]
+    square = torch.zeros(1, dtype=torch.float32, device=platform.device())
+    if gradients:
+        square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2.0
+    torch.distributed.all_reduce(square, group=members[0].get_grad_stats_parallel_group())
+    return square
+
+
+def _gradients_of_norm(part: Any) -> list[Tensor]:
+    # The second engine release has another name for it.
+    gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+    return gradients()
+
+
+def joint_norm(squares: Sequence[float]) -> float:
+    """Return the norm of all gradients from the squares of the parts' norms, rounded as the engine's."""
+    norms = [square**0.5 for square in squares]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+
+
+@torch.no_grad()
+def part_grad_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """Return the norms of the dense parameters' and of the experts' gradients. Collective over all ranks.
+
+    The squares add up to the square of `optimizer.get_grad_norm()`. The engine builds the dense optimizer first, on
+    every rank, and the experts' after it if any rank has one. Each gradient is read once more. It does not call the
+    engine's method for each part: with Transformer Engine or apex that reads a GPU's memory alone, and offloaded
+    gradients are on the host.
+    """
+    dense, *experts = parts(optimizer)
+    assert all(group["is_expert_parallel"] for part in experts for group in part.param_groups)
+    squares = torch.cat([_norm_square([part]) for part in (dense, *experts)]).tolist()
+    return joint_norm(squares[:1]), math.hypot(*(square**0.5 for square in squares[1:]))
+
+
+@torch.no_grad()
+def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
+    """Return how many elements of the prepared gradients are 0, over the whole model: fp64 [1], exact. Collective.
+
+    The gradients are those of the norm: what several TP ranks have counts once, and so does a table that two stages
+    share. Rows that pad the vocabulary are among them.
+    """
+    return _over_groups(
+        optimizer, lambda part: [gradient.numel() - gradient.count_nonzero() for gradient in _gradients_of_norm(part)]
+    )
+
+
+@torch.no_grad()
+def weights_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the fp32 weights of the whole model, each element counted once. Collective over all ranks.
+
+    Call it while the gradients of the last step are there: the weights are those whose gradients are in their norm.
+    """
+    squares = _over_groups(
+        optimizer,
+        lambda part: [torch.linalg.vector_norm(main_weight(one)).double().square() for one in _weights_of_norm(part)],
+    )
+    return math.sqrt(squares.item())
+
+
+def _weights_of_norm(part: Any) -> list[Tensor]:
+    gradients = _gradients_of_norm(part)
+    counted = {id(gradient) for gradient in gradients}
+    return [master for master in part.get_parameters() if master.grad is not None and id(master.grad) in counted]
+
+
+def _over_groups(optimizer: MegatronOptimizer, numbers: Callable[[Any], Sequence[Tensor]]) -> Tensor:
+    """Return the sum of the numbers of all parts, each over the ranks that share it, fp64 [1]. Collective."""
+    sums = []
+    for part in parts(optimizer):
+        total = torch.zeros(1, dtype=torch.float64, device=platform.device())
+        own = numbers(part)
+        if own:
+            total += torch.stack(list(own)).sum().to(total)  # of offloaded weights they are on the host
+        torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
+        sums.append(total)
+    return torch.stack(sums).sum(dim=0)
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Scale all main gradients in place so that their joint norm is at most `--clip-grad`; 0 leaves them alone."""
+    for part in parts(optimizer):
+        gradients = [] if part.is_stub_optimizer else [p.grad for p in part.get_parameters() if p.grad is not None]
+        if not gradients or part.config.clip_grad <= 0.0:
+            continue
+        share = part.config.clip_grad / (grad_norm + 1e-6)  # the engine's formula
+        if share < 1.0:
+            torch._foreach_mul_(gradients, share)

@@ -1,0 +1,272 @@
+"""AdamW for `--use-precision-aware-optimizer`: its state is stored in fewer bytes, and updated in one pass.
+
+To the engine this optimizer looks like any Adam: it has fp32 main weights with fp32 gradients. But a main weight that
+is packed with its bf16 weight (`precision/packed_state.py`) is a tensor of the right shape without memory, which reads
+as NaN and cannot be written. `unpacked` puts fp32 tensors in the place of everything that is packed, for what the
+engine does with whole tensors: saving and loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.platform import host_memory, synchronize
+from megatron_moe.platform.adam import Adam
+from megatron_moe.precision.contract import mixes_dtypes
+from megatron_moe.precision.packed_state import (
+    GROUP,
+    NOT_FINITE,
+    AdamState,
+    AdamStep,
+    Chances,
+    chances_of,
+    has_codes,
+    pack_main,
+    pack_moment,
+    seeds_of,
+    stored_dtype,
+    unpacked_main,
+    unpacked_moment,
+    update_by_torch,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements of a piece, multiples of GROUP: few operations on a GPU, little memory on a CPU.
+_PIECE, _PIECE_ON_CPU = 2**22, 2**14
+
+
+@has_kernel("triton_adam")
+@mixes_dtypes("optimizer state that is stored in fewer bytes is unpacked to fp32, updated, and packed")
+def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
+    """Update weights and moments in place.
+
+    This form computes the update itself by torch's fused AdamW, whose bits are also those of the kernel in C.
+
+    Args:
+        grad: [n] fp32, contiguous.
+        chances: None where both moments are fp32.
+    """
+    for begin, end in _pieces(grad.numel(), grad):
+        _update_piece(grad[begin:end], state.part(begin, end), step, None if chances is None else chances.at(begin))
+
+
+def _pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges in which torch packs and unpacks: a whole weight would take several times its size."""
+    piece = _PIECE_ON_CPU if near.device.type == "cpu" else _PIECE
+    for begin in range(0, numel, piece):
+        yield begin, min(begin + piece, numel)
+
+
+def _update_piece(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
+    main = unpacked_main(state) if state.main is None else state.main
+    moments = [unpacked_moment(*stored) for stored in zip(state.moments, state.exponents)]
+    update_by_torch(main, grad, moments, step)
+    if state.main is None:
+        pack_main(main, state)
+    drawn = None if chances is None else chances_of(chances, grad.numel())
+    for number, (values, stored) in enumerate(zip(moments, state.moments)):
+        if values is not stored:
+            pack_moment(values, stored, state.exponents[number], drawn, second=number == 1)
+
+
+class PrecisionAwareAdam(Adam):
+    """AdamW whose moments, and main weights next to bf16 weights, are stored in fewer bytes.
+
+    state, of each parameter: `exp_avg` and `exp_avg_sq`, for 8-bit codes `exp_avg_exponents` and
+    `exp_avg_sq_exponents`, for a packed main weight `rest` and `ties` (see `AdamState`), all flat.
+
+    Args:
+        moment_dtypes: of the first and the second moment: fp32, bf16, int8 or fp8.
+        seed: of the run.
+        on_host: keep the state in host memory, from where it goes piece by piece to the weights' device and back.
+        options: see `Adam`, whose decay of weights is decoupled here.
+    """
+
+    piece_numel = 16 * 2**20
+    """Elements that are updated at once with `on_host`, a multiple of `GROUP`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        moment_dtypes: tuple[str, str] = ("fp32", "fp32"),
+        seed: int = 0,
+        on_host: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, **options)
+        if self._update is not adamw:
+            raise ValueError("this Adam decays weights by themselves: adam_w_mode=False is not among its forms")
+        self._dtypes = tuple(stored_dtype(name, second=number == 1) for number, name in enumerate(moment_dtypes))
+        self._seed, self._on_host = seed, on_host
+        self._weights: dict[Tensor, Tensor] = {}
+        self._places: dict[Tensor, Chances] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether a moment is rounded at random."""
+        return self._dtypes != (torch.float32, torch.float32)
+
+    def allocate(self) -> None:
+        """Allocate the moments of all parameters, zeros, in one form for main weights of any kind."""
+        for param in self._params():
+            state = self.state[param]
+            for name, dtype in zip(MOMENTS, self._dtypes):
+                state[name] = self._zeros(param, param.numel(), dtype)
+                if has_codes(dtype):
+                    state[f"{name}_exponents"] = self._zeros(param, -(-param.numel() // GROUP), torch.int8)
+
+    def pack_main_weight(self, main: Tensor, weight: Tensor) -> None:
+        """Store a main weight, an fp32 parameter of this optimizer, with the bf16 weight that it was made from."""
+        assert weight.dtype == torch.bfloat16 and weight.numel() == main.numel()
+        self._weights[main] = weight
+        self.state[main]["rest"] = self._zeros(main, main.numel(), torch.int16)
+        self.state[main]["ties"] = self._zeros(main, -(-main.numel() // 8), torch.uint8)
+        main.packed_by = self  # type: ignore[attr-defined]
+        self._put_away(main)
+
+    def place(self, param: Tensor, chances: Chances) -> None:
+        """Say what an element's random numbers are made of; its seeds are replaced at each step."""
+        self._places[param] = chances
+
+    def drop_rests(self, *_: Any, **__: Any) -> None:
+        """Make every packed main weight the bf16 weight that it is stored with, as after loading weights alone."""
+        for main in self._weights:
+            self.state[main]["rest"].zero_()
+            self.state[main]["ties"].zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; state in host memory is there when this returns."""
+        loss = super().step(closure)
+        if self._on_host:
+            synchronize()
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
+        for param in group["params"]:
+            if param.grad is None or not param.numel():
+                continue
+            state, grad = self._stored(param), param.grad.reshape(-1)
+            chances = self._chances(param, group)
+            piece = self.piece_numel if self._on_host else grad.numel()
+            for begin in range(0, grad.numel(), piece):
+                end = min(begin + piece, grad.numel())
+                part = state.part(begin, end)
+                near = part.to(grad.device) if self._on_host else part
+                adam_update(grad[begin:end], near, step, None if chances is None else chances.at(begin))
+                if self._on_host:
+                    part.copy_(near)
+
+    def _chances(self, param: Tensor, group: dict[str, Any]) -> Chances | None:
+        if not self.draws:
+            return None
+        return self._places[param]._replace(seeds=seeds_of(self._seed, group["step"] + 1))
+
+    def _stored(self, param: Tensor) -> AdamState:
+        state = self.state[param]
+        weight = self._weights.get(param)
+        return AdamState(
+            param.detach().view(-1) if weight is None else None,
+            None if weight is None else weight.detach().view(-1),
+            state.get("rest"),
+            state.get("ties"),
+            (state[MOMENTS[0]], state[MOMENTS[1]]),
+            (state.get(f"{MOMENTS[0]}_exponents"), state.get(f"{MOMENTS[1]}_exponents")),
+        )
+
+    # fp32 again.
+
+    def values_of(self, param: Tensor, kind: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return a part of a main weight ("param") or moment as fp32 [end - begin], on its weight's device.
+
+        What is stored in fp32 there is not copied.
+        """
+        first, last = begin // GROUP * GROUP, param.numel() if end is None else end
+        stored = self._stored(param).part(first, last)
+        wide = stored.main if kind == "param" else stored.moments[MOMENTS.index(kind)]
+        if wide is not None and wide.dtype == torch.float32:
+            return wide[begin - first :].to(param.device)
+        values = torch.empty(last - first, device=param.device)
+        for one, two in _pieces(last - first, param):
+            piece = stored.part(one, two).to(param.device)
+            if kind == "param":
+                values[one:two] = unpacked_main(piece)
+            else:
+                number = MOMENTS.index(kind)
+                values[one:two] = unpacked_moment(piece.moments[number], piece.exponents[number])
+        return values[begin - first :]
+
+    def main_weight(self, main: Tensor) -> Tensor:
+        """Return a packed main weight as fp32, in its shape."""
+        return self.values_of(main, "param").view(main.shape)
+
+    def evidence(self) -> Iterator[Tensor]:
+        """Yield tensors of floating dtypes, one of which is not finite where the stored state is not."""
+        for param in self._params():
+            yield self._weights.get(param, param).detach()
+            stored = self._stored(param)
+            for moment, exponents in zip(stored.moments, stored.exponents):
+                yield moment if exponents is None else torch.where(exponents == NOT_FINITE, torch.nan, 0.0)
+
+    @contextmanager
+    def unpacked(self, *, keep: bool) -> Iterator[None]:
+        """Put fp32 tensors in the place of what is packed, for the block.
+
+        Args:
+            keep: pack what they hold at the end of the block: weights are made of the main weights, and moments are
+                rounded as a step rounds them. Otherwise the tensors are in host memory, and what they hold is dropped.
+        """
+        stored = {param: self.state[param] for param in self._params()}
+        for param in stored:
+            values = {kind: self.values_of(param, kind) for kind in ("param", *MOMENTS)}
+            near = {kind: value.to(param.device if keep else "cpu") for kind, value in values.items()}
+            self.state[param] = {name: near[name].view(param.shape) for name in MOMENTS}
+            if param in self._weights:
+                param.data = near["param"].view(param.shape)
+        try:
+            yield
+            if keep:
+                for param, kept in stored.items():
+                    self._pack(param, kept)
+        finally:
+            for param, kept in stored.items():
+                self.state[param] = kept
+                if param in self._weights:
+                    self._put_away(param)
+
+    def _pack(self, param: Tensor, kept: dict[str, Any]) -> None:
+        moments = [self.state[param][name].reshape(-1) for name in MOMENTS]
+        self.state[param] = kept
+        group = next(group for group in self.param_groups if any(param is one for one in group["params"]))
+        chances = self._chances(param, group)
+        stored, main = self._stored(param), param.data.reshape(-1)
+        for begin, end in _pieces(param.numel(), param):
+            part = stored.part(begin, end)
+            near = part.to(param.device)
+            drawn = None if chances is None else chances_of(chances.at(begin), end - begin)
+            if near.main is None:
+                pack_main(main[begin:end], near)
+            for number, values in enumerate(moments):
+                pack_moment(values[begin:end], near.moments[number], near.exponents[number], drawn, second=number == 1)
+            part.copy_(near)
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @staticmethod
+    def _put_away(main: Tensor) -> None:
+        main.data = torch.full((), torch.nan, device=main.device).expand(main.shape)
+
+    def _zeros(self, param: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._on_host:
+            return host_memory((numel,), dtype, pinned=True).zero_()
+        return torch.zeros(numel, dtype=dtype, device=param.device)

@@ -1,0 +1,80 @@
+"""Packed optimizer state of random numbers, for tests of what updates it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_moe.precision.packed_state import (
+    GROUP,
+    AdamState,
+    Chances,
+    chances_of,
+    has_codes,
+    pack_main,
+    pack_moment,
+    seeds_of,
+    stored_dtype,
+    unpacked_main,
+    unpacked_moment,
+)
+
+FORMATS = ("fp32", "bf16", "int8", "fp8")
+
+
+def chances(numel: int, width: int = 7, start: int = 3) -> Chances:
+    """Chances of a weight whose rows are shorter than a group, and which begins within a row."""
+    places = (torch.arange((numel + start) // width + 1) * 977 + (123456789 << 31)) * 31
+    return Chances(places, width, start, seeds_of(1, 1))
+
+
+def values(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient, main weight, first and second moment, of very different sizes within a group."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(numel, generator=generator)
+
+    first = normal() * torch.exp(3 * normal()) * 1e-3
+    return normal() * torch.exp(2 * normal()) * 1e-2, normal(), first, first * first * torch.rand(numel)
+
+
+def state(main: Tensor, first: Tensor, second: Tensor, formats: tuple[str, str], packed: bool) -> AdamState:
+    """The state that stores these numbers."""
+    numel, drawn = main.numel(), chances_of(chances(main.numel()), main.numel())
+    moments, exponents = [], []
+    for number, (name, wide) in enumerate(zip(formats, (first, second))):
+        dtype = stored_dtype(name, second=number == 1)
+        moments.append(torch.zeros(numel, dtype=dtype))
+        exponents.append(torch.zeros(-(-numel // GROUP), dtype=torch.int8) if has_codes(dtype) else None)
+        pack_moment(wide, moments[-1], exponents[-1], drawn, second=number == 1)
+    stored = ((moments[0], moments[1]), (exponents[0], exponents[1]))
+    if not packed:
+        return AdamState(main.clone(), None, None, None, *stored)
+    weight, rest = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    made = AdamState(None, weight, rest, torch.empty(-(-numel // 8), dtype=torch.uint8), *stored)
+    pack_main(main, made)
+    return made
+
+
+def on(of: AdamState, device: torch.device) -> AdamState:
+    """The whole state in the memory of a device."""
+
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    moments, exponents = ([there(one) for one in pair] for pair in (of.moments, of.exponents))
+    kept = [there(one) for one in (of.main, of.weight, of.rest, of.ties)]
+    return AdamState(*kept, (moments[0], moments[1]), (exponents[0], exponents[1]))  # type: ignore[arg-type]
+
+
+def tensors(of: AdamState) -> list[Tensor]:
+    """The bytes of all that a state stores."""
+    found = (of.main, of.weight, of.rest, of.ties, *of.moments, *of.exponents)
+    return [one.view(torch.uint8) for one in found if one is not None]
+
+
+def unpacked(of: AdamState) -> list[Tensor]:
+    """Main weights and moments in fp32."""
+    main = unpacked_main(of) if of.main is None else of.main
+    return [main, *(unpacked_moment(*stored) for stored in zip(of.moments, of.exponents))]

@@ -1,0 +1,90 @@
+"""The kernels of AdamW on packed state: C's bits are those of torch's form; Triton's, in its interpreter, are near."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe.kernels import compiled
+from megatron_moe.precision.packed_state import AdamStep
+from megatron_moe.training.precision_aware_adam import adam_update
+from tests.helpers import packed_cases
+from tests.helpers.compiled_kernels import all_kernels
+
+STEP = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["fp32 main weights", "packed main weights"])
+FORMATS = pytest.mark.parametrize(
+    "formats", [(first, second) for first in packed_cases.FORMATS for second in packed_cases.FORMATS], ids="-".join
+)
+
+
+@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@pytest.mark.parametrize("threads", [1, 2])
+@PACKED
+@FORMATS
+def test_the_kernel_in_c_has_the_bits_of_torchs_form(formats: tuple[str, str], packed: bool, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for numel, width in ((1, 7), (127, 7), (1003, 100), (70_001, 7), (70_001, 4096)):
+            grad, *numbers = packed_cases.values(numel)
+            drawn = packed_cases.chances(numel, width)
+            ours = packed_cases.state(*numbers, formats, packed)
+            theirs = packed_cases.state(*numbers, formats, packed)
+            assert compiled.adam_update(grad, ours, STEP, drawn) is None
+            adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+            for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
+                assert torch.equal(found, wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@FORMATS
+def test_the_kernel_in_c_keeps_what_is_not_finite(formats: tuple[str, str]) -> None:
+    grad, *numbers = packed_cases.values(1000)
+    grad[300], grad[700] = float("inf"), float("nan")
+    drawn = packed_cases.chances(1000)
+    ours, theirs = (packed_cases.state(*numbers, formats, packed=False) for _ in range(2))
+    compiled.adam_update(grad, ours, STEP, drawn)
+    adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+    for found, wanted in zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True):
+        assert torch.equal(found.isfinite(), wanted.isfinite())
+        assert not found[300].isfinite() or not found[700].isfinite()
+
+
+@pytest.mark.triton
+@PACKED
+@FORMATS
+def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(
+    formats: tuple[str, str], packed: bool
+) -> None:
+    # The gradient is the first moment, and its square the second: with decays of a half both stay what they are.
+    numel = 2500
+    _, main, first, _ = packed_cases.values(numel, seed=2)
+    first = torch.ldexp(torch.sign(first), torch.log2(first.abs()).round().clamp(-20, 6))
+    drawn = packed_cases.chances(numel, 130)
+    step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
+    ours, theirs = (packed_cases.state(main, first, first * first, formats, packed) for _ in range(2))
+    for state, update in ((ours, all_kernels().adam_update), (theirs, adam_update.eager)):  # type: ignore[attr-defined]
+        update(first, state, step, drawn)
+    for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.triton
+@PACKED
+@FORMATS
+def test_the_triton_kernel_updates_as_torchs_form(formats: tuple[str, str], packed: bool) -> None:
+    numel = 2500
+    grad, *numbers = packed_cases.values(numel, seed=3)
+    drawn = packed_cases.chances(numel, 4096)
+    ours, theirs = (packed_cases.state(*numbers, formats, packed) for _ in range(2))
+    all_kernels().adam_update(grad, ours, STEP, drawn)
+    adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+    mains, *moments = zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True)
+    torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
+    for number, (found, wanted) in enumerate(moments):
+        # The last bit of a product decides now and then which neighbour is taken.
+        differ = ~torch.isclose(found, wanted, rtol=2e-6, atol=1e-9)
+        assert float(differ.double().mean()) < (0.002 if formats[number] != "fp32" else 1e-9)
