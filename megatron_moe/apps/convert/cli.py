@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
+    p.add_argument("--average-steps", nargs="+", type=int, metavar="N", help="native to native: the mean of these "
+                   "steps of --load, in fp64, of main weights where they have them; no optimizer")  # fmt: skip
     p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
                    "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
     p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
@@ -150,6 +152,9 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--no-optim: is for --from native --to native, and for checkpoints of Megatron-LM; a folder of Hugging "
             "Face's has no optimizer"
         )
+    if args.average_steps is not None and (way != ("native", "native") or args.ckpt_step is not None):
+        shown = f"--average-steps {' '.join(map(str, args.average_steps))}"
+        raise ConfigError(f"{shown}: is for --from native --to native, and takes the place of --ckpt-step")
     if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
         raise ConfigError(
             "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
@@ -275,6 +280,10 @@ def _planned(args: argparse.Namespace) -> Any:
         return FromMegatron(open_checkpoint(load, args.ckpt_step), options, args.given)
     if args.origin == "hf":
         return ToNative(HFFolder.open(load), options)
+    if args.average_steps is not None:
+        from megatron_moe.apps.convert.average import Average, steps_to_average
+
+        return Average(steps_to_average(load, args.average_steps), options)
     source = locate(load, args.ckpt_step, args.family)
     if args.target == "megatron":
         from megatron_moe.apps.convert.to_megatron import ToMegatron

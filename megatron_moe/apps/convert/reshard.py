@@ -118,8 +118,8 @@ class Reshard(Conversion):
                 if isinstance(box, str):
                     values.append(data.add_value(box, self._value(box)))
                     continue
-                key, start, shape = box
-                block = self.reader.read(key, start, shape)
+                key, start, _ = box
+                block = self._block(box)
                 if block.is_floating_point():
                     certificate.require_finite(block, key, str(self.source))
                 native = certificate.native_entry(key, start, block)
@@ -130,6 +130,12 @@ class Reshard(Conversion):
                 rows.append({"native": native, "cast": certificate.cast_name(before, dtype_name(block.dtype))})
                 advance(self._bytes(box))
         return {"entry": file.entry(), "parts": data.parts, "values": values, "rows": rows}
+
+    def _block(self, box: Box) -> torch.Tensor:
+        return self.reader.read(*box)
+
+    def _new_state(self) -> dict[str, Any]:
+        return {**self.state, "has_optimizer": bool(self.state.get("has_optimizer")) and self.keeps_optimizer}
 
     def _value(self, key: str) -> bytes:
         stored = self.reader.index.values[key]
@@ -158,10 +164,7 @@ class Reshard(Conversion):
                 (step / name).parent.mkdir(exist_ok=True)
                 files[name] = to_native.copy_file(self.source / name, step / name, known)
         files[folder.CONFIG] = write_json(step / folder.CONFIG, self._new_config())
-        had = bool(self.state.get("has_optimizer"))
-        files[folder.STATE] = write_json(
-            step / folder.STATE, {**self.state, "has_optimizer": had and self.keeps_optimizer}
-        )
+        files[folder.STATE] = write_json(step / folder.STATE, self._new_state())
         return to_native.seal(output, self.iteration, files)
 
     def _new_config(self) -> dict[str, Any]:
