@@ -223,7 +223,7 @@ NORMS(bf16, u16, load_bf16, store_bf16)
 OPERATIONS(fp32, float, load_float, store_float)
 OPERATIONS(bf16, u16, load_bf16, store_bf16)
 
-/* ---- AdamW on state that is stored in fewer bytes (training/packed_state.py has the same in torch)
+/* ---- AdamW on state that is stored in fewer bytes (precision/packed_state.py has the same in torch)
 
    Of n elements, 128 at a time: main weights and moments are unpacked to fp32, updated in torch's order
    (aten/src/ATen/native/cpu/FusedAdamKernel.cpp), and packed. A main weight is an fp32 number, or the bf16 weight that it

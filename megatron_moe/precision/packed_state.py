@@ -209,17 +209,15 @@ def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, chance
     """Store a moment, fp32 [n].
 
     Args:
-        chances: see `chances_of`; None for values that were unpacked from this dtype, which are exact, and for others
-            rounds down.
+        chances: see `chances_of`; None for fp32 alone, which nothing is rounded to.
         second: it is the second moment, which is not negative: codes round it to zero where it is zero alone, for the
             update is divided by its root.
     """
     if stored.dtype == torch.float32:
         stored.copy_(values)
         return
-    chance = torch.zeros_like(values, dtype=torch.int64)
-    if chances is not None:
-        chance = (chances >> 16 if second else chances) & 0xFFFF
+    assert chances is not None
+    chance = (chances >> 16 if second else chances) & 0xFFFF
     if stored.dtype == torch.bfloat16:
         stored.view(torch.int16).copy_((values.view(torch.int32) + chance.to(torch.int32)) >> 16)
         return

@@ -227,8 +227,8 @@ class PrecisionAwareAdam(Adam):
         """
         stored = {param: self.state[param] for param in self._params()}
         for param in stored:
-            values = {kind: self.values_of(param, kind) for kind in ("param", *MOMENTS)}
-            near = {kind: value.to(param.device if keep else "cpu") for kind, value in values.items()}
+            kinds = ("param", *MOMENTS) if param in self._weights else MOMENTS
+            near = {kind: self.values_of(param, kind).to(param.device if keep else "cpu") for kind in kinds}
             self.state[param] = {name: near[name].view(param.shape) for name in MOMENTS}
             if param in self._weights:
                 param.data = near["param"].view(param.shape)
