@@ -99,17 +99,28 @@ def _to_common(part: Any, own: dict[str, Any]) -> None:
     """Change an optimizer's sharded state into the common form; nothing is copied."""
     if part.config.use_distributed_optimizer:
         del own[_SHARDING]
-        if not _has_main_weights(part):
-            # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
-            buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
-            weights = [weight for buffer in buffers for weight in buffer.param_index_map]
-            for number, weight in enumerate(weights):
+        buffers = getattr(part, "buffers", None) or []  # none where this rank has no parameter for it
+        for number, weight in enumerate(weight for buffer in buffers for weight in buffer.param_index_map):
+            if not _has_main_weights(part):
+                # The main weight of an fp32 weight is the weight: it is in the step already, and loaded with the model.
                 own["param_state"][number]["param"] = not_saved(weight)
+            if hasattr(weight, "orthogonalized"):
+                own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
     elif _has_main_weights(part):
         for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
             tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
     else:
         own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
+    if not part.config.use_distributed_optimizer and hasattr(part.optimizer, "matrices"):
+        mains = (main for group in part.optimizer.param_groups for main in group["params"])
+        for number, main in enumerate(mains):
+            if main in part.optimizer.matrices:
+                own["optimizer"]["state"][number]["exp_avg_sq"] = not_saved(_zeros(main))
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros of this shape, without memory: the second moment of a weight that Muon updates."""
+    return torch.zeros((), device=like.device).expand(like.shape)
 
 
 def _from_common(part: Any, common: dict[str, Any]) -> None:

@@ -71,13 +71,18 @@ def _part_state(model: torch.nn.Module, part: Any, options: dict[str, Any], load
     if getattr(part, "grad_scaler", None) is not None:
         state["grad_scaler"] = part.grad_scaler.state_dict()
     for name, master, boxes in _of_part(model, part, options):
-        tensors = {key: _moment(part.optimizer, master, key, loading) for key in _MOMENTS}
+        tensors = {key: _moment(part.optimizer, master, key, loading) for key in _moments_of(part, master)}
         if part.config.bf16 or part.config.fp16:
             tensors["param"] = torch.empty_like(master) if loading else master.detach()
         state["param_state"][name] = {
             key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
         }
     return state
+
+
+def _moments_of(part: Any, master: Tensor) -> tuple[str, ...]:
+    """Return the moments that a weight has: a momentum alone where Muon updates it."""
+    return _MOMENTS[:1] if master in getattr(part.optimizer, "matrices", ()) else _MOMENTS
 
 
 def _moment(adam: Any, master: Tensor, key: str, loading: bool) -> Tensor:
@@ -100,7 +105,7 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
             part.grad_scaler.load_state_dict(own["grad_scaler"])
         kinds = ["param"] if part.config.bf16 or part.config.fp16 else []
-        packed = hasattr(part.optimizer, "unpacked")
+        packed = hasattr(part.optimizer, "values_of")
         with part.optimizer.unpacked(keep=True) if packed else nullcontext():
             for name, master, boxes in _of_part(model, part, options):
                 state = {"param": master, **part.optimizer.state[master]}

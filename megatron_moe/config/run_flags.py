@@ -12,7 +12,9 @@ from megatron_moe.config.model_flags import ModelConfig, MoEConfig, ParallelConf
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: str = flag("adam", "optimizer; adam is AdamW", choices=("adam",))
+    optimizer: str = flag(
+        "adam", "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest", choices=("adam", "muon")
+    )
     lr: float = flag(1e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = flag("cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD"))
@@ -29,6 +31,22 @@ class OptimizerConfig:
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.95, "decay of the second moment")
     adam_eps: float = flag(1e-8, "epsilon of Adam")
+    muon_momentum: float = flag(0.95, "Muon: decay of the momentum")
+    muon_nesterov: bool = flag(False, "Muon: Nesterov's momentum")
+    muon_num_ns_steps: int = flag(5, "Muon: steps of the Newton-Schulz iteration")
+    muon_coefficient_type: str = flag(
+        "quintic", "Muon: coefficients of the iteration, others at each step or always the same", choices=("quintic", "simple")
+    )
+    muon_fp32_matmul_prec: str = flag(
+        "medium", "Muon: precision of the iteration, bf16 (medium) or fp32 (highest)", choices=("medium", "highest")
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        "Muon: an update [m, n] is scaled by sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(0.2, "Muon: and by this; with spectral, 0.2 gives updates AdamW's size")
+    muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are three matrices, not one")
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
     use_precision_aware_optimizer: bool = flag(

@@ -31,6 +31,7 @@ from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
 from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.precision.packed_state import Chances
+from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, matrices_of
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 
 
@@ -47,6 +48,8 @@ def build_optimizer(
         optimizer = get_megatron_optimizer(
             optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )
+    if run.optimizer.optimizer == "muon":
+        optimizer.orthogonalizer = _orthogonalizer(run, model, optimizer, pg_collection)
     scale = None
     for part in parts(optimizer):
         if fully_sharded:
@@ -58,7 +61,7 @@ def build_optimizer(
         if part.is_stub_optimizer:
             continue
         _settle_positions(part)
-        if isinstance(part.optimizer, (AdamWithMomentsOnHost, PrecisionAwareAdam)):
+        if isinstance(part.optimizer, (AdamWithMomentsOnHost, Muon, PrecisionAwareAdam)):
             part.optimizer.allocate()  # the engine would allocate them next to the weights, in fp32
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, PrecisionAwareAdam):
@@ -80,7 +83,9 @@ def _adam_of(run: Run) -> Iterator[None]:
     """
     options, fully_sharded = run.optimizer, run.derived.zero_stage >= 2
     kind: Any = None
-    if options.use_precision_aware_optimizer:
+    if options.optimizer == "muon":
+        kind = Muon
+    elif options.use_precision_aware_optimizer:
         kind = partial(
             PrecisionAwareAdam,
             moment_dtypes=(options.exp_avg_dtype, options.exp_avg_sq_dtype),
@@ -91,6 +96,30 @@ def _adam_of(run: Run) -> Iterator[None]:
         kind = Adam if fully_sharded else AdamWithMomentsOnHost
     with mock.patch.object(engine_optimizer, "Adam", kind) if kind is not None else nullcontext():
         yield
+
+
+def _orthogonalizer(
+    run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, pg: ProcessGroupCollection
+) -> Orthogonalizer:
+    """Take the weights that are made of matrices from AdamW, before its state is allocated. Collective."""
+    adams = {
+        id(main): part.optimizer
+        for part in parts(optimizer)
+        if not part.is_stub_optimizer
+        for main in part.get_parameters()
+    }
+    mains = {id(weight): main for weight, main in mains_of(model, optimizer)}
+    weights = []
+    for chunk in map(unwrapped, model):
+        for name, layout in matrices_of(run, chunk).items():
+            weight = chunk.get_parameter(name)
+            main = mains.get(id(weight))
+            adam = None if main is None else adams[id(main)]
+            if adam is not None:
+                adam.leave_to_muon(main)
+            weight.orthogonalized = True  # type: ignore[attr-defined]
+            weights.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
+    return Orthogonalizer(run.optimizer, weights, pg)
 
 
 def _pack(part: Any) -> None:

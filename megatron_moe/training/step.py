@@ -47,6 +47,7 @@ from megatron_moe.training.gradients import (
     main_gradients,
     prepare_gradients,
 )
+from megatron_moe.training.muon import orthogonalize_gradients
 from megatron_moe.training.optimizer import learning_rate, moments_and_masters, shared_loss_scale
 from megatron_moe.training.step_sums import (
     Model,
@@ -284,6 +285,7 @@ def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerPara
     """Clip the gradients, update the weights and move the learning-rate schedule."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
+        orthogonalize_gradients(optimizer)
         optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
 

@@ -1,0 +1,316 @@
+"""Muon: momentum whose matrices are orthogonalized, for the hidden layers; AdamW for all other weights.
+
+An update of a matrix [m, n] is the momentum with its singular values mapped to numbers near 1, times a factor that
+gives it the size of an update of AdamW's (arXiv:2502.16982), so that one learning rate and one weight decay serve both.
+
+To the engine the optimizer looks like any Adam. In a step, `orthogonalize_gradients` replaces the gradient of every
+matrix by its update, which takes all ranks; then the engine has each optimizer update its weights, which takes none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_moe.checkpoint.state import unwrapped
+from megatron_moe.config.run_flags import OptimizerConfig
+from megatron_moe.config.schema import Run
+from megatron_moe.model.initialize import Split, placement
+from megatron_moe.platform.adam import Adam
+from megatron_moe.training.matrix_exchange import Block, MatrixExchange, Part, whole_shape
+from megatron_moe.training.orthogonalization import orthogonalized, steps_of
+
+DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
+"""Values of --muon-fp32-matmul-prec -> the dtype of the iteration."""
+
+
+class Muon(Adam):
+    """An AdamW that leaves some weights to Muon.
+
+    state, of a matrix: `exp_avg`, the momentum, a mean of gradients; `exp_avg_sq` is a tensor of zeros without memory,
+    for what the engine does with all states alike. Of other weights, see `Adam`.
+    """
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.matrices: set[Tensor] = set()
+
+    def leave_to_muon(self, weight: Tensor) -> None:
+        """Take a weight, or the shard of one, for a matrix: its gradient will be its update."""
+        self.matrices.add(weight)
+
+    def allocate(self) -> None:
+        """Allocate the state of all weights, zeros."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._state_of(param)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        updated = [param for param in group["params"] if param in self.matrices and param.grad is not None]
+        if updated:
+            torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(updated, [param.grad for param in updated], alpha=-group["lr"])
+        super()._step_group({**group, "params": [param for param in group["params"] if param not in self.matrices]})
+
+    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+        if param in self.matrices and not self.state[param]:
+            self.state[param]["exp_avg"] = self._zeros_like(param)
+            self._drop_second_moment(param)
+        return super()._state_of(param)
+
+    def _drop_second_moment(self, param: Tensor) -> None:
+        self.state[param]["exp_avg_sq"] = torch.zeros((), device=param.device).expand(param.shape)
+
+    @contextmanager
+    def unpacked(self, *, keep: bool) -> Iterator[None]:
+        """Give matrices a second moment in memory for the block, where state is loaded into memory (`keep`)."""
+        try:
+            if keep:
+                for param in self.matrices:
+                    self.state[param]["exp_avg_sq"] = self._zeros_like(param)
+            yield
+        finally:
+            for param in self.matrices:
+                self._drop_second_moment(param)
+
+
+class Layout(NamedTuple):
+    """How a weight is made of matrices.
+
+    split: over the tensor-parallel ranks. stacked: whether each index of the first axis is a block by itself, whose
+    axes `split` counts. matrices: see `Block`.
+    """
+
+    split: Split
+    stacked: bool
+    matrices: Callable[[Tensor], list[Tensor]]
+
+
+def _one(whole: Tensor) -> list[Tensor]:
+    return [whole]
+
+
+def _each(whole: Tensor) -> list[Tensor]:
+    return list(whole.unbind(0))
+
+
+def _halves(whole: Tensor) -> list[Tensor]:
+    return list(whole.chunk(2))
+
+
+def _queries_keys_values(whole: Tensor, groups: int, head: int) -> list[Tensor]:
+    """Return the views [g, q x d, H], [g, d, H] and [g, d, H] of the projection of g query groups, [g (q + 2) d, H]."""
+    of_group = whole.view(groups, -1, whole.shape[-1])
+    return list(of_group.split([of_group.shape[1] - 2 * head, head, head], 1))
+
+
+def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, Layout]:
+    """Return the weights of an unwrapped chunk that Muon updates, by name.
+
+    They are the matrices of attention, of dense layers, of experts and of the merge for further predictions. The router
+    and the gate of a shared expert, which are no maps between hidden states, tables, norms and biases are AdamW's.
+    """
+    found: dict[str, Layout] = {}
+    for name, (_, split) in placement(chunk).items():
+        module, parameter = name.split(".")[-2:]
+        if parameter == "weight" and (module.startswith("linear_") or module == "eh_proj"):
+            found[name] = Layout(split, False, _one)
+            if split.stride == 2:
+                found[name] = Layout(split, False, _halves)
+            elif module == "linear_qkv" and run.optimizer.muon_split_qkv:
+                groups, head = run.derived.num_query_groups, run.derived.head_size
+                found[name] = Layout(split, False, partial(_queries_keys_values, groups=groups, head=head))
+    for name, _ in chunk.named_parameters():
+        if name.endswith("experts.weight1"):
+            found[name] = Layout(Split(1), True, _each)
+        elif name.endswith("experts.weight2"):
+            found[name] = Layout(Split(1), True, _one)
+    return {name: layout for name, layout in found.items() if chunk.get_parameter(name).requires_grad}
+
+
+class MatrixWeight(NamedTuple):
+    """A weight that Muon updates.
+
+    main: what this rank updates of it, with its gradient; None: nothing. adam: the optimizer of `main`. own: the part
+    of the weight that `main` is, see `OwnedPart`.
+    """
+
+    weight: torch.nn.Parameter
+    layout: Layout
+    main: Tensor | None
+    adam: Muon | None
+    own: tuple[int | None, int, int]
+
+
+class Orthogonalizer:
+    """Replaces the gradients of all matrices of a model by Muon's updates.
+
+    Args:
+        options: of the run.
+        weights: of this rank, in the same order on all ranks that have parts of them.
+        pg: the engine's process groups. Construction is collective over them.
+    """
+
+    def __init__(
+        self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection
+    ) -> None:
+        self._steps = steps_of(options.muon_coefficient_type, options.muon_num_ns_steps)
+        self._beta, self._nesterov = options.muon_momentum, options.muon_nesterov
+        self._factor = partial(scale, mode=options.muon_scale_mode, extra=options.muon_extra_scale_factor)
+        self._adams = {one.main: one.adam for one in weights if one.main is not None}
+        self._exchanges = [
+            MatrixExchange(_blocks_of_all(some, dp, tp.size()), dp, tp, DTYPES[options.muon_fp32_matmul_prec])
+            for some, dp, tp in (
+                ([one for one in weights if not one.layout.stacked], pg.dp_cp, pg.tp),
+                ([one for one in weights if one.layout.stacked], pg.expt_dp, pg.expt_tp),
+            )
+        ]
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Add the gradients to the momenta, and put the updates in the gradients' places. Collective."""
+        for main in self._adams:
+            self._momentum(main).lerp_(main.grad, 1 - self._beta)
+        for exchange in self._exchanges:
+            exchange.run(self._value, self._compute, self._put)
+
+    def _momentum(self, main: Tensor) -> Tensor:
+        return self._adams[main].state[main]["exp_avg"]  # another tensor after each load
+
+    def _value(self, block: Block) -> Tensor:
+        assert block.main is not None and block.main.grad is not None
+        momentum = block.of_main(self._momentum(block.main))
+        return block.of_main(block.main.grad).lerp(momentum, self._beta) if self._nesterov else momentum
+
+    def _compute(self, blocks: list[tuple[Block, Tensor]]) -> None:
+        alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for block, whole in blocks:
+            for matrix in block.matrices(whole):
+                alike[_sizes(matrix)].append(matrix)
+        for (rows, columns), matrices in alike.items():
+            stack = torch.stack([matrix.reshape(rows, columns) for matrix in matrices])
+            results = orthogonalized(stack, self._steps, stack.dtype)
+            for matrix, result in zip(matrices, results):
+                matrix.copy_(result.float().mul_(self._factor(rows, columns)).view(matrix.shape))
+
+    def _put(self, block: Block, update: Tensor) -> None:
+        assert block.main is not None and block.main.grad is not None
+        block.of_main(block.main.grad).copy_(update)
+
+
+def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:
+    """Replace the gradients of the matrices by their updates, where the optimizer is Muon. Collective over all ranks."""
+    orthogonalizer = getattr(optimizer, "orthogonalizer", None)
+    if orthogonalizer is not None:
+        orthogonalizer.apply()
+
+
+def scale(rows: int, columns: int, *, mode: str, extra: float) -> float:
+    """Return the factor on an orthogonalized matrix: `extra` times that of a mode of --muon-scale-mode.
+
+    spectral: sqrt(max(m, n)), which makes the root mean square of an orthogonal matrix's elements 1 (arXiv:2502.16982).
+    unit_rms_norm: sqrt(m / n), by which inputs with a root mean square of 1 change outputs as much (arXiv:2410.21265).
+    shape_scaling: sqrt(max(1, m / n)), Keller Jordan's.
+    """
+    modes = {"spectral": max(rows, columns), "unit_rms_norm": rows / columns, "shape_scaling": max(1, rows / columns)}
+    return extra * math.sqrt(modes[mode])
+
+
+# Blocks of weights.
+
+
+def _blocks_of_all(weights: Sequence[MatrixWeight], dp: ProcessGroup, tp_size: int) -> list[Block]:
+    """Return the blocks of weights that are spread over a data-parallel group. Collective over it."""
+    own = [tuple(one.own) for one in weights]
+    everywhere: list[Any] = [None] * dp.size()
+    dist.all_gather_object(everywhere, own, group=dp)
+    blocks: list[Block] = []
+    for number, one in enumerate(weights):
+        blocks += _blocks(one, [ranks[number] for ranks in everywhere], dp.rank(), tp_size)
+    return blocks
+
+
+def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -> Iterator[Block]:
+    """Yield the blocks of a weight, of which each data-parallel rank updates the part in `own`."""
+    shape, layout = tuple(one.weight.shape), one.layout
+    inner = shape[1:] if layout.stacked else shape
+    replicated = sum(_numel(shape, *part) for part in own) > math.prod(shape)
+    whole = torch.empty(whole_shape(inner, layout.split, tp_size), device="meta")
+    cost = sum(_flops(*_sizes(matrix)) for matrix in layout.matrices(whole))
+    for index in range(shape[0]) if layout.stacked else (None,):
+        shares = [_share(shape, *part, index) for part in own]
+        here = shares[dp_rank]
+        of_blocks = [None if share is None else share.of_block for share in shares]
+        of_main = _all if here is None else here.of_main
+        yield Block(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
+
+
+def _sizes(matrix: Tensor) -> tuple[int, int]:
+    return matrix.shape[:-1].numel(), matrix.shape[-1]
+
+
+def _flops(rows: int, columns: int) -> float:
+    """Return the FLOPs of a step of the iteration."""
+    short, long = sorted((float(rows), float(columns)))
+    return 4 * short**2 * long + 2 * short**3
+
+
+def _numel(shape: tuple[int, ...], axis: int | None, begin: int, end: int) -> int:
+    return end - begin if axis is None else math.prod(shape) // shape[axis] * (end - begin)
+
+
+class _Share(NamedTuple):
+    """What a rank updates of a block: in a tensor of the block's shape, and in what it updates of the weight."""
+
+    of_block: Part
+    of_main: Part
+
+
+def _share(shape: tuple[int, ...], axis: int | None, begin: int, end: int, index: int | None) -> _Share | None:
+    """Return a rank's share of a block of a weight of this shape; None where it has nothing of the block.
+
+    Args:
+        axis, begin, end: the part of the weight that the rank updates, see `OwnedPart`.
+        index: of the block along the first axis; None: the weight is one block.
+    """
+    if axis is None:
+        numel = math.prod(shape if index is None else shape[1:])
+        first = 0 if index is None else index * numel
+        low, high = max(begin, first), min(end, first + numel)
+        if low >= high:
+            return None
+        return _Share(partial(_flat, low - first, high - first), partial(_flat, low - begin, high - begin))
+    if begin >= end or (axis == 0 and index is not None and not begin <= index < end):
+        return None
+    if index is None:
+        return _Share(partial(_along, axis, begin, end), _all)
+    if axis == 0:
+        return _Share(_all, partial(_at, index - begin))
+    return _Share(partial(_along, axis - 1, begin, end), partial(_at, index))
+
+
+def _all(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _at(index: int, tensor: Tensor) -> Tensor:
+    return tensor[index]
+
+
+def _along(axis: int, begin: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor.narrow(axis, begin, end - begin)
+
+
+def _flat(begin: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor.view(-1)[begin:end]
