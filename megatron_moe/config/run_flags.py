@@ -13,7 +13,9 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = flag(
-        "adam", "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest", choices=("adam", "muon")
+        "adam",
+        "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest",
+        choices=("adam", "muon"),
     )
     lr: float = flag(1e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
@@ -35,7 +37,9 @@ class OptimizerConfig:
     muon_nesterov: bool = flag(False, "Muon: Nesterov's momentum")
     muon_num_ns_steps: int = flag(5, "Muon: steps of the Newton-Schulz iteration")
     muon_coefficient_type: str = flag(
-        "quintic", "Muon: coefficients of the iteration, others at each step or always the same", choices=("quintic", "simple")
+        "quintic",
+        "Muon: coefficients of the iteration: one set per step, or the same in all",
+        choices=("quintic", "simple"),
     )
     muon_fp32_matmul_prec: str = flag(
         "medium", "Muon: precision of the iteration, bf16 (medium) or fp32 (highest)", choices=("medium", "highest")
@@ -47,6 +51,9 @@ class OptimizerConfig:
     )
     muon_extra_scale_factor: float = flag(0.2, "Muon: and by this; with spectral, 0.2 gives updates AdamW's size")
     muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are three matrices, not one")
+    qk_clip: bool = flag(False, "scale down queries and keys of heads whose attention logits exceed a threshold")
+    qk_clip_alpha: float = flag(0.5, "qk-clip: the share, as a power of the factor, that falls to the queries")
+    qk_clip_threshold: float = flag(100.0, "qk-clip: the largest logit that is left alone")
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     use_distributed_optimizer: bool = flag(False, "spread master weights and moments over the data-parallel ranks")
     use_precision_aware_optimizer: bool = flag(
@@ -252,6 +259,7 @@ class LoggingConfig:
     dry_run: bool = mute(False, "check the configuration and stop")
     log_params_norm: bool = flag(False, "the norm of all weights after a step, in log lines, files and TensorBoard")
     log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradients are 0, there too")
+    log_max_attention_logit: bool = flag(False, "the largest attention logit, there too; qk-clip logs it anyway")
     timing_log_level: int = flag(
         0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
     )

@@ -7,7 +7,9 @@ and stores the whole score matrix.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.model.context_parallel import (
@@ -27,6 +30,7 @@ from megatron_moe.model.context_parallel import (
     of_one_width,
     wide,
 )
+from megatron_moe.parallel.sequence import all_gather_sequence, chunk_numbers
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -104,6 +108,104 @@ class SDPACoreAttention(torch.nn.Module):
                 query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale, dropout
             )
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
+
+
+LOGITS_AT_A_TIME = 2**22
+"""Logits in memory at a time where their maximum is taken: in fp32 16 MiB, which a GPU's cache holds."""
+
+
+class MeasuredCoreAttention(SDPACoreAttention):
+    """SDPACoreAttention that keeps the largest logit of each of its heads, over the passes that will be differentiated.
+
+    Passes of evaluation, generation and counting ahead have no gradients and are not measured. A pass that is
+    recomputed is measured once or twice, which makes no difference to a maximum.
+
+    Attributes:
+        layer_number: one-based, in the whole model; further predictions come after its layers.
+        largest_logits: fp32 [n], of this rank's heads since it was last set to None; None: there was no pass.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
+        super().__init__(config, layer_number, *args, **options)
+        self.layer_number = layer_number
+        over_ranks = isinstance(self._kernel, OverRanks)
+        self._measure: Callable[..., Tensor] = LargestOverRanks(self._kernel.group) if over_ranks else largest_logits
+        # No buffer: it is no state of the model, and a model in half precision would round it.
+        self.largest_logits: Tensor | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return what SDPACoreAttention returns."""
+        if self.training and torch.is_grad_enabled():
+            found = self._measure(query, key, self.scale)
+            self.largest_logits = found if self.largest_logits is None else self.largest_logits.maximum(found)
+        return super().forward(query, key, value, *args, **options)
+
+
+def measured_attentions(model_chunks: Iterable[torch.nn.Module]) -> Iterator[MeasuredCoreAttention]:
+    """Yield every core attention of these chunks that is measured, wrapped or not, in the order of the layers."""
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if isinstance(module, MeasuredCoreAttention):
+                yield module
+
+
+@torch.no_grad()
+def largest_logits(
+    query: Tensor, key: Tensor, scale: float | None, first: int = 0, at_a_time: int = LOGITS_AT_A_TIME
+) -> Tensor:
+    """Return the largest q . k x scale of each head, fp32 [n], over all keys that are not after their query.
+
+    The products are added up in fp32. A piece of some heads and rows of the score matrix is in memory at a time.
+
+    Args:
+        query: [Q, B, n, d].
+        key: [K, B, g, d], of the sequence from its first token on.
+        scale: see SDPACoreAttention.
+        first: the position of the first query.
+        at_a_time: the logits of a piece, at most; a row of one group is a piece at least.
+    """
+    (length, batch, heads, width), groups = query.shape, key.shape[2]
+    if platform.on_cpu(query):
+        query, key = query.float(), key.float()
+    # Heads that share a key are rows of one product: [B g, n / g, Q, d] and [B g, d, K].
+    query = query.permute(1, 2, 0, 3).reshape(batch * groups, heads // groups, length, width)
+    key = key.permute(1, 2, 3, 0).reshape(batch * groups, width, -1)[:, :, : first + length]
+    row = heads // groups * key.shape[2]
+    rows = min(length, max(1, at_a_time // row))
+    stacked = max(1, at_a_time // (row * rows))
+    future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+    largest = torch.full(query.shape[:2], -math.inf, device=query.device)
+    for some, queries, keys in zip(largest.split(stacked), query.split(stacked), key.split(stacked)):
+        for begin in range(0, length, rows):
+            piece = queries[:, :, begin : begin + rows]
+            count = piece.shape[2]
+            seen = first + begin + count
+            logits = _products(piece.flatten(1, 2), keys[:, :, :seen]).unflatten(1, (-1, count))
+            logits[..., seen - count :].masked_fill_(future[:count, :count], -math.inf)
+            torch.maximum(some, logits.amax((2, 3)), out=some)
+    return largest.view(batch, heads).amax(0) * (width**-0.5 if scale is None else scale)
+
+
+@dataclass(frozen=True)
+class LargestOverRanks:
+    """The largest logits of a rank's two chunks of queries under context parallelism, as a record like `OverRanks`."""
+
+    group: ProcessGroup
+
+    @torch.no_grad()
+    def __call__(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+        """Return fp32 [n] for this rank's [S / CP, B, n, d] and [S / CP, B, g, d]. Collective: keys are gathered."""
+        keys, chunks = all_gather_sequence(key, self.group), query.chunk(2)
+        places = (number * len(chunks[0]) for number in chunk_numbers(self.group.rank(), self.group.size()))
+        early, late = (largest_logits(chunk, keys, scale, first) for chunk, first in zip(chunks, places))
+        return early.maximum(late)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return fp32 left @ right of a stack of matrices; products of half-precision numbers are exact in fp32."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
 def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

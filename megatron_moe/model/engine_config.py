@@ -72,6 +72,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "attention_backend": AttnBackend[model.attention_backend],
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
+        "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
     }
 
 

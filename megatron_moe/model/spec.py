@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
-from megatron_moe.model.attention import SDPACoreAttention
+from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
 from megatron_moe.model.mla import LatentAttention, MLASubmodules
 from megatron_moe.model.mtp import PredictionLayer, PredictionParts
 from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
@@ -170,15 +170,16 @@ def layer_spec(config: Any, settings: LayerSettings, chosen: Parts, pg_collectio
 def _attention(config: Any, settings: LayerSettings, chosen: Parts) -> ModuleSpec:
     head_norm = chosen.norm if config.qk_layernorm else None
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
     if config.multi_latent_attention:
         module: type = LatentAttention
-        submodules: Any = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, chosen.core_attention)
+        submodules: Any = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
         params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
     else:
         module = SelfAttention
         submodules = SelfAttentionSubmodules(
             linear_qkv=chosen.column_linear,
-            core_attention=chosen.core_attention,
+            core_attention=core,
             linear_proj=chosen.row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,

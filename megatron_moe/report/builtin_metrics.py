@@ -257,6 +257,19 @@ BUILT_IN: tuple[Metric, ...] = (
         console_rank=32,
         tensorboard="num-zeros",
     ),
+    Metric(
+        "max_attention_logit",
+        console="max attention logit {:.1f}",
+        console_rank=33,
+        tensorboard="max_attention_logit",
+    ),
+    Metric(
+        "clipped_heads",
+        unit="heads of all layers",
+        console="clipped heads {:.0f}",
+        console_rank=34,
+        tensorboard="optimizer/clipped_heads",
+    ),
     Metric("timers", unit="s per iteration, by part", compute=_timers, tensorboard=_times, empty=dict),
     Metric(
         "memory",

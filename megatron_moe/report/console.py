@@ -22,6 +22,8 @@ LEGEND: tuple[tuple[str, str], ...] = (
     ("grad norm", "the norm of all gradients before they are clipped (--clip-grad)"),
     ("params norm", "the norm of all weights after the step (--log-params-norm)"),
     ("num zeros", "elements of all gradients that are 0 (--log-num-zeros-in-grad)"),
+    ("max attention logit", "the largest logit of any attention head (--qk-clip, --log-max-attention-logit)"),
+    ("clipped heads", "heads of all layers whose queries and keys were scaled down (--qk-clip)"),
     ("tok/s", "tokens per second of all ranks together, over all steps since the last line"),
     ("TFLOP/s", "10^12 operations of the model per second and device, recomputation not counted"),
     ("MFU", "the same as a share of --peak-tflops"),

@@ -79,6 +79,10 @@ class StepFacts:
     """The norm of all weights after the step, at those of --log-interval with --log-params-norm."""
     num_zeros: int | None = None
     """Elements of all gradients that are 0, at the same steps with --log-num-zeros-in-grad."""
+    max_attention_logit: float | None = None
+    """The largest attention logit of any head, with --qk-clip or --log-max-attention-logit."""
+    clipped_heads: int | None = None
+    """With --qk-clip, the heads of all layers with a logit above its threshold; None at skipped steps."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     """The slowest rank's time per iteration in each part of a step, at the same steps with --timing-log-level."""
     memory: Mapping[str, int] = field(default_factory=dict)

@@ -72,7 +72,7 @@ MEGATRON_TAGS: dict[str, str] = {
 """A tag of ours -> Megatron-LM's; metrics that it does not have keep theirs."""
 _OVER_SAMPLES = {
     *(tag for tag in MEGATRON_TAGS.values() if not tag.endswith("_loss")),
-    *("world-size", "params-norm", "num-zeros", "lm loss validation ppl", "lm loss test ppl"),
+    *("world-size", "params-norm", "num-zeros", "lm loss validation ppl", "lm loss test ppl", "max_attention_logit"),
 }
 
 

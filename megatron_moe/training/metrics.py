@@ -132,6 +132,8 @@ class Meter:
                 memory_bytes=platform.max_memory_bytes(),
                 params_norm=params_norm,
                 num_zeros=result.gradient_zeros,
+                max_attention_logit=result.max_attention_logit,
+                clipped_heads=result.clipped_heads,
                 part_seconds=part_seconds or {},
                 memory=platform.memory_statistics() if self._run.logging.log_memory_to_tensorboard else {},
             )

@@ -23,7 +23,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_moe.checkpoint.state import unwrapped
 from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import Split, placement
@@ -45,6 +44,8 @@ class Muon(Adam):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
         self.matrices: set[Tensor] = set()
+        self.after_update: dict[Tensor, Callable[[Tensor], None]] = {}
+        """Weight, or its shard -> what is done to it after each update."""
 
     def leave_to_muon(self, weight: Tensor) -> None:
         """Take a weight, or the shard of one, for a matrix: its gradient will be its update."""
@@ -62,6 +63,9 @@ class Muon(Adam):
             torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(updated, [param.grad for param in updated], alpha=-group["lr"])
         super()._step_group({**group, "params": [param for param in group["params"] if param not in self.matrices]})
+        for param in group["params"]:
+            if param in self.after_update:
+                self.after_update[param](param)
 
     def _state_of(self, param: Tensor) -> dict[str, Tensor]:
         if param in self.matrices and not self.state[param]:
@@ -162,9 +166,7 @@ class Orthogonalizer:
         pg: the engine's process groups. Construction is collective over them.
     """
 
-    def __init__(
-        self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection
-    ) -> None:
+    def __init__(self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection) -> None:
         self._steps = steps_of(options.muon_coefficient_type, options.muon_num_ns_steps)
         self._beta, self._nesterov = options.muon_momentum, options.muon_nesterov
         self._factor = partial(scale, mode=options.muon_scale_mode, extra=options.muon_extra_scale_factor)
@@ -210,7 +212,7 @@ class Orthogonalizer:
 
 
 def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:
-    """Replace the gradients of the matrices by their updates, where the optimizer is Muon. Collective over all ranks."""
+    """Replace the gradients of matrices by their updates, where the optimizer is Muon. Collective over all ranks."""
     orthogonalizer = getattr(optimizer, "orthogonalizer", None)
     if orthogonalizer is not None:
         orthogonalizer.apply()

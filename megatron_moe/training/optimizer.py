@@ -33,6 +33,7 @@ from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, matrices_of
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
+from megatron_moe.training.qk_clip import QKClip, clipped_weights
 
 
 def build_optimizer(
@@ -50,6 +51,8 @@ def build_optimizer(
         )
     if run.optimizer.optimizer == "muon":
         optimizer.orthogonalizer = _orthogonalizer(run, model, optimizer, pg_collection)
+    if run.optimizer.qk_clip:
+        optimizer.qk_clip = _qk_clip(run, model, optimizer, pg_collection)
     scale = None
     for part in parts(optimizer):
         if fully_sharded:
@@ -102,12 +105,7 @@ def _orthogonalizer(
     run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, pg: ProcessGroupCollection
 ) -> Orthogonalizer:
     """Take the weights that are made of matrices from AdamW, before its state is allocated. Collective."""
-    adams = {
-        id(main): part.optimizer
-        for part in parts(optimizer)
-        if not part.is_stub_optimizer
-        for main in part.get_parameters()
-    }
+    adams = _adams(optimizer)
     mains = {id(weight): main for weight, main in mains_of(model, optimizer)}
     weights = []
     for chunk in map(unwrapped, model):
@@ -120,6 +118,27 @@ def _orthogonalizer(
             weight.orthogonalized = True  # type: ignore[attr-defined]
             weights.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
     return Orthogonalizer(run.optimizer, weights, pg)
+
+
+def _qk_clip(
+    run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, pg: ProcessGroupCollection
+) -> QKClip:
+    """Have each update of a weight of queries or keys followed by its scaling."""
+    clip, adams = QKClip(run, pg), _adams(optimizer)
+    mains = {id(weight): main for weight, main in mains_of(model, optimizer)}
+    for chunk in map(unwrapped, model):
+        for clipped in clipped_weights(run, chunk):
+            main = mains.get(id(clipped.weight))
+            if main is not None:
+                own = owned_part(optimizer, clipped.weight)
+                adams[id(main)].after_update[main] = partial(clip.scale, clipped, own)
+    return clip
+
+
+def _adams(optimizer: MegatronOptimizer) -> dict[int, Any]:
+    """Return the id of each main weight of this rank -> the optimizer that updates it."""
+    every = (part for part in parts(optimizer) if not part.is_stub_optimizer)
+    return {id(main): part.optimizer for part in every for main in part.get_parameters()}
 
 
 def _pack(part: Any) -> None:

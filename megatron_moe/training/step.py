@@ -49,6 +49,12 @@ from megatron_moe.training.gradients import (
 )
 from megatron_moe.training.muon import orthogonalize_gradients
 from megatron_moe.training.optimizer import learning_rate, moments_and_masters, shared_loss_scale
+from megatron_moe.training.qk_clip import (
+    attention_figures,
+    clip_attention_logits,
+    forget_attention_logits,
+    largest_attention_logits,
+)
 from megatron_moe.training.step_sums import (
     Model,
     OwnSums,
@@ -93,6 +99,11 @@ class StepResult:
     """A weight, moment or expert_bias was not finite before the step, which no later step heals: not committed."""
     gradient_zeros: int | None = None
     """Elements of all gradients that are 0; None where they were not counted and where the step was not committed."""
+    max_attention_logit: float | None = None
+    """The largest attention logit of any head; None where they were not measured."""
+    clipped_heads: int | None = None
+    """Heads of all layers with a logit above the threshold of QK-clip, whose weights were scaled; None without QK-clip
+    and where the step was not committed."""
     empty: bool = False
     """No token of the global batch counts for the loss, which is NaN, a mean of nothing: not committed, and fp16's loss
     scale stays too."""
@@ -162,15 +173,16 @@ def train_step(
     if before_update is not None:
         before_update()
     used_lr = learning_rate(optimizer)
+    logits = largest_attention_logits(model, pg_collection)
     biases = copied_biases(backward.router_update, pg_collection)
     gradients = _unscaled_gradients(optimizer, probe, zeros_counted)
-    own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
+    own = _own_sums(model, optimizer, batches[0], backward, gradients, logits, biases, snapshot, pg_collection)
     sums = own.over_all_ranks()
     if not sums.decided:
         sums = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
     grad_norm, used_scale = sums.grad_norm, sums.loss_scale
     if sums.committed:
-        _commit(model, optimizer, scheduler, grad_norm)
+        _commit(model, optimizer, scheduler, grad_norm, logits)
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -189,15 +201,18 @@ def train_step(
         overflow=overflow,
         damaged=sums.damaged_ranks > 0,
         gradient_zeros=sums.gradient_zeros if sums.committed else None,
+        max_attention_logit=sums.attention[0] if sums.attention else None,
+        clipped_heads=int(sums.attention[1]) if sums.committed and len(sums.attention) == 2 else None,
         empty=sums.empty,
     )
 
 
 def _prepare(model: Model, optimizer: MegatronOptimizer) -> RouterSnapshot:
-    """Clear the gradients; return what the routers are put back to where the step is not applied."""
+    """Clear gradients and attention logits; return what routers are put back to where the step is not applied."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    forget_attention_logits(model)
     return RouterSnapshot.capture(model)
 
 
@@ -250,6 +265,7 @@ def _own_sums(
     batches: Iterator[Batch],
     backward: BackwardResult,
     gradients: GradientSums,
+    logits: Tensor | None,
     biases: HostCopy | None,
     snapshot: RouterSnapshot,
     pg_collection: ProcessGroupCollection,
@@ -265,6 +281,7 @@ def _own_sums(
         grad_norm_squares=gradients.norm_squares,
         loss_scale=optimizer.get_loss_scale(),
         gradient_zeros=gradients.zeros,
+        attention=attention_figures(optimizer, logits),
     )
     # The device has all of the above to do while the host waits for expert_bias.
     return replace(own, bias_words=local_bias_words(backward.router_update, biases))
@@ -281,10 +298,17 @@ def _all_finite(
     }
 
 
-def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float) -> None:
-    """Clip the gradients, update the weights and move the learning-rate schedule."""
+def _commit(
+    model: Model,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    grad_norm: float,
+    logits: Tensor | None,
+) -> None:
+    """Clip the gradients, update the weights, clipped by their logits, and move the learning-rate schedule."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
+        clip_attention_logits(optimizer, logits)
         orthogonalize_gradients(optimizer)
         optimizer.step_with_ready_grads()
     scheduler.step(increment=1)

@@ -46,6 +46,8 @@ class StepSums:
     """The loss scale of the step."""
     gradient_zeros: int | None = None
     """Elements of all gradients that are 0, where they were counted."""
+    attention: tuple[float, ...] = ()
+    """See `qk_clip.attention_figures`."""
 
     @property
     def decided(self) -> bool:
@@ -102,6 +104,8 @@ class OwnSums:
     """[1] fp32, the same on every rank."""
     gradient_zeros: Tensor
     """[1] fp64, summed already over the ranks that share them, or [0] where they are not counted."""
+    attention: Tensor
+    """fp64, the same on every rank, see `qk_clip.attention_figures`."""
 
     def over_all_ranks(self) -> StepSums:
         """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
@@ -109,12 +113,13 @@ class OwnSums:
         words = on_device((*self.sample_words, *self.bias_words), torch.float64)
         added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
         scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
-        shared = torch.cat([scale_and_squares, self.gradient_zeros])
+        shared = torch.cat([scale_and_squares, self.gradient_zeros, self.attention])
         numbers = sum_over_ranks(added, shared)
         loss_sum, tokens, non_finite, damaged, *words_found = numbers[:8]
         mtp = numbers[9 : len(added)]
         loss_scale, *rest = numbers[len(added) :]
-        squares, zeros = rest[: len(self.grad_norm_squares)], rest[len(self.grad_norm_squares) :]
+        norms, counts = len(self.grad_norm_squares), len(self.gradient_zeros)
+        squares, zeros, attention = rest[:norms], rest[norms : norms + counts], rest[norms + counts :]
         return StepSums(
             loss_sum=loss_sum,
             tokens=tokens,
@@ -127,6 +132,7 @@ class OwnSums:
             grad_norm=math.nan if numbers[8] > 0 else joint_norm(squares),
             loss_scale=loss_scale,
             gradient_zeros=int(zeros[0]) if zeros else None,
+            attention=tuple(attention),
         )
 
 

@@ -42,6 +42,23 @@ def frozen_parts_are_tried(run: Run, world_size: int) -> None:
         )
 
 
+_CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+
+
+def clipped_weights_are_trained(run: Run, world_size: int) -> None:
+    """Refuse QK-clip where the weights that it would scale are frozen."""
+    if not run.optimizer.qk_clip:
+        return
+    kept = sorted(name for name in module_names.frozen(run) if name.split(".")[-2] in _CLIPPED)
+    if kept:
+        raise refuse(
+            run,
+            ("qk_clip", _FREEZE),
+            f"{kept[0]} would have to be scaled, and is frozen; leave queries and keys out of the frozen parameters, "
+            "or drop --qk-clip",
+        )
+
+
 def frozen_tables_are_whole(run: Run, world_size: int) -> None:
     """Require of a tied embedding and output layer that both are frozen or none, on one stage of the pipeline."""
     frozen = module_names.frozen(run)

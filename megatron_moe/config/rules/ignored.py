@@ -36,6 +36,7 @@ SAVING = ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng
 READ_WITH = {
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
     "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
+    "qk_clip": ("qk_clip_alpha", "qk_clip_threshold"),
     "tensorboard_dir": ("tensorboard_queue_size",),
     "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
 }

@@ -183,6 +183,30 @@ def attention_backend_is_read(run: Run, world_size: int) -> None:
         )
 
 
+def measured_attention_is_our_own(run: Run, world_size: int) -> None:
+    """Refuse to measure attention logits in Transformer Engine's attention, which ours measures alone."""
+    measuring = set_among(run, ("qk_clip", "log_max_attention_logit"))
+    if measuring and run.model.transformer_impl != "local":
+        raise refuse(
+            run,
+            (*measuring, "transformer_impl"),
+            "the local attention alone measures its logits; use --transformer-impl local",
+        )
+
+
+def clipped_queries_are_not_normed(run: Run, world_size: int) -> None:
+    """Refuse QK-clip where norms after the projections undo what it does to their weights.
+
+    The norms of latent attention are before the projections.
+    """
+    if run.optimizer.qk_clip and run.model.qk_layernorm and not run.model.multi_latent_attention:
+        raise refuse(
+            run,
+            ("qk_clip", "qk_layernorm"),
+            "the norms give queries and keys the same size whatever their weights are, and bound the logits; keep one",
+        )
+
+
 def transformer_engine_is_installed(run: Run, world_size: int) -> None:
     """Require that Transformer Engine is installed if a flag chooses it."""
     asking = [

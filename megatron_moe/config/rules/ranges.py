@@ -132,6 +132,8 @@ RANGES: dict[str, Range] = {
     "adam_beta1": _PROBABILITY,
     "adam_beta2": _PROBABILITY,
     "adam_eps": _POSITIVE,
+    "qk_clip_alpha": Range(low=0, high=1),
+    "qk_clip_threshold": _POSITIVE,
     "clip_grad": _NOT_NEGATIVE,
     "micro_batch_size": Range(low=1, high=2**24),
     "global_batch_size": Range(low=1, high=2**24),

@@ -118,6 +118,14 @@ def wsd_phases_fit(run: Run, world_size: int) -> None:
         )
 
 
+def clipped_logits_need_muon(run: Run, world_size: int) -> None:
+    """Refuse QK-clip with another optimizer than Muon, which scales the weights that it has updated."""
+    if run.optimizer.qk_clip and run.optimizer.optimizer != "muon":
+        raise refuse(
+            run, ("qk_clip", "optimizer"), "Muon alone scales weights after their update; use --optimizer muon"
+        )
+
+
 # Batches over time
 
 
