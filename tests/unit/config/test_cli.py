@@ -54,6 +54,7 @@ READ_WITH = {
     **dict.fromkeys(ignored.READ_WITH["manual_gc"], "--manual-gc"),
     **dict.fromkeys(ignored.READ_WITH["profile"], "--profile"),
     **dict.fromkeys((*ignored.READ_WITH["tensorboard_dir"], *ignored.SCALARS), "--tensorboard-dir somewhere"),
+    **dict.fromkeys(ignored.READ_WITH["qk_clip"], "--qk-clip"),
     **dict.fromkeys(ignored.READ_WITH["wandb_project"], "--wandb-project mine"),
 }
 

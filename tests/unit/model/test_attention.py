@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_moe.model.attention import SDPACoreAttention
+from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention, largest_logits
 
 # (query heads, key/value heads, key width, value width)
 WIDTHS = {
@@ -20,9 +20,9 @@ WIDTHS = {
 }
 
 
-def core_attention(scale=None, **config):
+def core_attention(scale=None, kind=SDPACoreAttention, **config):
     config = {"context_parallel_size": 1, "attention_dropout": 0.0, "sequence_parallel": False, **config}
-    return SDPACoreAttention(SimpleNamespace(**config), 1, AttnMaskType.causal, softmax_scale=scale)
+    return kind(SimpleNamespace(**config), 1, AttnMaskType.causal, softmax_scale=scale)
 
 
 def inputs(widths, dtype, length=24, batch=2):
@@ -137,3 +137,53 @@ def test_half_precision_operands_are_kept_as_they_are_and_the_numbers_are_those_
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs))
     wide_and_large = [tensor for tensor in kept if tensor.dim() == 4 and tensor.dtype == torch.float32]
     assert len(wide_and_large) == 1  # the context
+
+
+def largest_scores(query, key, scale, first=0):
+    """The largest entry of each head's whole score matrix, of queries that begin at a position."""
+    query, key = query.detach().double(), key.detach().double().repeat_interleave(query.shape[2] // key.shape[2], 2)
+    scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + first), -torch.inf).amax(
+        (0, 2, 3)
+    )
+
+
+@pytest.mark.parametrize("at_a_time", [1, 50, 300, 2000, 10**6])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_the_largest_logits_are_found_in_pieces_of_any_size(widths, at_a_time):
+    query, key, _ = inputs(widths, torch.float32, length=37)
+    found = largest_logits(query, key, 0.3, at_a_time=at_a_time)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    torch.testing.assert_close(found.double(), largest_scores(query, key, 0.3), rtol=1e-5, atol=0)
+    later = largest_logits(query[20:30], key, 0.3, first=20, at_a_time=at_a_time)
+    torch.testing.assert_close(later.double(), largest_scores(query[20:30], key, 0.3, first=20), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_largest_logits_of_half_precision_are_not_rounded_to_it(dtype):
+    query, key, _ = inputs(WIDTHS["grouped"], dtype)
+    wanted = largest_scores(query, key, 1.0)
+    torch.testing.assert_close(largest_logits(query, key, 1.0).double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_logits_below_zero_are_found():
+    query, key = torch.ones(5, 1, 2, 4), -torch.ones(5, 1, 2, 4)
+    assert largest_logits(query, key, None).tolist() == [-2.0, -2.0]
+
+
+def test_a_measured_attention_keeps_the_largest_logits_of_passes_that_are_differentiated():
+    measured, widths = core_attention(kind=MeasuredCoreAttention), WIDTHS["grouped"]
+    query, key, value = inputs(widths, torch.float32)
+    plain = core_attention()(query, key, value)
+    with torch.no_grad():
+        measured(query, key, value)
+    measured.eval()(query, key, value)
+    assert measured.largest_logits is None
+    assert torch.equal(measured.train()(query, key, value), plain)
+    first = measured.largest_logits.clone()
+    torch.testing.assert_close(first.double(), largest_scores(query, key, widths[2] ** -0.5), rtol=1e-5, atol=0)
+    measured(0.5 * query, key, value)
+    assert torch.equal(measured.largest_logits, first)
+    measured(2.0 * query, key, value)
+    torch.testing.assert_close(measured.largest_logits, 2 * first)
+    assert "largest_logits" not in measured.state_dict() and not list(measured.buffers())

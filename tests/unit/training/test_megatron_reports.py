@@ -35,6 +35,7 @@ REPORTS = {
     "log_world_size_to_tensorboard": True,
     "log_params_norm": True,
     "log_num_zeros_in_grad": True,
+    "log_max_attention_logit": True,
     "timing_log_level": 1,
 }
 PROFILE = {
@@ -86,6 +87,7 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
     for tag, of in {
         "params-norm": lambda one: one.params_norm,
         "num-zeros": lambda one: one.num_zeros,
+        "max_attention_logit": lambda one: one.max_attention_logit,
         "world-size": lambda one: 2,
         "iteration-time": lambda one: one.seconds,
         "throughput": lambda one: one.model_tflops,

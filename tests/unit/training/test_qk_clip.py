@@ -1,0 +1,83 @@
+"""The rows of a weight that QK-clip multiplies, in whichever part of it a rank updates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.schema import build
+from megatron_moe.training.optimizer import OwnedPart
+from megatron_moe.training.qk_clip import ClippedWeight, QKClip
+
+ROWS, WIDTH = 6, 3
+# Two groups of three rows: half of eta's power for the first two, none for the third.
+PARTS = ((2, 0.5), (1, 0.0))
+LOGITS = torch.tensor([[1.0, 4.0], [-3.0, 16.0]])
+ETAS = torch.tensor([[1.0, 1.0], [1.0, 0.25]])
+"""Of the threshold 4: what is at it or below, and what is negative, stays."""
+
+
+def clip(tp_rank: int = 0, tp_size: int = 1, groups: int = 2) -> QKClip:
+    flags = {"qk_clip": True, "qk_clip_threshold": 4.0, "num_attention_heads": 2, "hidden_size": 8}
+    flags |= {"group_query_attention": True, "num_query_groups": groups}
+    tp: Any = SimpleNamespace(rank=lambda: tp_rank, size=lambda: tp_size)
+    made = QKClip(build(flags), SimpleNamespace(tp=tp))  # type: ignore[arg-type]
+    made.begin(LOGITS)
+    return made
+
+
+def weight(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape))
+
+
+def wanted(whole: torch.Tensor, layer: int) -> torch.Tensor:
+    factors = torch.tensor([eta**power for eta in ETAS[layer].tolist() for rows, power in PARTS for _ in range(rows)])
+    return whole.detach() * factors.view(-1, *[1] * (whole.dim() - 1))
+
+
+PLACES = [OwnedPart(None, begin, end) for begin in range(18) for end in range(begin, 19)]
+PLACES += [OwnedPart(0, begin, end) for begin in range(6) for end in range(begin, 7)]
+PLACES += [OwnedPart(1, begin, end) for begin in range(3) for end in range(begin, 4)]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_part_of_a_weight_is_multiplied_as_the_whole_is(layer: int) -> None:
+    whole = weight(ROWS, WIDTH)
+    for own in PLACES:
+        main = own.of(whole.detach()).clone()
+        clip().scale(ClippedWeight(whole, layer, PARTS), own, main)
+        assert torch.equal(main, own.of(wanted(whole, layer))), own
+
+
+def test_a_bias_is_multiplied_by_its_rows() -> None:
+    whole = weight(ROWS)
+    for own in (OwnedPart(None, 2, 6), OwnedPart(0, 1, 5), OwnedPart(None, 0, 6)):
+        main = own.of(whole.detach()).clone()
+        clip().scale(ClippedWeight(whole, 1, PARTS), own, main)
+        assert torch.equal(main, own.of(wanted(whole, 1))), own
+
+
+def test_a_rank_has_the_factors_of_its_heads() -> None:
+    for rank, eta in enumerate(ETAS[1].tolist()):
+        whole = weight(3, WIDTH)
+        main = whole.detach().clone()
+        clip(rank, 2).scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 9), main)
+        assert torch.equal(main[:2], whole[:2] * eta**0.5) and torch.equal(main[2], whole[2])
+
+
+def test_query_heads_of_one_key_have_the_factor_of_the_largest() -> None:
+    whole = weight(3, WIDTH)
+    main = whole.detach().clone()
+    clip(groups=1).scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 9), main)
+    assert torch.equal(main[:2], whole[:2] * 0.5) and torch.equal(main[2], whole[2])
+
+
+def test_nothing_is_scaled_before_logits_were_measured() -> None:
+    whole, made = weight(ROWS, WIDTH), clip()
+    made._etas = None
+    main = whole.detach().clone()
+    made.scale(ClippedWeight(whole, 1, PARTS), OwnedPart(None, 0, 18), main)
+    assert torch.equal(main, whole)
