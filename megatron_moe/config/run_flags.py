@@ -13,7 +13,9 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     optimizer: str = flag(
-        "adam", "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest", choices=("adam", "muon")
+        "adam",
+        "adam is AdamW; muon: Muon for the matrices of hidden layers, AdamW for the rest",
+        choices=("adam", "muon"),
     )
     lr: float = flag(1e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
@@ -35,7 +37,9 @@ class OptimizerConfig:
     muon_nesterov: bool = flag(False, "Muon: Nesterov's momentum")
     muon_num_ns_steps: int = flag(5, "Muon: steps of the Newton-Schulz iteration")
     muon_coefficient_type: str = flag(
-        "quintic", "Muon: coefficients of the iteration, others at each step or always the same", choices=("quintic", "simple")
+        "quintic",
+        "Muon: coefficients of the iteration: one set per step, or the same in all",
+        choices=("quintic", "simple"),
     )
     muon_fp32_matmul_prec: str = flag(
         "medium", "Muon: precision of the iteration, bf16 (medium) or fp32 (highest)", choices=("medium", "highest")

@@ -23,7 +23,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_moe.checkpoint.state import unwrapped
 from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import Split, placement
@@ -162,9 +161,7 @@ class Orthogonalizer:
         pg: the engine's process groups. Construction is collective over them.
     """
 
-    def __init__(
-        self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection
-    ) -> None:
+    def __init__(self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection) -> None:
         self._steps = steps_of(options.muon_coefficient_type, options.muon_num_ns_steps)
         self._beta, self._nesterov = options.muon_momentum, options.muon_nesterov
         self._factor = partial(scale, mode=options.muon_scale_mode, extra=options.muon_extra_scale_factor)
@@ -210,7 +207,7 @@ class Orthogonalizer:
 
 
 def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:
-    """Replace the gradients of the matrices by their updates, where the optimizer is Muon. Collective over all ranks."""
+    """Replace the gradients of matrices by their updates, where the optimizer is Muon. Collective over all ranks."""
     orthogonalizer = getattr(optimizer, "orthogonalizer", None)
     if orthogonalizer is not None:
         orthogonalizer.apply()
