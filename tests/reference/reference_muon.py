@@ -40,8 +40,8 @@ def rounding_bound(matrix: Tensor, steps: Steps, unit: float) -> float:
     """How far a computed result may be from `orthogonalized`, in the Frobenius norm, to first order in `unit`.
 
     `unit` is the relative error of one rounding. A step computes a Gram matrix G = X X^T, a polynomial P = b G + c G G
-    and a x + P X, each rounded once; sums are taken for exact. An error of X becomes at most as many times larger as the
-    largest slope of the step's polynomial on [0, |X|], for the map of singular values has that Lipschitz constant.
+    and a X + P X, each rounded once; sums are taken for exact. An error of X grows at most by the largest slope of the
+    step's polynomial on [0, |X|], which is the Lipschitz constant of the map of singular values.
     """
     values = torch.linalg.svdvals(matrix.double())
     values = values / values.norm()
