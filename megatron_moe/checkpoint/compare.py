@@ -83,6 +83,21 @@ def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
         )
 
 
+def check_optimizer(run: Run, saved: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint whose optimizer is another one, with another state.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    before = saved.get("optimizer", "adam")
+    if before != run.optimizer.optimizer:
+        raise ConfigError(
+            f"--load {where}, --optimizer {run.optimizer.optimizer}: the checkpoint has the state of --optimizer "
+            f"{before}, which is no state of this one's; use that, or add --no-load-optim, which starts the optimizer "
+            "anew, or --finetune"
+        )
+
+
 def changed_settings(run: Run, saved: dict[str, Any]) -> list[str]:
     """Return what else differs and is allowed to, as `name: old -> new`, for a resumed run to report."""
     current = flatten(run)

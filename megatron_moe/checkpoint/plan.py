@@ -94,6 +94,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     elif not (state["has_optimizer"] or run.checkpoint.finetune or run.checkpoint.no_load_optim):
         raise ConfigError(f"--load {step}: was saved without the optimizer; add --no-load-optim or --finetune")
     elif state["has_optimizer"] and not (run.checkpoint.finetune or run.checkpoint.no_load_optim):
+        compare.check_optimizer(run, config, str(step))
         compare.check_frozen(run, config, str(step))
     if not verify:
         notes.append(

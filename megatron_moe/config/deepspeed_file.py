@@ -133,7 +133,7 @@ def _check_types(path: str, document: dict[str, Any]) -> None:
         if name in known:
             continue
         if block == "optimizer":
-            rule = f"{OTHER_OPTIMIZERS.get(name, 'is another optimizer')}; AdamW is the one here: use AdamW"
+            rule = f"{OTHER_OPTIMIZERS.get(name, 'is another optimizer')}; a file names AdamW alone: use AdamW"
         else:
             rule = OTHER_SCHEDULERS.get(name, f"not one of {', '.join(known)}{suggestion(name, known)}")
             rule += "; without a scheduler in the file the flags decide"

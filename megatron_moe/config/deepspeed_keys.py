@@ -317,7 +317,7 @@ OTHER_OPTIMIZERS = {
     "onebitlamb": _ONE_BIT,
     "lamb": "scales each layer's update by its norm",
     "lion": "updates by signs",
-    "muon": "orthogonalises updates",
+    "muon": "is the flag --optimizer muon here, with settings of its own",
     "adagrad": "divides by sums of squares",
     "muadam": "scales rates by width",
     "muadamw": "scales rates by width",

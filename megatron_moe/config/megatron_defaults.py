@@ -57,6 +57,7 @@ _WHERE: dict[str, Callable[[Given], bool]] = {
     "groups of experts ranked otherwise": _other_group_score,
     "global_aux_loss": lambda given: "global_aux_loss" in _read(given, "moe_router_load_balancing_type"),
     "EP > 1": lambda given: _experts(given) and _read(given, "expert_model_parallel_size") > 1,
+    "Muon": lambda given: _read(given, "optimizer") == "muon",
     "CP > 1": lambda given: _read(given, "context_parallel_size") > 1,
 }
 """The runs that a default makes a difference to."""
@@ -174,6 +175,7 @@ DEFAULTS: tuple[MegatronDefault, ...] = (
     MegatronDefault("lr", None, "to give", reason="no default there"),
     MegatronDefault("lr_decay_style", "linear"),
     MegatronDefault("adam_beta2", 0.999),
+    MegatronDefault("muon_extra_scale_factor", 1.0, "taken", "Muon"),
     # the run
     MegatronDefault("eval_iters", 100, trains=False),
     MegatronDefault("num_workers", 2, trains=False),

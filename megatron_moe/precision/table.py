@@ -32,6 +32,10 @@ def _in_fp8(run: Run) -> bool:
     return run.precision.fp8_format is not None
 
 
+def _is_muon(run: Run) -> bool:
+    return run.optimizer.optimizer == "muon"
+
+
 _EVALUATION = TensorClass("evaluation", MODEL, EVALUATION, "fp64", "fp64", note="of the weights as they are")
 
 _BACKWARD_AND_FILES = (
@@ -44,6 +48,8 @@ _BACKWARD_AND_FILES = (
     TensorClass("gradient norm", "fp32", "fp32", "fp32", "fp32"),
     TensorClass("master weights", "{master_storage}", "fp32", saved="fp32", note="{masters}"),
     TensorClass("Adam moments", "{moment_storage}", "fp32", saved="fp32", note="{moments}"),
+    TensorClass("momentum of Muon", "fp32", "fp32", saved="fp32", when=_is_muon),
+    TensorClass("orthogonalization", NONE, "{orthogonalized}", "fp32", note="of momenta", when=_is_muon),
     TensorClass(
         "loss scale", "fp32", "fp32", saved="fp32", note="one for all gradients", when=lambda run: run.precision.fp16
     ),
@@ -64,6 +70,7 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     stored = (run.optimizer.exp_avg_dtype, run.optimizer.exp_avg_sq_dtype)
     words["moment_storage"] = ", ".join(dict.fromkeys(stored))
     words["moments"] = "" if set(stored) == {"fp32"} else "rounded at random"
+    words["orthogonalized"] = {"medium": "bf16", "highest": "fp32"}[run.optimizer.muon_fp32_matmul_prec]
     words["tf32"] = ", fp32 by TF32 on CUDA but for routers" if run.precision.allow_tf32 else "; no TF32"
     words["per_micro_batch"] = _rounded_per_micro_batch(run, words["model"])
     kept = run.precision.keep_fp32 or ()
@@ -128,6 +135,8 @@ def title(run: Run) -> str:
             f"--use-precision-aware-optimizer --exp-avg-dtype {options.exp_avg_dtype} "
             f"--exp-avg-sq-dtype {options.exp_avg_sq_dtype}"
         )
+    if _is_muon(run):
+        flags.append(f"--optimizer muon --muon-fp32-matmul-prec {options.muon_fp32_matmul_prec}")
     if p.fp8_format is not None:
         flags.append(f"--fp8-format {p.fp8_format} --fp8-recipe {p.fp8_recipe} --fp8-modules {' '.join(p.fp8_modules)}")
     if layers := run.derived.bf16_layers:

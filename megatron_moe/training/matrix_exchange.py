@@ -35,7 +35,8 @@ class Block:
     shape: of it on each tensor-parallel rank. split: how the whole is split over those ranks. matrices: returns the
     matrices in the whole, [..., n], as views; all but the last axis count the rows. cost: of what the owner computes.
     shares: of each data-parallel rank, what it updates of a tensor of `shape`; None: nothing. replicated: whether each
-    of them updates all. main: what this rank updates of the weight; None: nothing. of_main: what `main` has of the block.
+    of them updates all. main: what this rank updates of the weight; None: nothing. of_main: returns what `main`, or a
+    tensor like it, has of the block.
     """
 
     shape: tuple[int, ...]

@@ -134,6 +134,8 @@ RULES: tuple[Rule, ...] = (
     training.training_has_a_length,
     precision.audit_needs_a_second_step,
     training.learning_rates_are_ordered,
+    training.muon_flags_need_muon,
+    training.muon_keeps_fp32_state_on_the_device,
     training.samples_have_a_batch,
     training.lengths_are_given_once,
     training.warmup_is_given_once,

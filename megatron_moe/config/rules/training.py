@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.rules.wording import is_set, nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
 
 
@@ -41,6 +41,39 @@ def learning_rates_are_ordered(run: Run, world_size: int) -> None:
         if low > o.lr:
             flag = "--" + name.replace("_", "-")
             raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
+
+
+_MUON_FLAGS = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_num_ns_steps",
+    "muon_coefficient_type",
+    "muon_fp32_matmul_prec",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_split_qkv",
+)
+
+
+def muon_flags_need_muon(run: Run, world_size: int) -> None:
+    """Refuse settings of Muon's for AdamW."""
+    stray = set_among(run, _MUON_FLAGS)
+    if stray and run.optimizer.optimizer != "muon":
+        raise refuse(run, (*stray, "optimizer"), "are settings of Muon's; add --optimizer muon, or drop them")
+
+
+def muon_keeps_fp32_state_on_the_device(run: Run, world_size: int) -> None:
+    """Refuse Muon with state that is packed or in host memory."""
+    if run.optimizer.optimizer != "muon":
+        return
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if is_set(run, name):
+            raise refuse(
+                run,
+                ("optimizer", name),
+                "Muon's momentum is fp32 and on the device, half of AdamW's moments; use --optimizer adam, or drop the "
+                "other flag",
+            )
 
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")

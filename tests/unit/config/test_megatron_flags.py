@@ -147,11 +147,15 @@ def test_the_value_decides_where_megatron_has_several():
         "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
         "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "refused"},
         "--normalization": {"LayerNorm": "refused"},
-        "--optimizer": {"muon": "refused"},
+        "--optimizer": {"dist_muon": "alias", "lion": "refused"},
+        "--muon-tp-mode": {"duplicated": "always", "distributed": "always", "blockwise": "refused"},
+        "--muon-scalar-optimizer": {"adam": "always", "lion": "refused"},
+        "--muon-fp32-matmul-prec": {"low": "alias", "high": "refused"},
+        "--muon-coefficient-type": {"polar_express": "refused"},
     }
     found = {flag: {value: row_for(flag, [value]).answer for value in by} for flag, by in answers.items()}
     assert found == answers
-    assert row_for("--optimizer", ["adam"]) is None and row_for("--normalization", ["RMSNorm"]) is None
+    assert row_for("--optimizer", ["muon"]) is None and row_for("--normalization", ["RMSNorm"]) is None
 
 
 def test_a_switch_that_is_ignored_is_so_when_it_is_off():

@@ -1,0 +1,100 @@
+"""Muon over layouts and checkpoints: one rank is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.errors import ConfigError
+from tests.distributed.test_packed_layouts import LAYOUTS, resumed, stopped, trained, whole
+from tests.helpers import engines
+
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+# Parts of a matrix that several ranks have, in odd shares or along two axes.
+OWN: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP4, distributed optimizer": (4, {"use_distributed_optimizer": True}),
+    "TP2 x DP2, ZeRO 3": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_torch_fsdp2": True},
+    ),
+    "TP2 x DP2, distributed optimizer": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+    ),
+}
+ALL = {**{name: layout for name, layout in LAYOUTS.items() if name != "offload"}, **OWN}
+EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
+
+
+@pytest.mark.claim("Muon trains on every layout as on one rank.")
+@pytest.mark.parametrize("layout", engines.cases(ALL, both=EITHER))
+def test_a_layout_trains_as_one_rank_does(gloo: Any, layout: str) -> None:
+    ranks, changes = ALL[layout]
+    one = gloo.run(1, trained, flags=MUON)
+    many = gloo.run(ranks, trained, flags={**MUON, **changes})
+    assert many[0][0] == pytest.approx(one[0][0], rel=1e-5)
+    wanted, found = whole(one), whole(many)
+    assert found.keys() == wanted.keys()
+    assert 0 < sum(".exp_avg_sq." in key for key in wanted) < sum(".exp_avg." in key for key in wanted)
+    for key in wanted:
+        assert found[key].isfinite().all(), key
+        # An update is a hundredth (the rate) of 0.2; small singular values make sums in another order show.
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5, msg=key)
+
+
+RESUMED = {
+    "one rank": (1, {}),
+    "bf16": (1, {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
+    "distributed optimizer, bf16": (2, {"bf16": True, "use_distributed_optimizer": True}),
+    "fp16": (2, {"fp16": True, "initial_loss_scale": 256.0}),
+    "ZeRO 2": (2, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "ZeRO 3, bf16": (2, {"bf16": True, "use_torch_fsdp2": True}),
+}
+
+
+@pytest.mark.claim("A run with Muon goes on from a checkpoint to the bit.")
+@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, bf16", "ZeRO 3, bf16"]))
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
+    ranks, flags = RESUMED[name]
+    (tmp_path / "run").mkdir()
+    straight = gloo.run(ranks, trained, flags={**MUON, **flags})
+    gloo.run(ranks, stopped, flags={**MUON, **flags}, folder=str(tmp_path / "run"))
+    later = gloo.run(ranks, resumed, flags={**MUON, **flags}, folder=str(tmp_path / "run"))
+    assert later[0][0] == straight[0][0][2:]
+    wanted, found = whole(straight), whole(later)
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("layout", engines.cases(ALL, both=["DP2, distributed optimizer"]))
+def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, tmp_path: Path, layout: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saved = gloo.run(2, stopped, flags={"bf16": True, **MUON}, folder=str(folder))
+    ranks, changes = ALL[layout]
+    loaded = gloo.run(ranks, resumed, flags={"bf16": True, **MUON, **changes}, folder=str(folder), steps=0)
+    wanted, found = whole(saved), whole(loaded)
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+
+
+def refusal(flags: dict[str, Any], folder: str) -> str:
+    """The message of the error that a run which loads this folder ends with."""
+    with pytest.raises(ConfigError) as error:
+        resumed(flags, folder)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("before", "after"), [("muon", "adam"), ("adam", "muon")])
+def test_the_state_of_another_optimizer_is_refused(gloo: Any, tmp_path: Path, before: str, after: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    gloo.run(1, stopped, flags={"optimizer": before}, folder=str(folder))
+    message = gloo.run(1, refusal, flags={"optimizer": after}, folder=str(folder))[0]
+    assert f"--optimizer {after}" in message and f"--optimizer {before}" in message and "--no-load-optim" in message
+    gloo.run(1, resumed, flags={"optimizer": after, "no_load_optim": True}, folder=str(folder))
