@@ -128,8 +128,9 @@ class MeasuredCoreAttention(SDPACoreAttention):
     def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
         super().__init__(config, layer_number, *args, **options)
         self.layer_number = layer_number
-        over_ranks = isinstance(self._kernel, OverRanks)
-        self._measure: Callable[..., Tensor] = LargestOverRanks(self._kernel.group) if over_ranks else largest_logits
+        self._measure: Callable[..., Tensor] = largest_logits
+        if isinstance(self._kernel, OverRanks):
+            self._measure = LargestOverRanks(self._kernel.group)
         # No buffer: it is no state of the model, and a model in half precision would round it.
         self.largest_logits: Tensor | None = None
 

@@ -116,6 +116,8 @@ class BackwardResult:
     losses: list[dict[str, Tensor]]
     """The schedule's result, see `local_loss`."""
     router_update: RouterUpdate
+    attention_logits: Tensor | None
+    """See `largest_attention_logits`."""
 
 
 class StepProbe(Protocol):
@@ -169,20 +171,16 @@ def train_step(
     snapshot = _prepare(model, optimizer)
     sizes = dict(num_micro_batches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
     micro_batches = partial(run_micro_batches, **sizes, pg_collection=pg_collection)
-    backward = _forward_and_backward(model, batches, micro_batches, probe)
+    backward = _forward_and_backward(model, batches, micro_batches, probe, pg_collection)
     if before_update is not None:
         before_update()
     used_lr = learning_rate(optimizer)
-    logits = largest_attention_logits(model, pg_collection)
     biases = copied_biases(backward.router_update, pg_collection)
     gradients = _unscaled_gradients(optimizer, probe, zeros_counted)
-    own = _own_sums(model, optimizer, batches[0], backward, gradients, logits, biases, snapshot, pg_collection)
-    sums = own.over_all_ranks()
-    if not sums.decided:
-        sums = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
-    grad_norm, used_scale = sums.grad_norm, sums.loss_scale
+    own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
+    sums = _decided_sums(own, optimizer, gradients, snapshot)
     if sums.committed:
-        _commit(model, optimizer, scheduler, grad_norm, logits)
+        _commit(model, optimizer, scheduler, sums.grad_norm, backward.attention_logits)
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -190,9 +188,9 @@ def train_step(
         committed=sums.committed,
         loss=sums.loss,
         tokens=int(sums.tokens),
-        grad_norm=grad_norm,
+        grad_norm=sums.grad_norm,
         learning_rate=used_lr,
-        loss_scale=used_scale,
+        loss_scale=sums.loss_scale,
         next_loss_scale=next_scale,
         router_update=backward.router_update,
         mtp_losses=sums.mtp_losses,
@@ -201,8 +199,8 @@ def train_step(
         overflow=overflow,
         damaged=sums.damaged_ranks > 0,
         gradient_zeros=sums.gradient_zeros if sums.committed else None,
-        max_attention_logit=sums.attention[0] if sums.attention else None,
-        clipped_heads=int(sums.attention[1]) if sums.committed and len(sums.attention) == 2 else None,
+        max_attention_logit=sums.max_attention_logit,
+        clipped_heads=sums.clipped_heads if sums.committed else None,
         empty=sums.empty,
     )
 
@@ -221,6 +219,7 @@ def _forward_and_backward(
     batches: Sequence[Iterator[Batch]],
     micro_batches: Callable[..., list[dict[str, Tensor]]],
     probe: StepProbe | None,
+    pg_collection: ProcessGroupCollection,
 ) -> BackwardResult:
     """Run all micro-batches; the gradients are reduced over ranks and expert_bias has moved when this returns.
 
@@ -234,7 +233,7 @@ def _forward_and_backward(
 
     with nullcontext() if probe is None else probe.watching():
         losses = micro_batches(model, batches, finalize)
-    return BackwardResult(losses, updates[0])
+    return BackwardResult(losses, updates[0], largest_attention_logits(model, pg_collection))
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,6 @@ def _own_sums(
     batches: Iterator[Batch],
     backward: BackwardResult,
     gradients: GradientSums,
-    logits: Tensor | None,
     biases: HostCopy | None,
     snapshot: RouterSnapshot,
     pg_collection: ProcessGroupCollection,
@@ -281,10 +279,20 @@ def _own_sums(
         grad_norm_squares=gradients.norm_squares,
         loss_scale=optimizer.get_loss_scale(),
         gradient_zeros=gradients.zeros,
-        attention=attention_figures(optimizer, logits),
+        attention=attention_figures(optimizer, backward.attention_logits),
     )
     # The device has all of the above to do while the host waits for expert_bias.
     return replace(own, bias_words=local_bias_words(backward.router_update, biases))
+
+
+def _decided_sums(
+    own: OwnSums, optimizer: MegatronOptimizer, gradients: GradientSums, snapshot: RouterSnapshot
+) -> StepSums:
+    """Return the sums over all ranks; what the first look leaves in doubt is looked at exactly. Collective."""
+    sums = own.over_all_ranks()
+    if sums.decided:
+        return sums
+    return replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
 
 
 def _all_finite(

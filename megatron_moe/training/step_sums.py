@@ -46,8 +46,10 @@ class StepSums:
     """The loss scale of the step."""
     gradient_zeros: int | None = None
     """Elements of all gradients that are 0, where they were counted."""
-    attention: tuple[float, ...] = ()
-    """See `qk_clip.attention_figures`."""
+    max_attention_logit: float | None = None
+    """The largest attention logit of all heads, where they were measured."""
+    clipped_heads: int | None = None
+    """Heads with a logit above the threshold of QK-clip, where there is one."""
 
     @property
     def decided(self) -> bool:
@@ -132,7 +134,8 @@ class OwnSums:
             grad_norm=math.nan if numbers[8] > 0 else joint_norm(squares),
             loss_scale=loss_scale,
             gradient_zeros=int(zeros[0]) if zeros else None,
-            attention=tuple(attention),
+            max_attention_logit=attention[0] if attention else None,
+            clipped_heads=int(attention[1]) if attention[1:] else None,
         )
 
 

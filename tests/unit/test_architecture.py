@@ -110,6 +110,7 @@ DOORS: dict[str, set[str]] = {
     "optimizer.MegatronOptimizer": {
         "training/optimizer.py",
         "training/gradients.py",
+        "training/qk_clip.py",
         "training/step.py",
         "training/state_checks.py",
     },
@@ -123,6 +124,7 @@ DOORS: dict[str, set[str]] = {
         "training/global_batch.py",
         "training/metrics.py",
         "training/optimizer.py",
+        "training/qk_clip.py",
         "training/replay.py",
         "training/step.py",
         "training/step_sums.py",
@@ -130,6 +132,7 @@ DOORS: dict[str, set[str]] = {
     "transformer.enums.AttnMaskType": {"model/attention.py", "model/mla.py", "model/spec.py"},
     "transformer.enums.AttnBackend": {"model/engine_config.py"},
     "utils.get_model_config": {
+        "training/qk_clip.py",
         "training/replay.py",
         "training/step.py",
         "training/step_sums.py",

@@ -121,6 +121,7 @@ CONFIG |= {
         {"recompute_modules": ["layernorm", "core_attn"]},
     ),
     "moe_ffn_hidden_size": (48, EXPERTS, {"moe_ffn_hidden_size": 48}),
+    "qk_clip": (True, {"optimizer": "muon"}, {"log_max_attention_logit": True}),
 }
 # The same for the fields of MoEOptions, which every MoE layer is built with.
 MOE = {

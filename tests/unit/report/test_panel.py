@@ -94,7 +94,7 @@ def test_a_curve_that_is_flat_or_empty_can_be_drawn():
 def test_every_word_of_a_line_is_in_the_legend_in_its_order():
     record = STEP.replace(
         skipped=True, mtp_losses=[1.0], params_norm=1.0, num_zeros=3, dropped_per_expert={2: [1, 1]}, health=HEALTH
-    )
+    ).replace(max_attention_logit=120.0, clipped_heads=2)
     whole = Interval()
     whole.add(record.replace(health=HEALTH.__class__(**{**vars(HEALTH), "gradient_swallowed": 25})))
     words = [word for word, _ in LEGEND]
