@@ -110,8 +110,10 @@ class SDPACoreAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
 
 
-LOGITS_AT_A_TIME = 2**22
-"""Logits in memory at a time where their maximum is taken: in fp32 16 MiB, which a GPU's cache holds."""
+LOGITS_AT_A_TIME = 2**24
+ROWS_AT_A_TIME = 1024
+"""Logits in memory at a time where their maximum is taken, 64 MiB in fp32, and how many queries of a head these are
+about at most: with more, more logits after their query would be computed, and with fewer of either a GPU would wait."""
 
 
 class MeasuredCoreAttention(SDPACoreAttention):
@@ -172,7 +174,7 @@ def largest_logits(
     query = query.permute(1, 2, 0, 3).reshape(batch * groups, heads // groups, length, width)
     key = key.permute(1, 2, 3, 0).reshape(batch * groups, width, -1)[:, :, : first + length]
     row = heads // groups * key.shape[2]
-    rows = min(length, max(1, at_a_time // row))
+    rows = min(length, ROWS_AT_A_TIME, max(1, at_a_time // row))
     stacked = max(1, at_a_time // (row * rows))
     future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     largest = torch.full(query.shape[:2], -math.inf, device=query.device)

@@ -9,6 +9,7 @@ MFU is computed, is this count of one forward and backward pass without recomput
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -165,6 +166,11 @@ def grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[-1]
 
 
+def _stacked_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of [b, m, k] [b, k, n]; torch's own formula does not take a product into another dtype."""
+    return 2 * math.prod(left) * right[-1]
+
+
 def _flash(query: Shape, key: Shape, value: Shape, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
     return attention_flops(query, key, value, causal)
 
@@ -178,6 +184,7 @@ def _flash_backward(
 # Formulas that torch's FlopCounterMode does not have, in the form of its argument `custom_mapping`.
 FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: grouped_flops,
+    _aten.bmm: _stacked_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
 }

@@ -81,6 +81,19 @@ def test_recomputation_is_computed_and_not_in_the_models_flops():
     assert plain.derived.flops_per_token(vocabulary) == full.derived.flops_per_token(vocabulary)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_logits_that_are_measured_are_computed_and_not_in_the_models_flops(device, dtype):
+    plain, measured = (build({**MLA, dtype: True, **changes}) for changes in ({}, {"log_max_attention_logit": True}))
+    vocabulary, model = plain.derived.padded_vocab_size(1000), plain.model
+    once, more = (
+        trace_ranks(run, 1, vocabulary, device=device, imbalance=1.0)[0].chunks[0].flops for run in (plain, measured)
+    )
+    squares = model.num_layers * plain.training.micro_batch_size * model.num_attention_heads * model.seq_length**2
+    assert more - once == 2 * squares * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    assert plain.derived.flops_per_token(vocabulary) == measured.derived.flops_per_token(vocabulary)
+
+
 def test_causal_attention_is_half_of_the_square_and_two_chunks_are_the_whole():
     whole = attention_flops((1, 2, 64, 24), (1, 2, 64, 24), (1, 2, 64, 16), causal=True)
     assert whole == 2 * 2 * 64 * 32 * (24 + 16)
