@@ -350,7 +350,7 @@ class DerivedSettings:
             return width * self.parameter_count(padded_vocab)
         numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width
-        return (width + gradient) * numel + self.main_weight_bytes(numel, width) + self.moment_bytes(numel)
+        return (width + gradient) * numel + self.main_weight_bytes(numel, width) + self.moment_bytes(numel, numel)
 
     @property
     def packs_main_weights(self) -> bool:
@@ -367,9 +367,11 @@ class DerivedSettings:
             return 0
         return 2 * numel + -(-numel // 8) if self.packs_main_weights else 4 * numel
 
-    def moment_bytes(self, numel: int) -> int:
-        """Return the bytes of Adam's two moments of `numel` weights."""
+    def moment_bytes(self, numel: int, matrices: int = 0) -> int:
+        """Return the bytes of Adam's two moments of `numel` weights, and of Muon's one of those that are matrices."""
         options = self._run.optimizer
+        if options.optimizer == "muon":
+            return 8 * numel - 4 * matrices
         if not options.use_precision_aware_optimizer:
             return 8 * numel
         sizes = {"fp32": 4 * numel, "bf16": 2 * numel}

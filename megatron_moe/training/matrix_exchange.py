@@ -111,14 +111,14 @@ class MatrixExchange:
         self,
         value: Callable[[Block], Tensor],
         compute: Callable[[list[tuple[Block, Tensor]]], None],
-        put: Callable[[Block, Tensor], None],
+        place: Callable[[Block], Tensor],
     ) -> None:
         """Bring values together, compute, and hand out the results. Collective over both groups.
 
         Args:
             value: returns what this rank has of a block's values, of any shape.
             compute: replaces the values of whole blocks by results, in place.
-            put: takes what this rank updates of a block's results, in `dtype`.
+            place: returns where to put what this rank updates of a block's results.
         """
         for blocks in self.rounds:
             at_this_dp = [(block, owner) for block, owner in blocks if owner.dp == self.dp.rank()]
@@ -127,7 +127,8 @@ class MatrixExchange:
             wholes = self._collect_over_tp(at_this_dp, own, parts)
             compute([(block, whole) for (block, _), whole in zip(own, wholes)])
             parts = self._return_over_tp(at_this_dp, own, wholes)
-            self._return_over_dp(blocks, at_this_dp, parts, put)
+            del wholes
+            self._return_over_dp(blocks, at_this_dp, parts, place)
 
     def _collect_over_dp(
         self,
@@ -200,23 +201,17 @@ class MatrixExchange:
         blocks: list[tuple[Block, Owner]],
         at_this_dp: list[tuple[Block, Owner]],
         parts: list[Tensor],
-        put: Callable[[Block, Tensor], None],
+        place: Callable[[Block], Tensor],
     ) -> None:
         parcels = [
             [share(part) for (block, _), part in zip(at_this_dp, parts) if (share := block.shares[rank]) is not None]
             for rank in range(self.dp.size())
         ]
-        mine = [
-            (block, owner, self._empty(share(torch.empty(block.shape, device="meta")).shape))
-            for block, owner in blocks
-            if (share := block.shares[self.dp.rank()]) is not None
-        ]
         places: list[list[Tensor]] = [[] for _ in range(self.dp.size())]
-        for _, owner, result in mine:
-            places[owner.dp].append(result)
+        for block, owner in blocks:
+            if block.shares[self.dp.rank()] is not None:
+                places[owner.dp].append(place(block))
         self._exchange(self.dp, parcels, places)
-        for block, _, result in mine:
-            put(block, result)
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=platform.device())

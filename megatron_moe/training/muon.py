@@ -27,7 +27,7 @@ from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import Split, placement
 from megatron_moe.platform.adam import Adam
-from megatron_moe.training.matrix_exchange import Block, MatrixExchange, Part, whole_shape
+from megatron_moe.training.matrix_exchange import ROUND_NUMEL, Block, MatrixExchange, Part, whole_shape
 from megatron_moe.training.orthogonalization import orthogonalized, steps_of
 
 DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
@@ -143,6 +143,19 @@ def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, Layout]:
     return {name: layout for name, layout in found.items() if chunk.get_parameter(name).requires_grad}
 
 
+def mark_matrices(run: Run, chunks: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, Layout]]:
+    """Give the weights of unwrapped chunks that Muon updates an attribute, and return them.
+
+    `orthogonalized` is the number of elements of a block on this tensor-parallel rank.
+    """
+    found = [
+        (chunk.get_parameter(name), layout) for chunk in chunks for name, layout in matrices_of(run, chunk).items()
+    ]
+    for weight, layout in found:
+        weight.orthogonalized = math.prod(weight.shape[1 if layout.stacked else 0 :])  # type: ignore[attr-defined]
+    return found
+
+
 class MatrixWeight(NamedTuple):
     """A weight that Muon updates.
 
@@ -185,7 +198,7 @@ class Orthogonalizer:
         for main in self._adams:
             self._momentum(main).lerp_(main.grad, 1 - self._beta)
         for exchange in self._exchanges:
-            exchange.run(self._value, self._compute, self._put)
+            exchange.run(self._value, self._compute, self._place)
 
     def _momentum(self, main: Tensor) -> Tensor:
         return self._adams[main].state[main]["exp_avg"]  # another tensor after each load
@@ -202,13 +215,13 @@ class Orthogonalizer:
                 alike[_sizes(matrix)].append(matrix)
         for (rows, columns), matrices in alike.items():
             stack = torch.stack([matrix.reshape(rows, columns) for matrix in matrices])
-            results = orthogonalized(stack, self._steps, stack.dtype)
+            results = orthogonalized(stack, self._steps, stack.dtype).mul_(self._factor(rows, columns))
             for matrix, result in zip(matrices, results):
-                matrix.copy_(result.float().mul_(self._factor(rows, columns)).view(matrix.shape))
+                matrix.copy_(result.reshape(matrix.shape))
 
-    def _put(self, block: Block, update: Tensor) -> None:
+    def _place(self, block: Block) -> Tensor:
         assert block.main is not None and block.main.grad is not None
-        block.of_main(block.main.grad).copy_(update)
+        return block.of_main(block.main.grad)
 
 
 def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:
@@ -216,6 +229,24 @@ def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:
     orthogonalizer = getattr(optimizer, "orthogonalizer", None)
     if orthogonalizer is not None:
         orthogonalizer.apply()
+
+
+def update_bytes(
+    dtype: torch.dtype, matrices: int, largest: int, dp: int, tp: int, *, replicated: bool, wide: bool
+) -> int:
+    """Return about what a rank allocates to orthogonalize, as it was measured.
+
+    Args:
+        dtype: of the iteration.
+        matrices: elements of all matrices on a tensor-parallel rank. largest: those of the largest block, whole.
+        dp, tp: ranks of the groups. replicated: whether each data-parallel rank updates all. wide: whether products of
+            bf16 numbers are in fp32.
+    """
+    size = dtype.itemsize
+    most = max(min(matrices // dp, ROUND_NUMEL), largest)
+    each = max(17.5 if wide else 0.0, 5.0 * size + (size if tp > 1 else 0))
+    returned = size * (most + 2 * min(matrices, most * dp)) if replicated and dp > 1 else 0
+    return max(round(each * most), returned)
 
 
 def scale(rows: int, columns: int, *, mode: str, extra: float) -> float:

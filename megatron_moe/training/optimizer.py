@@ -31,7 +31,7 @@ from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
 from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.precision.packed_state import Chances
-from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, matrices_of
+from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, mark_matrices
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 from megatron_moe.training.qk_clip import QKClip, clipped_weights
 
@@ -108,15 +108,12 @@ def _orthogonalizer(
     adams = _adams(optimizer)
     mains = {id(weight): main for weight, main in mains_of(model, optimizer)}
     weights = []
-    for chunk in map(unwrapped, model):
-        for name, layout in matrices_of(run, chunk).items():
-            weight = chunk.get_parameter(name)
-            main = mains.get(id(weight))
-            adam = None if main is None else adams[id(main)]
-            if adam is not None:
-                adam.leave_to_muon(main)
-            weight.orthogonalized = True  # type: ignore[attr-defined]
-            weights.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
+    for weight, layout in mark_matrices(run, [unwrapped(chunk) for chunk in model]):
+        main = mains.get(id(weight))
+        adam = None if main is None else adams[id(main)]
+        if adam is not None:
+            adam.leave_to_muon(main)
+        weights.append(MatrixWeight(weight, layout, main, adam, owned_part(optimizer, weight)))
     return Orthogonalizer(run.optimizer, weights, pg)
 
 

@@ -7,6 +7,7 @@ for the tests and docs/muon.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -61,15 +62,15 @@ def orthogonalized(matrices: Tensor, steps: Sequence[Coefficients], dtype: torch
     Returns:
         [N, m, n] in `dtype`.
     """
-    wide = matrices.float()
-    transposed = wide.shape[1] > wide.shape[2]
-    if transposed:
-        wide = wide.mT  # the products with the shorter side are the smaller ones
-    largest = wide.abs().amax((1, 2), keepdim=True)
-    wide = wide / largest.masked_fill(largest == 0, 1)
-    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    x = (wide / norm.masked_fill(norm == 0, 1)).to(dtype)
+    wide = matrices.to(torch.float32, copy=True)
+    for order in (math.inf, 2):  # what is squared is at most 1
+        norm = torch.linalg.vector_norm(wide, order, dim=(1, 2), keepdim=True)
+        wide.div_(norm.masked_fill(norm == 0, 1))
+    x = wide.to(dtype)
     del wide
+    transposed = x.shape[1] > x.shape[2]
+    if transposed:
+        x = x.mT  # the products with the shorter side are the smaller ones
     for a, b, c in steps:
         gram = _product(x, x.mT)
         polynomial = _product(gram, gram, gram, b, c)

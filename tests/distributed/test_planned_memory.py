@@ -133,3 +133,30 @@ def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch
         pieces = 2**20 if "use_precision_aware_optimizer" in flat else 4096
         assert plan.update == pytest.approx(found["update_peak"] - found["held"], rel=0.01, abs=pieces)
         assert plan.peak == pytest.approx(max(found["peak"], found["update_peak"]), rel=0.03)
+
+
+MUON = {"optimizer": "muon"}
+MUON_LAYOUTS = {
+    "one rank": (1, MUON),
+    "one rank, fp32": (1, {**MUON, "bf16": False, "muon_fp32_matmul_prec": "highest"}),
+    "DP2": (2, MUON),
+    "EP2, distributed optimizer": (2, {**MUON, "use_distributed_optimizer": True, "expert_model_parallel_size": 2}),
+    "DP4, ZeRO 2": (4, {**MUON, "data_parallel_sharding_strategy": "optim_grads"}),
+    "TP2": (2, {**MUON, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.claim("A plan's memory of Muon is that of a real step: its state to 0.1 %, its update to 10 %.")
+@pytest.mark.parametrize("half_products", ["native", "fp32"])
+@pytest.mark.parametrize("layout", engines.cases(MUON_LAYOUTS, both=["EP2, distributed optimizer"]))
+def test_a_plan_holds_what_muon_holds(layout, half_products, gloo, monkeypatch):
+    monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
+    world_size, changes = MUON_LAYOUTS[layout]
+    flat = {**MLA, **changes}
+    run = build(flat)
+    (trace,) = trace_ranks(run, world_size, run.derived.padded_vocab_size(1000), device="cpu", imbalance=1.0)
+    plan = rank_memory(run, trace, world_size)
+    found = gloo.run(world_size, measured, flat=flat, half_products=half_products)
+    # Ranks of a distributed optimizer have tables, whose moments are two, and matrices in other shares.
+    assert plan.optimizer == pytest.approx(max(rank["optimizer"] for rank in found), rel=0.001)
+    assert plan.update == pytest.approx(max(rank["update_peak"] - rank["held"] for rank in found), rel=0.1)

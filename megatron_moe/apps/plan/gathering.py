@@ -37,6 +37,8 @@ class GatheredUnit:
     segments: a rank's shards, padding included. parameter_bytes: of a gathered element. ranks: the world's that share
     it. neighbours: how many of them are in a secondary partition, or else on a machine. expert: whether routed experts.
     is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the backward pass.
+    matrices: elements of a rank's shards that Muon updates. largest_block: elements of the largest that it updates at
+    once, on a tensor-parallel rank.
     """
 
     segments: Segments
@@ -46,6 +48,8 @@ class GatheredUnit:
     expert: bool
     is_island: bool
     is_root: bool
+    matrices: int
+    largest_block: int
 
     @property
     def share(self) -> int:
@@ -91,6 +95,12 @@ class PlannedUnit:
             expert=any(not getattr(weight, "allreduce", True) for weight in self.weights),
             is_island=self.unit.is_island,
             is_root=self.unit.is_root,
+            matrices=sum(
+                length
+                for length, weight in zip(self.segments.lengths, self.weights)
+                if hasattr(weight, "orthogonalized")
+            ),
+            largest_block=max(getattr(weight, "orthogonalized", 0) for weight in self.weights),
         )
 
 

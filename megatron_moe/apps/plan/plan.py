@@ -12,6 +12,7 @@ from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.schema import Run
+from megatron_moe.training.muon import DTYPES, update_bytes
 
 GIB = 2**30
 # Memory.
@@ -61,7 +62,9 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     optimizer = update = host = 0
     for buffer in trace.buffers:
         share = buffer.numel // len(buffer.ranks) if run.derived.zero_stage == 1 else buffer.used
-        masters, moments = run.derived.main_weight_bytes(share, buffer.parameter_bytes), run.derived.moment_bytes(share)
+        matrices = buffer.fewest_matrices if run.derived.zero_stage == 1 else buffer.matrices
+        masters = run.derived.main_weight_bytes(share, buffer.parameter_bytes)
+        moments = run.derived.moment_bytes(share, matrices)
         if trace.offloaded and run.derived.packs_main_weights:
             masters, moments = 0, moments + masters  # the rests are with the moments
         optimizer += masters + (0 if trace.offloaded else moments)
@@ -76,7 +79,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         in_flight=in_flight,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=update,
+        update=update + _orthogonalization(run, trace),
         saving=gathering_bytes(run, trace),
         host=host,
     )
@@ -84,23 +87,53 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
 
 def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
     """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
-    shards = sum(unit.share for unit in trace.units)
+    shards, matrices = sum(unit.share for unit in trace.units), sum(unit.matrices for unit in trace.units)
     on_device = 0 if trace.offloaded else shards
     micro_batches = run.derived.num_microbatches(world_size)
     activations, in_flight = _activation_peak(run, trace, micro_batches)
     return PlannedMemory(
         weights=4 * on_device,
         gradients=4 * on_device,
-        optimizer=run.derived.moment_bytes(on_device),
+        optimizer=run.derived.moment_bytes(on_device, matrices),
         host=8 * (shards - on_device) + run.derived.moment_bytes(shards - on_device),
         # Of one micro-batch alone the gradients come about during its backward pass.
         activations=activations if micro_batches > 1 else max(activations - 4 * on_device, 0),
         in_flight=in_flight,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=0,
+        update=_orthogonalization(run, trace),
         saving=0,
     )
+
+
+def _orthogonalization(run: Run, trace: RankTrace) -> int:
+    """Return what Muon takes during the update: for the dense weights, or for the experts, which come after them."""
+    if run.optimizer.optimizer != "muon":
+        return 0
+    found = [0]
+    dtype = DTYPES[run.optimizer.muon_fp32_matmul_prec]
+    for expert, tp in (
+        (False, run.parallel.tensor_model_parallel_size),
+        (True, run.derived.expert_tensor_parallel_size),
+    ):
+        every: list[Any] = [*trace.buffers, *trace.units]
+        parts = [part for part in every if part.expert == expert and part.matrices]
+        if not parts:
+            continue
+        dp = len(parts[0].ranks)
+        shards = dp if trace.units else 1
+        found.append(
+            update_bytes(
+                dtype,
+                sum(part.matrices for part in parts) * shards,
+                max(part.largest_block for part in parts) * tp,
+                dp,
+                tp,
+                replicated=run.derived.zero_stage == 0,
+                wide=trace.products_in_fp32,
+            )
+        )
+    return max(found)
 
 
 def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[int, int]:

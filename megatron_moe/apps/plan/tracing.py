@@ -30,7 +30,9 @@ from megatron_moe.moe.dispatch import AllGatherDispatcher
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
+from megatron_moe.platform.half_products import multiply_in_fp32
 from megatron_moe.platform.isolation import without_loss_scale
+from megatron_moe.training.muon import mark_matrices
 
 _logger = logging.getLogger(__name__)
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
@@ -63,10 +65,17 @@ class ChunkTrace:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over."""
+    """A flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over.
+
+    matrices: elements that Muon updates. fewest_matrices: on the rank that has fewest of them, where each updates a
+    part. largest_block: of the largest that it updates at once, on a tensor-parallel rank.
+    """
 
     numel: int
     used: int
+    matrices: int
+    fewest_matrices: int
+    largest_block: int
     parameter_bytes: int
     gradient_bytes: int
     ranks: tuple[int, ...]
@@ -90,6 +99,7 @@ class RankTrace:
         buffers: the engine's gradient buffers.
         units: what `FullyShardedDataParallel` gathers together, from ZeRO's stage 2 on; there are no buffers then.
         offloaded: whether moments are in a device's host memory, and the shards and gradients of units.
+        products_in_fp32: whether products of bf16 numbers are computed in fp32, on a CPU without instructions for them.
         chunks: the model chunks.
         boundary: bytes of a micro-batch's hidden states between two stages.
     """
@@ -105,6 +115,7 @@ class RankTrace:
     buffers: tuple[Buffer, ...]
     units: tuple[GatheredUnit, ...]
     offloaded: bool
+    products_in_fp32: bool
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
@@ -215,6 +226,8 @@ def _trace_stage(
         assert pg_collection.pp.rank() == stage
         chunks = build_model(run, pg_collection, vocabulary, draw=False)
         bare = [_bare(chunk) for chunk in chunks]
+        if run.optimizer.optimizer == "muon":
+            mark_matrices(run, bare)
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
         # The memory of a CPU is the host's.
@@ -253,6 +266,7 @@ def _trace_stage(
             buffers=() if sharded else tuple(_buffers(chunks)),
             units=tuple(one.described() for one in sharded),
             offloaded=sharding.offload,
+            products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
             chunks=tuple(traces[key] for key in keys),
             boundary=_hidden_states(run).nbytes,
         )
@@ -351,11 +365,28 @@ def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
                 yield Buffer(
                     numel=one.numel,
                     used=one.numel_unpadded,
+                    matrices=sum(p.numel() for p in one.param_index_map if hasattr(p, "orthogonalized")),
+                    fewest_matrices=_fewest_matrices(one),
+                    largest_block=max((getattr(p, "orthogonalized", 0) for p in one.param_index_map), default=0),
                     parameter_bytes=one.param_dtype.itemsize,
                     gradient_bytes=one.grad_dtype.itemsize,
                     ranks=_ranks(one.data_parallel_group),
                     expert=expert,
                 )
+
+
+def _fewest_matrices(buffer: Any) -> int:
+    """Return the elements that Muon updates on the rank that has fewest, where each bucket is cut among the ranks."""
+    ranks = buffer.data_parallel_group.size()
+    found = [0] * ranks
+    for parameter, (start, end, number) in buffer.param_index_map.items():
+        if hasattr(parameter, "orthogonalized"):
+            bucket = buffer.buckets[number]
+            share = bucket.grad_data.numel() // ranks
+            start, end = start - bucket.offset, end - bucket.offset
+            for rank in range(start // share, -(-end // share)):
+                found[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
+    return min(found)
 
 
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
