@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
+from megatron_moe.config.schema import Run, build
 from tests.distributed.test_packed_layouts import Saved, whole
 from tests.helpers import engines
 from tests.helpers.stepped_trainer import TINY
@@ -199,7 +199,7 @@ def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formu
     threshold, before = float(measured[0].median()), measured.double()  # half of the first layer's heads exceed it
     clip = {"qk_clip": True, "qk_clip_threshold": threshold, "qk_clip_alpha": alpha}
     (found,) = gloo.run(1, clipped_once, flags=clip, model=model)
-    run = build({**TINY, **MODELS[model], **FLAGS})
+    run = build({**TINY, **MODELS[model], **FLAGS, "qk_clip_alpha": alpha})
     groups = before.shape[1] if run.model.multi_latent_attention else run.model.num_query_groups
     eta = (threshold / before.unflatten(1, (groups, -1)).amax(2)).clamp(max=1.0)
     of_heads = eta.repeat_interleave(before.shape[1] // groups, 1)
@@ -207,16 +207,41 @@ def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formu
     torch.testing.assert_close(found["logits"][0].double(), (of_heads * before)[0], rtol=1e-5, atol=0)
     assert float(found["logits"][0].max()) == pytest.approx(threshold, rel=1e-5)
     assert found["clipped"] == int((before > threshold).sum()) > 0
-    plain, clipped = (whole([([], found[when])]) for when in ("before", "after"))
+    changed = compare_clipped(run, eta, found["before"], found["after"])
+    assert changed == (2 if run.model.multi_latent_attention else 1)
+
+
+def compare_clipped(run: Run, eta: torch.Tensor, before: Saved, after: Saved) -> int:
+    """Compare weights with those before QK-clip; return how many kinds of them it has changed."""
+    plain, clipped = (whole([([], saved)]) for saved in (before, after))
     changed = set()
     for name, weight in plain.items():
         wanted = weight
         if name.split(".")[-2] in PROJECTIONS:
             layer = run.model.num_layers if name.startswith("mtp.") else int(name.split(".")[2])
-            wanted = clipped_by_the_formula(run, name, weight, eta[layer], alpha).float()
+            wanted = clipped_by_the_formula(run, name, weight, eta[layer], run.optimizer.qk_clip_alpha).float()
             changed |= set() if torch.equal(wanted, weight) else {name.split(".")[-2]}
         torch.testing.assert_close(clipped[name], wanted, rtol=1e-6, atol=0, msg=name)
-    assert len(changed) == (2 if run.model.multi_latent_attention else 1)
+    return len(changed)
+
+
+def after_a_step(flags: dict[str, Any], model: str) -> dict[str, Any]:
+    """The state after a step at the full rate."""
+    trainer = trainer_of({**flags, "lr_warmup_iters": 0}, model)
+    trainer.step()
+    return {"weights": weights(trainer), "moments": trainer.state()["moments"], "logits": step_logits(trainer)}
+
+
+@pytest.mark.parametrize("model", engines.cases(["latent", "grouped, biased"], both=["latent"]))
+def test_updated_weights_are_clipped_and_momenta_are_not(gloo: Any, model: str) -> None:
+    (plain,) = gloo.run(1, after_a_step, flags={"log_max_attention_logit": True}, model=model)
+    threshold = float(plain["logits"].median())
+    (clipped,) = gloo.run(1, after_a_step, flags={"qk_clip": True, "qk_clip_threshold": threshold}, model=model)
+    run = build({**TINY, **MODELS[model], **FLAGS})
+    groups = run.model.num_attention_heads if run.model.multi_latent_attention else run.model.num_query_groups
+    eta = (threshold / plain["logits"].double().unflatten(1, (groups, -1)).amax(2)).clamp(max=1.0)
+    assert compare_clipped(run, eta, plain["weights"], clipped["weights"]) > 0
+    assert clipped["moments"] == plain["moments"]
 
 
 def trained(flags: dict[str, Any], model: str) -> tuple[list[Any], Saved]:

@@ -166,6 +166,13 @@ def test_the_largest_logits_of_half_precision_are_not_rounded_to_it(dtype):
     torch.testing.assert_close(largest_logits(query, key, 1.0).double(), wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 20, 10**6])
+def test_no_logit_of_a_later_key_is_found(at_a_time):
+    query, next_one = torch.eye(9), torch.diag(torch.full((8,), 100.0), -1)
+    found = largest_logits(query.view(9, 1, 1, 9), (query + next_one).view(9, 1, 1, 9), 1.0, at_a_time=at_a_time)
+    assert found.tolist() == [1.0]
+
+
 def test_logits_below_zero_are_found():
     query, key = torch.ones(5, 1, 2, 4), -torch.ones(5, 1, 2, 4)
     assert largest_logits(query, key, None).tolist() == [-2.0, -2.0]
