@@ -207,21 +207,21 @@ def test_clipped_weights_have_logits_at_the_threshold_and_are_those_of_the_formu
     torch.testing.assert_close(found["logits"][0].double(), (of_heads * before)[0], rtol=1e-5, atol=0)
     assert float(found["logits"][0].max()) == pytest.approx(threshold, rel=1e-5)
     assert found["clipped"] == int((before > threshold).sum()) > 0
-    changed = compare_clipped(run, eta, found["before"], found["after"])
+    changed = compare_clipped(run, eta, [found["before"]], [found["after"]])
     assert changed == (2 if run.model.multi_latent_attention else 1)
 
 
-def compare_clipped(run: Run, eta: torch.Tensor, before: Saved, after: Saved) -> int:
-    """Compare weights with those before QK-clip; return how many kinds of them it has changed."""
-    plain, clipped = (whole([([], saved)]) for saved in (before, after))
+def compare_clipped(run: Run, eta: torch.Tensor, before: list[Saved], after: list[Saved], rtol: float = 1e-6) -> int:
+    """Compare all ranks' weights with those before QK-clip; return how many kinds of them it has changed."""
+    plain, clipped = (whole([([], saved) for saved in ranks]) for ranks in (before, after))
     changed = set()
     for name, weight in plain.items():
         wanted = weight
         if name.split(".")[-2] in PROJECTIONS:
             layer = run.model.num_layers if name.startswith("mtp.") else int(name.split(".")[2])
-            wanted = clipped_by_the_formula(run, name, weight, eta[layer], run.optimizer.qk_clip_alpha).float()
+            wanted = clipped_by_the_formula(run, name, weight, eta[layer], run.optimizer.qk_clip_alpha).to(weight.dtype)
             changed |= set() if torch.equal(wanted, weight) else {name.split(".")[-2]}
-        torch.testing.assert_close(clipped[name], wanted, rtol=1e-6, atol=0, msg=name)
+        torch.testing.assert_close(clipped[name], wanted, rtol=rtol, atol=0, msg=name)
     return len(changed)
 
 
@@ -232,16 +232,30 @@ def after_a_step(flags: dict[str, Any], model: str) -> dict[str, Any]:
     return {"weights": weights(trainer), "moments": trainer.state()["moments"], "logits": step_logits(trainer)}
 
 
-@pytest.mark.parametrize("model", engines.cases(["latent", "grouped, biased"], both=["latent"]))
-def test_updated_weights_are_clipped_and_momenta_are_not(gloo: Any, model: str) -> None:
-    (plain,) = gloo.run(1, after_a_step, flags={"log_max_attention_logit": True}, model=model)
-    threshold = float(plain["logits"].median())
-    (clipped,) = gloo.run(1, after_a_step, flags={"qk_clip": True, "qk_clip_threshold": threshold}, model=model)
+BF16 = {"bf16": True, "use_distributed_optimizer": True}
+UPDATED = [
+    ("latent", 1, {}),
+    ("grouped, biased", 1, {}),
+    ("latent", 2, BF16),
+    ("grouped", 2, {**BF16, **LAYOUTS["TP2"][1]}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "flags"), engines.cases(UPDATED, both=[UPDATED[2]]))
+def test_updated_weights_are_clipped_and_momenta_are_not(
+    gloo: Any, model: str, ranks: int, flags: dict[str, Any]
+) -> None:
+    every = gloo.run(ranks, after_a_step, flags={**flags, "log_max_attention_logit": True}, model=model)
+    plain, threshold = every[0], float(every[0]["logits"].median())
+    clip = {**flags, "qk_clip": True, "qk_clip_threshold": threshold}
+    others = gloo.run(ranks, after_a_step, flags=clip, model=model)
     run = build({**TINY, **MODELS[model], **FLAGS})
     groups = run.model.num_attention_heads if run.model.multi_latent_attention else run.model.num_query_groups
     eta = (threshold / plain["logits"].double().unflatten(1, (groups, -1)).amax(2)).clamp(max=1.0)
-    assert compare_clipped(run, eta, plain["weights"], clipped["weights"]) > 0
-    assert clipped["moments"] == plain["moments"]
+    before, after = ([found["weights"] for found in ranks_found] for ranks_found in (every, others))
+    # The model's weights are rounded once, from clipped main weights.
+    assert compare_clipped(run, eta, before, after, rtol=2**-7 if "bf16" in flags else 1e-6) > 0
+    assert [found["moments"] for found in others] == [found["moments"] for found in every]
 
 
 def trained(flags: dict[str, Any], model: str) -> tuple[list[Any], Saved]:
