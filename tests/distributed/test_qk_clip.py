@@ -274,7 +274,7 @@ def on_one_rank(gloo: Any) -> Callable[..., list[Any]]:
     return functools.cache(lambda model, groups: gloo.run(1, trained, flags={"num_query_groups": groups}, model=model))
 
 
-@pytest.mark.claim("QK-clip measures and clips on every layout what it does on one rank.")
+@pytest.mark.claim("QK-clip measures and clips on every tried layout what it does on one rank.")
 @pytest.mark.parametrize("model", engines.cases(["latent", "grouped, biased"], both=["latent"]))
 @pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
 def test_a_layout_clips_as_one_rank_does(gloo: Any, on_one_rank: Any, layout: str, model: str) -> None:
