@@ -218,6 +218,10 @@ class MatrixExchange:
 
     def _exchange(self, group: ProcessGroup, parcels: list[list[Tensor]], places: list[list[Tensor]]) -> None:
         """Send each rank's parcels to it, and put what each rank sends into its places, both in order."""
+        if group.size() == 1:
+            for piece, place in zip(parcels[0], places[0], strict=True):
+                place.copy_(piece.reshape(place.shape))
+            return
         sent = [piece.to(self.dtype).reshape(-1) for pieces in parcels for piece in pieces]
         counts = [[sum(piece.numel() for piece in pieces) for pieces in side] for side in (parcels, places)]
         flat = torch.cat(sent) if sent else self._empty((0,))

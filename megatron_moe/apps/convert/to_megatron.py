@@ -131,6 +131,8 @@ class ToMegatron(Conversion):
         if ranks < 1:
             raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
         config, state = folder.read_json(self.source / folder.CONFIG), folder.read_json(self.source / folder.STATE)
+        if (kind := config.get("optimizer", "adam")) != "adam":
+            raise ConfigError(f"{where}: has the state of --optimizer {kind}, which is not converted; {without}")
         settings = optimizer.settings_of(config)
         if missing := [name for name in optimizer.SETTINGS if name not in settings]:
             raise ConfigError(
