@@ -259,7 +259,7 @@ BUILT_IN: tuple[Metric, ...] = (
     ),
     Metric(
         "max_attention_logit",
-        console="max attention logit {:.1f}",
+        console="max attention logit {:.4g}",
         console_rank=33,
         tensorboard="max_attention_logit",
     ),

@@ -106,6 +106,16 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
     assert names.count("station: commit") == 2 and "station: route" in names
 
 
+def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_path: Path) -> None:
+    clip = {"optimizer": "muon", "qk_clip": True, "qk_clip_threshold": 1e-6, "tensorboard_dir": str(tmp_path)}
+    gloo.run(1, run, flags={**clip, "metrics_file": str(tmp_path / "m.jsonl")})
+    steps = list(read_steps(tmp_path / "m.jsonl"))
+    counted = {one.iteration: one.clipped_heads for one in steps}
+    assert counted[1] == PRESETS["tiny"]["num_attention_heads"] and len(counted) == 4
+    assert scalars(tmp_path)["optimizer/clipped_heads"] == counted
+    assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in steps)
+
+
 def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> None:
     (ran,) = gloo.run(1, run, flags={"tensorboard_dir": str(tmp_path)})
     assert ran == {"collections": [], "on": [True] * 4, "after": True}
