@@ -190,3 +190,24 @@ def packed_adam(stage: Stage, size: int) -> None:
                     shares[kind] = float((~torch.isclose(own, other, rtol=4e-6, atol=1e-8)).double().mean())
                 # The last bit of a product decides now and then which neighbour is taken.
                 stage.within(f"{what}: share of other numbers", max(shares.values()), 0.003, **shares)
+
+
+def orthogonalization(stage: Stage, size: int) -> None:
+    """Compare Muon's iteration with singular values in fp64, over the error that docs/optimizers.md expects."""
+    from megatron_moe.training.orthogonalization import orthogonalized, steps_of
+    from tests.reference import reference_muon
+
+    for dtype, unit, most in ((torch.float32, 2.0**-24, 10.0), (torch.bfloat16, 2.0**-9, 3.0)):
+        what = f"orthogonalization, {str(dtype).removeprefix('torch.')}"
+        with stage.attempt(what):
+            shares = {}
+            for rows, columns in ((32 * size, 48 * size), (40 * size, 16 * size)):
+                generator = torch.Generator().manual_seed(rows)
+                batch = torch.randn(3, rows, columns, generator=generator)
+                found = orthogonalized(batch.to(stage.device), steps_of("quintic", 5), dtype).double().cpu()
+                for matrix, one in zip(batch, found):
+                    wanted = reference_muon.orthogonalized(matrix, reference_muon.QUINTIC)
+                    expected = reference_muon.expected_error(matrix, reference_muon.QUINTIC, unit)
+                    share = float((one - wanted).norm()) / expected
+                    shares[f"{rows} x {columns}"] = max(share, shares.get(f"{rows} x {columns}", 0.0))
+            stage.within(what, max(shares.values()), most, **shares)

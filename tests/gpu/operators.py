@@ -101,6 +101,7 @@ def _all(stage: Stage, size: int) -> None:
     kernels.sorting(stage, size)
     kernels.adam(stage, size)
     kernels.packed_adam(stage, size)
+    kernels.orthogonalization(stage, size)
     fp8_products(stage, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation(stage, dtype, size)

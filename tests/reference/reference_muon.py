@@ -36,27 +36,51 @@ def orthogonalized(matrix: Tensor, steps: Steps) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
-def rounding_bound(matrix: Tensor, steps: Steps, unit: float) -> float:
-    """How far a computed result may be from `orthogonalized`, in the Frobenius norm, to first order in `unit`.
+def expected_error(matrix: Tensor, steps: Steps, unit: float) -> float:
+    """The distance from `orthogonalized` in the Frobenius norm, in the root mean square, as docs/optimizers.md has it.
 
-    `unit` is the relative error of one rounding. A step computes a Gram matrix G = X X^T, a polynomial P = b G + c G G
-    and a X + P X, each rounded once; sums are taken for exact. An error of X grows at most by the largest slope of the
-    step's polynomial on [0, |X|], which is the Lipschitz constant of the map of singular values.
+    Rounding errors are taken for independent and alike in all directions, and 0.385 `unit` of what is rounded. A step
+    rounds G = X X^T, P = b G + c G G, and a X + P X; an error of G or P passes through the step's own products, and
+    what comes out of a step is multiplied by the derivatives of the steps after it.
     """
+    short, long = sorted(matrix.shape)
     values = torch.linalg.svdvals(matrix.double())
     values = values / values.norm()
-    error = unit  # of X / |X|, which has norm 1
-    for a, b, c in steps:
-        largest, gram = float(values.max()), values**2
+    kappa = 0.385 * unit
+    square = (kappa * _gain(values, steps, short, long)) ** 2
+    for number, (a, b, c) in enumerate(steps):
+        gram = values**2
         polynomial = b * gram + c * gram**2
         after = values * (a + polynomial)
-        of_gram = unit * float(gram.norm())
-        of_polynomial = (abs(b) + 2 * abs(c) * largest**2) * of_gram + unit * float(polynomial.norm())
-        grid = torch.linspace(0, largest, 1000, dtype=torch.float64)
-        slope = float((a + 3 * b * grid**2 + 5 * c * grid**4).abs().max())
-        error = slope * error + largest * of_polynomial + unit * float(after.norm())
-        values = after.abs()
-    return error
+        of_gram = (kappa * gram.norm()) ** 2
+        error = of_gram * ((b * values + c * values**3).norm() ** 2 / short)
+        error += of_gram * c**2 * gram.norm() ** 2 * values.norm() ** 2 / short**2
+        error += (kappa * polynomial.norm()) ** 2 * values.norm() ** 2 / short
+        error += (kappa * after.norm()) ** 2
+        square += float(error) * _gain(after, steps[number + 1 :], short, long) ** 2
+        values = after
+    return math.sqrt(square)
+
+
+def _gain(values: Tensor, steps: Steps, short: int, long: int) -> float:
+    """The root mean square, over all directions, of a composed map's derivatives at a [short, long] matrix.
+
+    For singular values s, t and their images F these are (F(s) - F(t)) / (s - t) and (F(s) + F(t)) / (s + t), in equal
+    parts, and F(s) / s in the directions beyond the square.
+    """
+    values = values.clamp_min(1e-12)
+    image, slope = values, torch.ones_like(values)
+    for a, b, c in steps:
+        slope = slope * (a + 3 * b * image**2 + 5 * c * image**4)
+        image = a * image + b * image**3 + c * image**5
+    difference = values.unsqueeze(0) - values.unsqueeze(1)
+    same = difference.abs() < 1e-9
+    apart = (image.unsqueeze(0) - image.unsqueeze(1)) / difference.masked_fill(same, 1.0)
+    apart = torch.where(same, (slope.unsqueeze(0) + slope.unsqueeze(1)) / 2, apart)
+    total = values.unsqueeze(0) + values.unsqueeze(1)
+    together = (image.unsqueeze(0) + image.unsqueeze(1)) / total
+    beyond = (long - short) * (image / values).square().sum()
+    return math.sqrt(float((apart.square().sum() + together.square().sum()) / 2 + beyond) / (short * long))
 
 
 def scale(rows: int, columns: int, mode: str = "spectral", extra: float = 0.2) -> float:

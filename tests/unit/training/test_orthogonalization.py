@@ -13,8 +13,8 @@ from tests.reference import reference_muon
 SHAPES = [(1, 1), (1, 9), (16, 16), (48, 16), (16, 80), (96, 100)]
 KINDS = {"quintic": reference_muon.QUINTIC, "simple": reference_muon.SIMPLE}
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
-# Sums in fp32, second orders, and the division by the norm.
-SLACK = 1.1
+# Over the expected error: one draw's; and in fp32 sums are rounded, too, not only products.
+MOST = {torch.float32: 10.0, torch.bfloat16: 3.0}
 
 
 def drawn(rows: int, columns: int, condition: float = 1.0) -> torch.Tensor:
@@ -27,7 +27,9 @@ def drawn(rows: int, columns: int, condition: float = 1.0) -> torch.Tensor:
     return (left @ torch.diag(values) @ right * 0.37).float()
 
 
-@pytest.mark.claim("Muon's matrices are within the rounding bound of docs/muon.md of the singular values' map in fp64.")
+@pytest.mark.claim(
+    "An orthogonalized matrix is as near to the singular values' map in fp64 as docs/optimizers.md derives."
+)
 @pytest.mark.parametrize("dtype", list(UNITS), ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -37,10 +39,10 @@ def test_the_result_is_that_of_singular_values(shape: tuple[int, int], kind: str
         found = orthogonalized(matrix.unsqueeze(0), steps_of(kind, 5), dtype)[0]
         wanted = reference_muon.orthogonalized(matrix, KINDS[kind])
         assert found.dtype == dtype and found.shape == matrix.shape
-        bound = SLACK * reference_muon.rounding_bound(matrix, KINDS[kind], UNITS[dtype])
-        assert (found.double() - wanted).norm() < bound
-        # The bound says something: it is a part of the result.
-        assert dtype == torch.bfloat16 or bound < 1e-3 * wanted.norm()
+        expected = reference_muon.expected_error(matrix, KINDS[kind], UNITS[dtype])
+        error = float((found.double() - wanted).norm())
+        assert error < MOST[dtype] * expected
+        assert error > 0.2 * expected or min(shape) == 1, "the expectation says nothing"
 
 
 def test_a_batch_is_as_each_of_its_matrices() -> None:
@@ -65,7 +67,7 @@ def test_a_transposed_matrix_gives_the_transposed_result() -> None:
     torch.testing.assert_close(found.mT, orthogonalized(matrix, steps_of("simple", 5), torch.float32))
 
 
-# Least singular value over the Frobenius norm -> where the results are, as in docs/muon.md.
+# Least singular value over the Frobenius norm -> where the results are, as in docs/optimizers.md.
 RANGES = {
     "quintic": [(1e-3, 0.47, 1.15), (3e-3, 0.97, 1.15), (1e-2, 0.97, 1.04)],
     "simple": [(1e-3, 0.47, 1.21), (3e-3, 0.68, 1.21), (1e-2, 0.68, 1.14)],
