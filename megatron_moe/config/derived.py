@@ -346,7 +346,7 @@ class DerivedSettings:
         It is the least that training takes over all ranks, without activations.
         """
         width = 4 if self.params_dtype_name == "float32" else 2
-        if self._run.optimizer.freeze_parameters:  # gradients and moments of some; the weights of all
+        if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
             return width * self.parameter_count(padded_vocab)
         numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width

@@ -42,7 +42,7 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = flag(
         False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )
-    freeze_parameters: tuple[str, ...] | None = flag(
+    freeze: tuple[str, ...] | None = flag(
         None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
     )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")

@@ -343,13 +343,13 @@ def _fp8_notes(run: Run) -> list[str]:
 
 def _frozen_notes(trainer: Trainer, groups_of_ranks: Any) -> list[str]:
     """Say how many parameters of the whole model are frozen. Collective over all ranks where there are any."""
-    patterns = trainer.run.optimizer.freeze_parameters
+    patterns = trainer.run.optimizer.freeze
     if not patterns:
         return []
     number = count_frozen(trainer.trained.model, groups_of_ranks)
     every = trainer.run.derived.parameter_count(trainer.padded_vocab_size)
     return [
-        f"--freeze-parameters {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
+        f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
         "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays too"
     ]
 
