@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import parts_of
+from megatron_moe.checkpoint.optimizer import parts_of, saved_step
 from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range, shard_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,12 +91,12 @@ def _moment(adam: Any, master: Tensor, key: str, loading: bool) -> Tensor:
 def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, options: dict[str, Any]) -> None:
     """Take over what was loaded: main weights, step counts and the loss scale, and moments where they are packed.
 
-    Learning rate, betas and epsilon are settings, not state: those of the present run stay.
+    Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    parts = parts_of(optimizer)
+    parts, step = parts_of(optimizer), saved_step(state)
     for part, own in zip(parts, [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]):
-        for group, saved in zip(part.param_groups, _matching(part.param_groups, own["optimizer"]["param_groups"])):
-            group["step"] = saved["step"]
+        for group in part.param_groups:
+            group["step"] = step
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
             part.grad_scaler.load_state_dict(own["grad_scaler"])
         kinds = ["param"] if part.config.bf16 or part.config.fp16 else []
@@ -107,17 +107,6 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
                 for kind in (*kinds, *(_MOMENTS if packed else ())):
                     for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
                         box.part_of(state[kind]).copy_(dist.values_of(values))
-
-
-def _matching(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield for each group the saved one of the same kind of parameters."""
-
-    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[key] for key in ("is_expert_parallel", "wd_mult", "lr_mult", "is_decoupled_lr"))
-
-    by_kind = {kind(group): group for group in saved}
-    for group in groups:
-        yield by_kind[kind(group)]
 
 
 def _of_part(model: torch.nn.Module, part: Any, options: dict[str, Any]) -> Iterator[tuple[str, Tensor, list[Box]]]:

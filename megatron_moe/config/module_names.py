@@ -1,4 +1,4 @@
-"""Names of the model's modules and parameters, from a run alone; those of `--keep-fp32` and `--freeze`.
+"""Names of the model's modules and parameters, from a run alone, and the patterns of flags that name them.
 
 Names are those of the whole model, as in a checkpoint: layers are numbered from 0 over all pipeline stages. They follow
 from the records of `model_parts.py`. No torch.

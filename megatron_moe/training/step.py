@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -47,7 +46,8 @@ from megatron_moe.training.gradients import (
     main_gradients,
     prepare_gradients,
 )
-from megatron_moe.training.optimizer import learning_rate, moments_and_masters, shared_loss_scale
+from megatron_moe.training.optimizer import moments_and_masters, shared_loss_scale
+from megatron_moe.training.param_groups import Schedule
 from megatron_moe.training.step_sums import (
     Model,
     OwnSums,
@@ -133,7 +133,7 @@ def connect(model: Model, optimizer: MegatronOptimizer) -> None:
 def train_step(
     model: Model,
     optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
+    scheduler: Schedule,
     batches: Sequence[Iterator[Batch]],
     *,
     num_micro_batches: int,
@@ -160,7 +160,7 @@ def train_step(
     backward = _forward_and_backward(model, batches, micro_batches, probe)
     if before_update is not None:
         before_update()
-    used_lr = learning_rate(optimizer)
+    used_lr = scheduler.base_rate
     biases = copied_biases(backward.router_update, pg_collection)
     gradients = _unscaled_gradients(optimizer, probe, zeros_counted)
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
@@ -280,7 +280,7 @@ def _all_finite(
     }
 
 
-def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float) -> None:
+def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: Schedule, grad_norm: float) -> None:
     """Clip the gradients, update the weights and move the learning-rate schedule."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)

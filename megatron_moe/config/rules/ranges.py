@@ -119,6 +119,8 @@ RANGES: dict[str, Range] = {
     "check_precision_interval": _COUNT,
     "lr": _POSITIVE,
     "min_lr": _NOT_NEGATIVE,
+    "decoupled_lr": _POSITIVE,
+    "decoupled_min_lr": _NOT_NEGATIVE,
     "lr_decay_iters": _POSITIVE_COUNT,
     "lr_decay_samples": _POSITIVE_COUNT,
     "lr_warmup_samples": _COUNT,
