@@ -137,19 +137,28 @@ def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[to
     The numbers are int64, of the weight's shape without the last axis. A row has its own in the whole model, the same
     on every layout: its position in the tensor of a checkpoint, counted from a hash of the tensor's name.
     """
-    names = dict(model.named_parameters())
-    rows = {name: torch.zeros(weight.shape[:-1], dtype=torch.int64) for name, weight in names.items()}
-    columns: dict[str, int] = {}
+    weights = {id(weight): weight for weight in model.parameters()}
+    rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
+    columns: dict[int, int] = {}
+    for weight, box in boxes_of_whole_weights(model, options):
+        rows[id(weight)][box.where[:-1]] = _row_numbers(box.whole.key, box)
+        columns[id(weight)] = box.start[-1]
+    yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())
+
+
+def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> list[tuple[torch.nn.Parameter, Box]]:
+    """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
+    names, found = dict(model.named_parameters()), []
     with _whole_weights(model) as stand_ins:
         for tensor in list(dist.sharded_tensors(model.sharded_state_dict(metadata=options))):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
             box = None if name is None else dist.box_of(tensor, 0, 0, names[name].shape[0])
             if box is not None:
-                rows[name][box.where[:-1]] = _row_numbers(tensor.key, box)
-                columns[name] = box.start[-1]
-    missing = [name for name, weight in names.items() if name not in columns and weight.numel()]
+                found.append((names[name], box))
+    filled = {id(weight) for weight, _ in found}
+    missing = [name for name, weight in names.items() if id(weight) not in filled and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
-    yield from ((weight, rows[name], columns.get(name, 0)) for name, weight in names.items())
+    return found
 
 
 def _row_numbers(key: str, box: Box) -> Tensor:

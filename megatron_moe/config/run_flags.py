@@ -56,6 +56,9 @@ class OptimizerConfig:
     freeze: tuple[str, ...] | None = flag(
         None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
     )
+    ema_decay: float | None = flag(
+        None, "keep the exponential moving average of the main weights, in fp32: its decay at each step, e.g. 0.9999"
+    )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 
 

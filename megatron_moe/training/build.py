@@ -41,6 +41,7 @@ from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_
 from megatron_moe.training.state_checks import check_precision
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
 from megatron_moe.training.watchdog import Watchdog
+from megatron_moe.training.weight_average import build_average
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,14 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     guard = PrecisionGuard()
     model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard)
     optimizer = build_optimizer(run, model, ranks.pg_collection)
-    trained = Trained(model, optimizer, build_scheduler(run, optimizer), ranks.pg_collection)
+    scheduler, average = build_scheduler(run, optimizer), build_average(run, model, optimizer)
+    trained = Trained(model, optimizer, scheduler, ranks.pg_collection, average)
     check_precision(guard, "building the optimizer", run, trained)
     loaded = Loaded(TrainingProgress(), [], [])
     if planned.imported is not None:
         filled = fill(run, planned.imported, trained, _say)
+        if average is not None:
+            average.restart()
         loaded = Loaded(TrainingProgress(), [*planned.imported.notes, *filled.notes], filled.precision_warnings)
         check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
     elif source is not None:

@@ -60,6 +60,7 @@ from megatron_moe.training.step_sums import (
     take_further_losses,
 )
 from megatron_moe.training.timers import timed
+from megatron_moe.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def train_step(
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroupCollection,
+    average: WeightAverage | None = None,
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
     zeros_counted: bool = False,
@@ -150,7 +152,7 @@ def train_step(
         model: wrapped model chunks, one per virtual pipeline stage.
         batches: one iterator of micro-batches per chunk, all at the same position.
         num_micro_batches: micro-batches of this rank.
-        probe: measures the step, where this one is to be measured.
+        average: follows the weights of committed steps. probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
         zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
     """
@@ -167,9 +169,8 @@ def train_step(
     sums = own.over_all_ranks()
     if not sums.decided:
         sums = replace(own, **_all_finite(optimizer, gradients, snapshot, exactly=True)).over_all_ranks()
-    grad_norm, used_scale = sums.grad_norm, sums.loss_scale
     if sums.committed:
-        _commit(model, optimizer, scheduler, grad_norm)
+        _commit(model, optimizer, scheduler, average, sums.grad_norm)
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -177,9 +178,9 @@ def train_step(
         committed=sums.committed,
         loss=sums.loss,
         tokens=int(sums.tokens),
-        grad_norm=grad_norm,
+        grad_norm=sums.grad_norm,
         learning_rate=used_lr,
-        loss_scale=used_scale,
+        loss_scale=sums.loss_scale,
         next_loss_scale=next_scale,
         router_update=backward.router_update,
         mtp_losses=sums.mtp_losses,
@@ -280,12 +281,17 @@ def _all_finite(
     }
 
 
-def _commit(model: Model, optimizer: MegatronOptimizer, scheduler: Schedule, grad_norm: float) -> None:
-    """Clip the gradients, update the weights and move the learning-rate schedule."""
+def _commit(
+    model: Model, optimizer: MegatronOptimizer, scheduler: Schedule, average: WeightAverage | None, grad_norm: float
+) -> None:
+    """Clip the gradients, update the weights and their average, and move the learning-rate schedule."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
         optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
+    if average is not None:
+        with timed(model, "optimizer"):
+            average.update()
 
 
 def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> tuple[bool, float]:

@@ -114,6 +114,7 @@ DOORS: dict[str, set[str]] = {
         "training/gradients.py",
         "training/step.py",
         "training/state_checks.py",
+        "training/weight_average.py",
     },
     "optimizer_param_scheduler.OptimizerParamScheduler": {"training/param_groups.py"},
     "process_groups_config.ProcessGroupCollection": {

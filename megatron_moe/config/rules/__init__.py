@@ -123,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     freezing.frozen_tables_are_whole,
     param_groups.multiples_are_pairs,
     param_groups.multiples_decide_something,
+    param_groups.an_average_is_saved,
     pipeline.each_stage_trains_something,
     pipeline.normed_states_travel_in_the_models_dtype,
     model.fp32_compute_is_our_own,

@@ -59,6 +59,14 @@ def _reason(run: Run, field: str, pattern: str) -> str:
     )
 
 
+def an_average_is_saved(run: Run, world_size: int) -> None:
+    """Refuse an average that is in no checkpoint: it could neither be gone on with nor exported."""
+    if run.optimizer.ema_decay is not None and run.checkpoint.no_save_optim:
+        raise refuse(
+            run, ("ema_decay", "no_save_optim"), "the average is saved with the optimizer; drop one of the two"
+        )
+
+
 def decoupled_rates_are_ordered(run: Run, world_size: int) -> None:
     """Require of the schedule of the embedding and the output layer what is required of the other one."""
     options = run.optimizer

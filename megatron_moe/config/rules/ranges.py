@@ -134,6 +134,7 @@ RANGES: dict[str, Range] = {
     "adam_beta1": _PROBABILITY,
     "adam_beta2": _PROBABILITY,
     "adam_eps": _POSITIVE,
+    "ema_decay": Range(above=0, below=1),
     "clip_grad": _NOT_NEGATIVE,
     "micro_batch_size": Range(low=1, high=2**24),
     "global_batch_size": Range(low=1, high=2**24),
