@@ -65,17 +65,17 @@ def _kept_otherwise(run: Run, saved: dict[str, Any]) -> bool:
 
 
 def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
-    """Refuse a checkpoint whose optimizer is one of other parameters, by `--freeze-parameters`.
+    """Refuse a checkpoint whose optimizer is one of other parameters, by `--freeze`.
 
     Raises:
         ConfigError: with the parameters that only one of the two trains.
     """
-    patterns = saved.get("freeze_parameters")
-    before = frozen(replace(run, freeze_parameters=None if patterns is None else tuple(patterns)))
+    patterns = saved.get("freeze")
+    before = frozen(replace(run, freeze=None if patterns is None else tuple(patterns)))
     differing = sorted(before ^ frozen(run))
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        flag = f"--freeze-parameters {' '.join(patterns)}" if patterns else "no --freeze-parameters"
+        flag = f"--freeze {' '.join(patterns)}" if patterns else "no --freeze"
         raise ConfigError(
             f"--load {where}: the checkpoint has {flag}, and its optimizer is not that of this run, for which "
             f"{', '.join(differing[:3])}{more} differ; use the same patterns, or add --no-load-optim, which starts the "

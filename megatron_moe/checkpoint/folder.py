@@ -47,6 +47,8 @@ ENGINE_FORMAT = {
     "sharded_backend_version": 1,
 }
 """The content of `metadata.json`, by which the engine recognizes the format."""
+HAS_AVERAGE = "has_average"
+"""The entry of a step's state that says whether it has the average of the weights, of `--ema-decay`."""
 LARGEST_JSON = 64 * 2**20
 """The largest configuration or state that is read, in bytes."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import compare, dist, manifest, precision_change
+from megatron_moe.checkpoint import compare, dist, folder, manifest, precision_change
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import from_all
 from megatron_moe.checkpoint.index import UntrustedError
@@ -19,6 +19,7 @@ from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, plan
 from megatron_moe.checkpoint.state import (
     Trained,
     TrainingProgress,
+    average_state,
     fp32_state_keys,
     layout,
     model_state,
@@ -26,6 +27,7 @@ from megatron_moe.checkpoint.state import (
     put_model_state,
     put_optimizer_state,
 )
+from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import size_text
@@ -140,12 +142,15 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     chunks = list(request)
     if with_optimizer:
         request["optimizer"] = optimizer_state(trained, request, loading=True)
+    goes_on = with_optimizer and trained.average is not None and bool(source.state.get(folder.HAS_AVERAGE))
+    if goes_on:
+        request["average"] = average_state(trained)
     loaded, rounded = _loaded(
         run,
         source,
         request,
         chunks,
-        allow_unread=() if with_optimizer else ("optimizer.",),
+        allow_unread=() if goes_on else (AVERAGE,) if with_optimizer else ("optimizer.",),
         fp32_state=fp32_state_keys(trained, {name: request[name] for name in chunks}),
     )
     recorded = [*source.state.get("precision_warnings", []), *_warned_of(rounded, source)]
@@ -156,13 +161,24 @@ def load(run: Run, source: CheckpointSource, trained: Trained) -> Loaded:
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
+    averaged = [] if goes_on else _without_loaded_average(trained, source)
     if fresh:
         note = f"weights from {source.step}; iteration, optimizer and schedule start fresh"
         return Loaded(TrainingProgress(), [*recorded, note, *changed], recorded)
     trained.scheduler.load_state_dict(source.state["scheduler"])
     progress = TrainingProgress(**{field.name: source.state[field.name] for field in fields(TrainingProgress)})
-    notes = [*recorded, f"continuing from {source.step}", *changed, *_load_random_state(run, source)]
+    notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
+
+
+def _without_loaded_average(trained: Trained, source: CheckpointSource) -> list[str]:
+    """Begin the average of the weights anew where the run has one; return a note where the step differs in it."""
+    if trained.average is not None:
+        trained.average.restart()
+        return ["--ema-decay: the average begins with the loaded weights: none was loaded"]
+    if source.state.get(folder.HAS_AVERAGE):
+        return [f"the average of the weights in {source.step} is left out: this run has no --ema-decay"]
+    return []
 
 
 def _loaded(

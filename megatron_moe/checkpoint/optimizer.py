@@ -41,6 +41,8 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[st
     _set_empty_groups_apart(state)
     for part, own in _parts(optimizer, state):
         _to_common(part, own)
+        if loading:
+            del own["optimizer"]["param_groups"]  # a list of other groups would not fit into it; see `load`
     return state
 
 
@@ -62,18 +64,14 @@ def _set_empty_groups_apart(state: Any) -> None:
 def load(optimizer: Any, state: Any, run: Run) -> None:
     """Load a state into the optimizer: main weights, moments, step count, loss scale.
 
-    Learning rate, betas and epsilon are settings, not state: those of the present run are used.
+    Which parameters form a group, its learning rate and decay, betas and epsilon are settings, not state: those of the
+    present run are used.
     """
-    settings = {
-        "max_lr": run.optimizer.lr,
-        "min_lr": run.optimizer.min_lr,
-        "betas": (run.optimizer.adam_beta1, run.optimizer.adam_beta2),
-        "eps": run.optimizer.adam_eps,
-    }
+    step = saved_step(state)
     for part, common in _parts(optimizer, state):
+        present = [] if part.is_stub_optimizer else part.optimizer.state_dict()["param_groups"]
+        common["optimizer"]["param_groups"] = [{**group, "step": step} for group in present]
         _from_common(part, common)
-    for group in _param_groups(state):
-        group.update({key: value for key, value in settings.items() if key in group})
     with _every_main_weight(optimizer), _unpacked(optimizer, of_distributed=True, keep=True):
         optimizer.load_state_dict(state)
     for part in parts_of(optimizer):
@@ -137,6 +135,11 @@ def _from_common(part: Any, common: dict[str, Any]) -> None:
 def _has_main_weights(part: Any) -> bool:
     """Return whether the run's weights have fp32 copies that the optimizer updates."""
     return part.config.bf16 or part.config.fp16
+
+
+def saved_step(state: Any) -> int:
+    """Return how many updates a loaded state has had, which all of its parameters had."""
+    return max((int(group.get("step", 0)) for group in _param_groups(state)), default=0)
 
 
 def _param_groups(state: Any) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Origin
 from megatron_moe.checkpoint.publish import Retention, remove_left_behind, remove_surplus, retention
-from megatron_moe.checkpoint.state import Trained, TrainingProgress, layout, model_state, optimizer_state
+from megatron_moe.checkpoint.state import Trained, TrainingProgress, average_state, layout, model_state, optimizer_state
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io.files import new_file, write_json
@@ -260,6 +260,8 @@ def begin(
             trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
         ) as gathered:
             state["optimizer"] = optimizer_state(trained, state, loading=False)
+        if trained.average is not None:
+            state["average"] = average_state(trained)
     steady = changed_by_updates(run, trained)
     staged = writer.stage(
         state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies, steady=steady
@@ -268,6 +270,7 @@ def begin(
         **asdict(progress),
         "scheduler": trained.scheduler.state_dict(),
         "has_optimizer": not run.checkpoint.no_save_optim,
+        folder.HAS_AVERAGE: "average" in state,
         "layout": layout(ranks),
         **facts,
     }
@@ -302,6 +305,8 @@ def changed_by_updates(run: Run, trained: Trained) -> set[int]:
             steady += group["params"]
         for values in part.state.values():
             steady += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    if trained.average is not None:
+        steady += [weight.values for weight in trained.average.weights]
     return {tensor.untyped_storage().data_ptr() for tensor in steady}
 
 

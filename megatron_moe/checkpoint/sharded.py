@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import parts_of
+from megatron_moe.checkpoint.optimizer import parts_of, saved_step
 from megatron_moe.model.fully_sharded import gathered_dtype, local, own_range, shard_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -96,12 +96,12 @@ def _moment(adam: Any, master: Tensor, key: str, loading: bool) -> Tensor:
 def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, options: dict[str, Any]) -> None:
     """Take over what was loaded: main weights, step counts and the loss scale, and moments where they are packed.
 
-    Learning rate, betas and epsilon are settings, not state: those of the present run stay.
+    Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
     """
-    parts = parts_of(optimizer)
+    parts, step = parts_of(optimizer), saved_step(state)
     for part, own in zip(parts, [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]):
-        for group, saved in zip(part.param_groups, _matching(part.param_groups, own["optimizer"]["param_groups"])):
-            group["step"] = saved["step"]
+        for group in part.param_groups:
+            group["step"] = step
         if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
             part.grad_scaler.load_state_dict(own["grad_scaler"])
         kinds = ["param"] if part.config.bf16 or part.config.fp16 else []
@@ -112,17 +112,6 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
                 for kind in (*kinds, *(_MOMENTS if packed else ())):
                     for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
                         box.part_of(state[kind]).copy_(dist.values_of(values))
-
-
-def _matching(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield for each group the saved one of the same kind of parameters."""
-
-    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[key] for key in ("is_expert_parallel", "wd_mult", "lr_mult", "is_decoupled_lr"))
-
-    by_kind = {kind(group): group for group in saved}
-    for group in groups:
-        yield by_kind[kind(group)]
 
 
 def _of_part(model: torch.nn.Module, part: Any, options: dict[str, Any]) -> Iterator[tuple[str, Tensor, list[Box]]]:
@@ -153,19 +142,28 @@ def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[to
     The numbers are int64, of the weight's shape without the last axis. A row has its own in the whole model, the same
     on every layout: its position in the tensor of a checkpoint, counted from a hash of the tensor's name.
     """
-    names = dict(model.named_parameters())
-    rows = {name: torch.zeros(weight.shape[:-1], dtype=torch.int64) for name, weight in names.items()}
-    columns: dict[str, int] = {}
+    weights = {id(weight): weight for weight in model.parameters()}
+    rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
+    columns: dict[int, int] = {}
+    for weight, box in boxes_of_whole_weights(model, options):
+        rows[id(weight)][box.where[:-1]] = _row_numbers(box.whole.key, box)
+        columns[id(weight)] = box.start[-1]
+    yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())
+
+
+def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> list[tuple[torch.nn.Parameter, Box]]:
+    """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
+    names, found = dict(model.named_parameters()), []
     with _whole_weights(model) as stand_ins:
         for tensor in list(dist.sharded_tensors(model.sharded_state_dict(metadata=options))):
             name = stand_ins.get(tensor.data.untyped_storage()._cdata)
             box = None if name is None else dist.box_of(tensor, 0, 0, names[name].shape[0])
             if box is not None:
-                rows[name][box.where[:-1]] = _row_numbers(tensor.key, box)
-                columns[name] = box.start[-1]
-    missing = [name for name, weight in names.items() if name not in columns and weight.numel()]
+                found.append((names[name], box))
+    filled = {id(weight) for weight, _ in found}
+    missing = [name for name, weight in names.items() if id(weight) not in filled and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
-    yield from ((weight, rows[name], columns.get(name, 0)) for name, weight in names.items())
+    return found
 
 
 def _row_numbers(key: str, box: Box) -> Tensor:

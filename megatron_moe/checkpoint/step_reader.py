@@ -15,6 +15,9 @@ from megatron_moe.checkpoint import manifest, pickles
 from megatron_moe.checkpoint.index import StepIndex, StoredBytes, TensorPart, UntrustedError
 from megatron_moe.config.errors import ConfigError
 
+AVERAGE = "optimizer.state.ema."
+"""The key of the average of a weight is this and the weight's key; see `average.py`."""
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -137,6 +140,22 @@ class StepReader:
                     raise UntrustedError(f"{place.file} ends {count - done} bytes early")
                 done += got
         return content
+
+
+class AveragedReader(StepReader):
+    """A reader of a step that returns the averages of weights, fp32, in the place of the weights.
+
+    What has no average is returned as it is: frozen weights, and state such as expert_bias.
+    """
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the step has any."""
+        return any(key.startswith(AVERAGE) for key in self.index.tensors)
+
+    def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return a box of the average of a tensor; see `StepReader.read`."""
+        return super().read(AVERAGE + key if AVERAGE + key in self.index.tensors else key, start, shape)
 
 
 class Section(io.RawIOBase):

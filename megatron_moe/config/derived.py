@@ -346,11 +346,12 @@ class DerivedSettings:
         It is the least that training takes over all ranks, without activations.
         """
         width = 4 if self.params_dtype_name == "float32" else 2
-        if self._run.optimizer.freeze_parameters:  # gradients and moments of some; the weights of all
+        if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
             return width * self.parameter_count(padded_vocab)
         numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width
-        return (width + gradient) * numel + self.main_weight_bytes(numel, width) + self.moment_bytes(numel, numel)
+        main_weights, average = self.main_weight_bytes(numel, width), self.average_bytes(numel)
+        return (width + gradient) * numel + main_weights + self.moment_bytes(numel, numel) + average
 
     @property
     def packs_main_weights(self) -> bool:
@@ -378,6 +379,10 @@ class DerivedSettings:
         return sum(
             sizes.get(name, numel + -(-numel // 128)) for name in (options.exp_avg_dtype, options.exp_avg_sq_dtype)
         )
+
+    def average_bytes(self, numel: int) -> int:
+        """Return the bytes of the average of `numel` weights; none without `--ema-decay`."""
+        return 4 * numel if self._run.optimizer.ema_decay is not None else 0
 
     def flops_per_token(self, padded_vocab: int) -> float:
         """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.

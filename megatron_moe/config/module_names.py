@@ -1,4 +1,4 @@
-"""Names of the model's modules and parameters, from a run alone; those of `--keep-fp32` and `--freeze-parameters`.
+"""Names of the model's modules and parameters, from a run alone, and the patterns of flags that name them.
 
 Names are those of the whole model, as in a checkpoint: layers are numbered from 0 over all pipeline stages. They follow
 from the records of `model_parts.py`. No torch.
@@ -74,7 +74,7 @@ def matches(run: Run, pattern: str) -> tuple[str, ...]:
 
 
 def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
-    """Return the parameters that one pattern of `--freeze-parameters` names, which may be none.
+    """Return the parameters that one pattern of `--freeze` names, which may be none.
 
     A module stands for all parameters inside it.
     """
@@ -86,8 +86,8 @@ def parameters_of(run: Run, pattern: str) -> tuple[str, ...]:
 
 
 def frozen(run: Run) -> frozenset[str]:
-    """Return the parameters that `--freeze-parameters` names, by their names in the whole model."""
-    patterns = run.optimizer.freeze_parameters or ()
+    """Return the parameters that `--freeze` names, by their names in the whole model."""
+    patterns = run.optimizer.freeze or ()
     return frozenset(name for pattern in patterns for name in parameters_of(run, pattern))
 
 

@@ -19,6 +19,14 @@ class OptimizerConfig:
     )
     lr: float = flag(1e-3, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of the word embeddings and the output layer; default: lr, with min-lr"
+    )
+    decoupled_min_lr: float | None = flag(None, "their learning rate at the end of the decay; default: min-lr")
+    lr_mult: tuple[str, ...] | None = flag(
+        None,
+        "PATTERN=X ...: the learning rate of parameters, as a multiple; patterns of freeze, the last match decides",
+    )
     lr_decay_style: str = flag("cosine", "schedule after the warm-up", choices=("constant", "cosine", "linear", "WSD"))
     lr_decay_iters: int | None = flag(None, "iterations of the decay; default train-iters")
     lr_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
@@ -30,6 +38,9 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = flag(None, "WSD: iterations of the last phase")
     lr_wsd_decay_samples: int | None = flag(None, "the same in sequences", unit="sequences")
     weight_decay: float = flag(0.01, "decoupled weight decay (not on norms and biases)")
+    weight_decay_mult: tuple[str, ...] | None = flag(
+        None, "PATTERN=X ...: the same of the weight decay, 0 for none; also of norms and biases"
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.95, "decay of the second moment")
     adam_eps: float = flag(1e-8, "epsilon of Adam")
@@ -67,8 +78,11 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = flag(
         False, "keep the moments in host memory; with a strategy that shards gradients master weights and gradients too"
     )
-    freeze_parameters: tuple[str, ...] | None = flag(
+    freeze: tuple[str, ...] | None = flag(
         None, "PATTERN ...: names of parameters and modules, as in a checkpoint, that are not trained"
+    )
+    ema_decay: float | None = flag(
+        None, "keep the exponential moving average of the main weights, in fp32: its decay at each step, e.g. 0.9999"
     )
     calculate_per_token_loss: bool = flag(False, "weigh every token of the global batch alike, not every micro-batch")
 

@@ -1,4 +1,4 @@
-"""Parameters that `--freeze-parameters` leaves out of the training.
+"""Parameters that `--freeze` leaves out of the training.
 
 The engine gives a parameter that requires no gradient no place in its gradient buffers and in its optimizers. So a
 frozen one has no gradient, no moments, no fp32 copy and no weight decay, and no share of the gradient's norm.

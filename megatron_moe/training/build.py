@@ -41,6 +41,7 @@ from megatron_moe.training.plan import RunPlan, evaluates_test_split, same_data_
 from megatron_moe.training.state_checks import check_precision
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
 from megatron_moe.training.watchdog import Watchdog
+from megatron_moe.training.weight_average import build_average
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,14 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks) -> LoadedModel:
     guard = PrecisionGuard()
     model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard)
     optimizer = build_optimizer(run, model, ranks.pg_collection)
-    trained = Trained(model, optimizer, build_scheduler(run, optimizer), ranks.pg_collection)
+    scheduler, average = build_scheduler(run, optimizer), build_average(run, model, optimizer)
+    trained = Trained(model, optimizer, scheduler, ranks.pg_collection, average)
     check_precision(guard, "building the optimizer", run, trained)
     loaded = Loaded(TrainingProgress(), [], [])
     if planned.imported is not None:
         filled = fill(run, planned.imported, trained, _say)
+        if average is not None:
+            average.restart()
         loaded = Loaded(TrainingProgress(), [*planned.imported.notes, *filled.notes], filled.precision_warnings)
         check_precision(guard, f"importing {run.checkpoint.load_hf}", run, trained)
     elif source is not None:
@@ -343,13 +347,13 @@ def _fp8_notes(run: Run) -> list[str]:
 
 def _frozen_notes(trainer: Trainer, groups_of_ranks: Any) -> list[str]:
     """Say how many parameters of the whole model are frozen. Collective over all ranks where there are any."""
-    patterns = trainer.run.optimizer.freeze_parameters
+    patterns = trainer.run.optimizer.freeze
     if not patterns:
         return []
     number = count_frozen(trainer.trained.model, groups_of_ranks)
     every = trainer.run.derived.parameter_count(trainer.padded_vocab_size)
     return [
-        f"--freeze-parameters {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
+        f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "
         "moments, no weight decay, and no share of the gradient's norm; the expert bias of a frozen router stays too"
     ]
 

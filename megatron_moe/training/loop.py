@@ -124,6 +124,7 @@ class StepRunner:
                 micro_batch_size=run.training.micro_batch_size,
                 seq_length=run.model.seq_length,
                 pg_collection=trained.pg_collection,
+                average=trained.average,
                 probe=probe,
                 before_update=self._before_update,
                 zeros_counted=run.logging.log_num_zeros_in_grad and _logged(run, trainer.progress.iteration + 1),

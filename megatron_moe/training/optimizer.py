@@ -18,7 +18,6 @@ import torch
 from megatron.core import optimizer as engine_optimizer
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,7 +30,9 @@ from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import own_range, shard_of
 from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.precision.packed_state import Chances
+from megatron_moe.training import param_groups
 from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, mark_matrices
+from megatron_moe.training.param_groups import Schedule
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 from megatron_moe.training.qk_clip import QKClip, clipped_weights
 
@@ -47,7 +48,11 @@ def build_optimizer(
     chunks: Any = [_Shards(chunk) for chunk in model] if fully_sharded else list(model)
     with _adam_of(run):
         optimizer = get_megatron_optimizer(
-            optimizer_config(run), chunks, use_gloo_process_groups=False, pg_collection=pg_collection
+            optimizer_config(run),
+            chunks,
+            config_overrides=param_groups.overrides(run, model),
+            use_gloo_process_groups=False,
+            pg_collection=pg_collection,
         )
     if run.optimizer.optimizer == "muon":
         optimizer.orthogonalizer = _orthogonalizer(run, model, optimizer, pg_collection)
@@ -361,12 +366,7 @@ def named_moments_and_masters(
                 yield parameter, name, value
 
 
-def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Return the learning rate that the next update uses."""
-    return float(optimizer.param_groups[0]["lr"])
-
-
-def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> Schedule:
     """Return the learning-rate schedule, counted in committed iterations.
 
     The flags of the present run decide; a checkpoint gives the position only, so a run can be prolonged or its rate
@@ -374,7 +374,7 @@ def build_scheduler(run: Run, optimizer: MegatronOptimizer) -> OptimizerParamSch
     """
     options = run.optimizer
     decay = max(run.derived.lr_decay_iters or 0, 1)
-    return OptimizerParamScheduler(
+    return Schedule(
         optimizer,
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -48,7 +47,8 @@ from megatron_moe.training.gradients import (
     prepare_gradients,
 )
 from megatron_moe.training.muon import orthogonalize_gradients
-from megatron_moe.training.optimizer import learning_rate, moments_and_masters, shared_loss_scale
+from megatron_moe.training.optimizer import moments_and_masters, shared_loss_scale
+from megatron_moe.training.param_groups import Schedule
 from megatron_moe.training.qk_clip import (
     attention_figures,
     clip_attention_logits,
@@ -67,6 +67,7 @@ from megatron_moe.training.step_sums import (
     take_further_losses,
 )
 from megatron_moe.training.timers import timed
+from megatron_moe.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,14 @@ def connect(model: Model, optimizer: MegatronOptimizer) -> None:
 def train_step(
     model: Model,
     optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
+    scheduler: Schedule,
     batches: Sequence[Iterator[Batch]],
     *,
     num_micro_batches: int,
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroupCollection,
+    average: WeightAverage | None = None,
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
     zeros_counted: bool = False,
@@ -164,7 +166,7 @@ def train_step(
         model: wrapped model chunks, one per virtual pipeline stage.
         batches: one iterator of micro-batches per chunk, all at the same position.
         num_micro_batches: micro-batches of this rank.
-        probe: measures the step, where this one is to be measured.
+        average: follows the weights of committed steps. probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
         zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
     """
@@ -174,13 +176,13 @@ def train_step(
     backward = _forward_and_backward(model, batches, micro_batches, probe, pg_collection)
     if before_update is not None:
         before_update()
-    used_lr = learning_rate(optimizer)
+    used_lr = scheduler.base_rate
     biases = copied_biases(backward.router_update, pg_collection)
     gradients = _unscaled_gradients(optimizer, probe, zeros_counted)
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = _decided_sums(own, optimizer, gradients, snapshot)
     if sums.committed:
-        _commit(model, optimizer, scheduler, sums.grad_norm, backward.attention_logits)
+        _commit(model, optimizer, scheduler, average, sums.grad_norm, backward.attention_logits)
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -309,17 +311,21 @@ def _all_finite(
 def _commit(
     model: Model,
     optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
+    scheduler: Schedule,
+    average: WeightAverage | None,
     grad_norm: float,
     logits: Tensor | None,
 ) -> None:
-    """Clip the gradients, update the weights, clipped by their logits, and move the learning-rate schedule."""
+    """Clip the gradients, update the weights, clipped by their logits, and their average, and move the schedule."""
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
         clip_attention_logits(optimizer, logits)
         orthogonalize_gradients(optimizer)
         optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
+    if average is not None:
+        with timed(model, "optimizer"):
+            average.update()
 
 
 def _update_loss_scale(optimizer: MegatronOptimizer, sums: StepSums) -> tuple[bool, float]:

@@ -120,3 +120,34 @@ def losses_by_padding() -> dict[str, bool]:
 def test_the_loss_depends_on_the_padding_of_the_vocabulary(gloo: Any) -> None:
     (same,) = gloo.run(1, losses_by_padding)
     assert same["ours"] and present("N12") == (not same["stock"])
+
+
+def groups_of_the_table() -> dict[str, bool]:
+    """Whether this stage's table of the vocabulary is in a group with the decoupled rate: by the engine, and by us."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_moe.model.build import build_model
+    from megatron_moe.training.optimizer import build_optimizer
+
+    run = replace(
+        Run(), num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=SEQUENCE, mtp_num_layers=1,
+        ffn_hidden_size=32, untie_embeddings_and_output_weights=True, pipeline_model_parallel_size=2, decoupled_lr=0.5,
+    )  # fmt: skip
+    pg = groups.initialize(run)
+    model = build_model(run, pg, VOCABULARY)
+    table = next(weight for name, weight in model[0].named_parameters() if name.endswith("word_embeddings.weight"))
+    config = OptimizerConfig(lr=0.1, decoupled_lr=0.5)
+    optimizers = {
+        "stock": get_megatron_optimizer(config, model, use_gloo_process_groups=False, pg_collection=pg),
+        "ours": build_optimizer(run, model, pg),
+    }
+    return {
+        name: any(one is table for group in optimizer.param_groups if group["max_lr"] == 0.5 for one in group["params"])
+        for name, optimizer in optimizers.items()
+    }
+
+
+def test_a_copy_of_the_table_is_not_marked_for_the_decoupled_rate(gloo: Any) -> None:
+    first, last = gloo.run(2, groups_of_the_table)
+    assert first == {"stock": True, "ours": True} and last["ours"]
+    assert present("N13") == (not last["stock"])

@@ -20,6 +20,7 @@ from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform import switches
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
+from megatron_moe.training.weight_average import build_average
 
 
 def measured(flat: dict[str, Any], half_products: str) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         model = build_model(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
+        average = build_average(run, model, optimizer)
         connect(model, optimizer)
         batch = run.training.global_batch_size
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
@@ -63,6 +65,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
                 micro_batch_size=run.training.micro_batch_size,
                 seq_length=run.model.seq_length,
                 pg_collection=pg_collection,
+                average=average,
             )
             assert result.committed
             update_peak = live.peak
@@ -80,6 +83,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
             for state in part.optimizer.state.values()
             for value in state.values()
         ]
+        moments += [] if average is None else [weight.values for weight in average.weights]
     counts = result.router_update.tokens_per_expert
     return {
         "weights": storage_bytes(weights),

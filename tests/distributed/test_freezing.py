@@ -1,4 +1,4 @@
-"""Parameters of --freeze-parameters keep their bits, and what is trained next to them is trained as without them."""
+"""Parameters of --freeze keep their bits, and what is trained next to them is trained as without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steps_of(save: Path, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_of(patterns: tuple[str, ...]) -> frozenset[str]:
-    return frozen(build({**TINY, "freeze_parameters": patterns}))
+    return frozen(build({**TINY, "freeze": patterns}))
 
 
 def changed(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
@@ -58,7 +58,7 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
 ):
     names = names_of(patterns)
     gloo.run(ranks, steps_of, save=tmp_path / "all", flags={**flags, "train_iters": 1})
-    gloo.run(ranks, steps_of, save=tmp_path / "some", flags={**flags, "freeze_parameters": patterns})
+    gloo.run(ranks, steps_of, save=tmp_path / "some", flags={**flags, "freeze": patterns})
     all_trained = weights(tmp_path / "all/iter_0000001")
     first, last = weights(tmp_path / "some/iter_0000001"), weights(tmp_path / "some/iter_0000003")
     biases = {key for key in first if key.endswith("expert_bias")}
@@ -74,7 +74,7 @@ def test_the_gradient_norm_is_that_of_what_is_trained(gloo, tmp_path):
     norms = []
     for number, patterns in enumerate((None, SOME, tuple(sorted(every - names_of(SOME))))):
         file = tmp_path / f"{number}.jsonl"
-        flags = {"train_iters": 1, "metrics_file": str(file), "freeze_parameters": patterns}
+        flags = {"train_iters": 1, "metrics_file": str(file), "freeze": patterns}
         gloo.run(1, trained, flags=flags)
         norms.append(next(found["grad_norm"] for line in file.open() if "grad_norm" in (found := json.loads(line))))
     assert norms[0] > norms[1] > 0 and norms[0] > norms[2] > 0
@@ -82,22 +82,22 @@ def test_the_gradient_norm_is_that_of_what_is_trained(gloo, tmp_path):
 
 
 def test_a_run_with_frozen_parameters_is_continued_with_the_same_ones_alone(gloo, tmp_path):
-    some, other = {**SHARDED, "freeze_parameters": SOME}, {**SHARDED, "freeze_parameters": SOME[:2]}
+    some, other = {**SHARDED, "freeze": SOME}, {**SHARDED, "freeze": SOME[:2]}
     gloo.run(1, steps_of, save=tmp_path / "whole", flags={**some, "train_iters": 2})
     gloo.run(1, steps_of, save=tmp_path / "parts", flags={**some, "train_iters": 1})
     again = {"load": str(tmp_path / "parts"), "train_iters": 2}
     (message,) = gloo.run(1, refusal, flags={**STEPS, **other, **again, "save": str(tmp_path / "parts")})
-    assert "--freeze-parameters embedding first_layer router *.input_layernorm" in message
+    assert "--freeze embedding first_layer router *.input_layernorm" in message
     assert "decoder.layers.1.input_layernorm.weight" in message and "--no-load-optim" in message
     gloo.run(1, steps_of, save=tmp_path / "anew", flags={**other, **again, "no_load_optim": True})
-    named_otherwise = {**some, "freeze_parameters": ("embedding.*", "decoder.layers.0.*", *SOME[2:])}
+    named_otherwise = {**some, "freeze": ("embedding.*", "decoder.layers.0.*", *SOME[2:])}
     gloo.run(1, steps_of, save=tmp_path / "parts", flags={**named_otherwise, **again})
     steps = [tensors(tmp_path / folder / "iter_0000002") for folder in ("whole", "parts")]
     assert differing(*steps) == []
 
 
 def test_the_start_says_how_many_parameters_are_frozen(gloo, capfd):
-    assert gloo.run(2, _start_of, flags={"expert_model_parallel_size": 2, "freeze_parameters": ("experts",)})[0]
+    assert gloo.run(2, _start_of, flags={"expert_model_parallel_size": 2, "freeze": ("experts",)})[0]
 
 
 def _start_of(flags: dict[str, Any]) -> bool:

@@ -56,6 +56,12 @@ LAYOUTS = {
         2,
         {**PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     ),
+    "one rank, fp32, averaged": (1, {"bf16": False, "ema_decay": 0.9}),
+    "DP2, distributed optimizer, packed state, averaged": (
+        2,
+        {**PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16", "ema_decay": 0.9},
+    ),
+    "DP4, ZeRO 3, averaged": (4, {"use_torch_fsdp2": True, "ema_decay": 0.9}),
     "DP4, ZeRO 2, packed state": (
         4,
         {**PACKED, "data_parallel_sharding_strategy": "optim_grads", "exp_avg_sq_dtype": "bf16"},
@@ -101,6 +107,7 @@ EITHER = [
     "one rank, multi-token prediction",
     "DP2, distributed optimizer",
     "DP2, distributed optimizer, packed state",
+    "DP2, distributed optimizer, packed state, averaged",
     "TP2, sequence parallel",
     "CP2",
     "EP2, all-gather",

@@ -39,6 +39,7 @@ class Trainer:
         from megatron_moe.parallel.groups import seed_everything
         from megatron_moe.training.optimizer import build_optimizer, build_scheduler
         from megatron_moe.training.step import connect
+        from megatron_moe.training.weight_average import build_average
 
         self.run = run = build({**TINY, **flags})
         self.groups = groups.initialize(run)
@@ -46,6 +47,7 @@ class Trainer:
         self.model = build_model(run, self.groups, run.derived.padded_vocab_size(100))
         self.optimizer = build_optimizer(run, self.model, self.groups)
         self.scheduler = build_scheduler(run, self.optimizer)
+        self.average = build_average(run, self.model, self.optimizer)
         connect(self.model, self.optimizer)
         tokenizer = build_tokenizer(run.data, 100)
         self.dataset, *_ = build_datasets(run, tokenizer, 80, 0, 0, pg_collection=self.groups)
@@ -64,6 +66,7 @@ class Trainer:
             micro_batch_size=size,
             seq_length=self.run.model.seq_length,
             pg_collection=self.groups,
+            average=self.average,
         )
 
     def state(self) -> dict[str, str]:

@@ -56,6 +56,8 @@ DOORS: dict[str, set[str]] = {
     "models.common": {"model/overlap.py"},
     "pipeline_parallel.utils": {"model/overlap.py"},
     "optimizer": {"training/optimizer.py"},
+    "optimizer.get_standard_config_overrides": {"training/param_groups.py"},
+    "optimizer.optimizer_config": {"training/param_groups.py"},
     "optimizer.optimizer.ChainedOptimizer": {"training/optimizer.py", "training/gradients.py"},
     "timers": {"training/timers.py"},
     # our MoE layer also serves a model that the engine built, and then takes the engine's own groups
@@ -113,8 +115,9 @@ DOORS: dict[str, set[str]] = {
         "training/qk_clip.py",
         "training/step.py",
         "training/state_checks.py",
+        "training/weight_average.py",
     },
-    "optimizer_param_scheduler.OptimizerParamScheduler": {"training/optimizer.py", "training/step.py"},
+    "optimizer_param_scheduler.OptimizerParamScheduler": {"training/param_groups.py"},
     "process_groups_config.ProcessGroupCollection": {
         "parallel/groups.py",
         "data/batches.py",

@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
     p.add_argument("--average-steps", nargs="+", type=int, metavar="N", help="native to native: the mean of these "
                    "steps of --load, in fp64, of main weights where they have them; no optimizer")  # fmt: skip
+    p.add_argument("--ema", action="store_true", help="from native: write the averages of the weights, which a run "
+                   "with --ema-decay saves, in the place of the weights; no optimizer")  # fmt: skip
     p.add_argument("--transformer-impl", choices=("transformer_engine", "local"), help="to megatron: whose layers "
                    "load it there, since they name norms differently; default transformer_engine")  # fmt: skip
     p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
@@ -155,6 +157,10 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.average_steps is not None and (way != ("native", "native") or args.ckpt_step is not None):
         shown = f"--average-steps {' '.join(map(str, args.average_steps))}"
         raise ConfigError(f"{shown}: is for --from native --to native, and takes the place of --ckpt-step")
+    if args.ema and (args.origin != "native" or args.target == "megatron" or args.average_steps is not None):
+        raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
+    if args.ema and (args.verify or args.verify_only):
+        raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
     if (args.verify or args.verify_only or args.verify_layers is not None) and "hf" not in way:
         raise ConfigError(
             "--verify: compares with a Hugging Face folder; between checkpoints, hashes are compared anyway"
@@ -271,7 +277,7 @@ def _planned(args: argparse.Namespace) -> Any:
 
     fp8 = args.dtype == "fp8"
     dtype = None if args.dtype is None else certificate.DTYPES["bf16" if fp8 else args.dtype]
-    options = ConversionOptions(dtype, fp8, args.family, args.drop_mtp, args.no_optim, args.max_shard_bytes)
+    options = ConversionOptions(dtype, fp8, args.family, args.drop_mtp, args.no_optim, args.ema, args.max_shard_bytes)
     load = Path(args.load)
     if args.origin == "megatron":
         from megatron_moe.apps.convert.from_megatron import FromMegatron

@@ -25,6 +25,7 @@ import torch
 
 from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.workspace import ConversionProgress, Workspace
+from megatron_moe.checkpoint.step_reader import AveragedReader, StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.files import free_bytes
@@ -47,6 +48,7 @@ class ConversionOptions:
     family: str | None = None
     drop_mtp: bool = False
     no_optim: bool = False
+    ema: bool = False
     max_shard_bytes: int = 5 * 10**9
 
     def plain(self) -> dict[str, Any]:
@@ -134,6 +136,20 @@ class Conversion(ABC):
             "options": self.options.plain(),
             "versions": certificate.versions(),
         }
+
+
+def reader_of(step: Path, options: ConversionOptions) -> StepReader:
+    """Return the reader of a step's weights, or of their averages with `--ema`.
+
+    Raises:
+        ConfigError: the step has no averages.
+    """
+    if not options.ema:
+        return StepReader(step)
+    reader = AveragedReader(step)
+    if not reader.has_averages:
+        raise ConfigError(f"--ema: {step} has no average of its weights, which a run with --ema-decay saves")
+    return reader
 
 
 def convert(

@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe.apps.convert import certificate, to_native
 from megatron_moe.apps.convert.certificate import Row, expected
-from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record
+from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, reader_of
 from megatron_moe.apps.convert.to_native import DataFile, StoredPart
 from megatron_moe.checkpoint import folder, manifest, pickles
 from megatron_moe.checkpoint.index import LARGEST_VALUE, Tensor
@@ -25,6 +25,7 @@ from megatron_moe.io.hashing import FileEntry
 _OPTIMIZER = "optimizer."
 _EXPERTS = (".experts.weight1", ".experts.weight2")
 _FP32 = ".expert_bias"
+_OF_OPTIMIZER = ("has_optimizer", folder.HAS_AVERAGE)
 _REWRITTEN = (".metadata", "metadata.json", pickles.COMMON, folder.CONFIG, folder.STATE)
 Box = tuple[str, Shape, Shape]
 """A block of a tensor: key, first element, extent."""
@@ -42,12 +43,12 @@ class Reshard(Conversion):
     def __init__(self, step: Path, options: ConversionOptions, notes: tuple[str, ...] = ()) -> None:
         super().__init__(step, options)
         self.notes = list(notes)
-        self.reader = StepReader(step)
+        self.reader = reader_of(step, options)
         self.config, self.state = folder.read_json(step / folder.CONFIG), folder.read_json(step / folder.STATE)
         self.iteration = int(step.name.removeprefix("iter_"))
         self.files = manifest.read(step).files
         self.inputs = {name: step / name for name in self.files}
-        self.keeps_optimizer = not options.no_optim and any(
+        self.keeps_optimizer = not (options.no_optim or options.ema) and any(
             key.startswith(_OPTIMIZER) for key in self.reader.index.tensors
         )
         if options.dtype is not None:
@@ -62,6 +63,7 @@ class Reshard(Conversion):
         }
         self.units = self._planned()
         kept = "with the optimizer's state" if self.keeps_optimizer else "weights alone"
+        kept = "the averages of the weights" if options.ema else kept
         self.summary = f"step {self.iteration}, {len(self.tensors)} tensors, {kept}"
 
     def _check_cast(self) -> None:
@@ -135,7 +137,8 @@ class Reshard(Conversion):
         return self.reader.read(*box)
 
     def _new_state(self) -> dict[str, Any]:
-        return {**self.state, "has_optimizer": bool(self.state.get("has_optimizer")) and self.keeps_optimizer}
+        kept = {name: bool(self.state.get(name)) and self.keeps_optimizer for name in _OF_OPTIMIZER}
+        return {**self.state, **kept, **({"averaged": True} if self.options.ema else {})}
 
     def _value(self, key: str) -> bytes:
         stored = self.reader.index.values[key]

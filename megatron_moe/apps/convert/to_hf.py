@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megatron_moe.apps.convert import certificate
 from megatron_moe.apps.convert.certificate import Row, expected
-from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOptions, OutputFile, Record, model_words
+from megatron_moe.apps.convert.convert import (
+    Advance,
+    Conversion,
+    ConversionOptions,
+    OutputFile,
+    Record,
+    model_words,
+    reader_of,
+)
 from megatron_moe.apps.convert.exported_tokenizer import AS_IT_CAME, GENERATION, ExportedTokenizer, generation_ids
 from megatron_moe.apps.convert.fp8_weights import quantization_config, rounded, uneven_blocks
 from megatron_moe.apps.convert.fp8_weights import summary as fp8_summary
@@ -20,7 +28,6 @@ from megatron_moe.apps.convert.model_card import NAME_OF_THE_FIRST as CARD_OF_TH
 from megatron_moe.apps.convert.model_card import model_card
 from megatron_moe.apps.convert.to_native import copy_file
 from megatron_moe.checkpoint import folder, manifest, origin
-from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import replace
 from megatron_moe.data.transformers_files import json_bytes
@@ -66,7 +73,7 @@ class ToHF(Conversion):
         super().__init__(source.path, options)
         self.tokenizer = tokenizer
         self.notes = [*source.notes, *tokenizer.notes]
-        self.reader = StepReader(source.path)
+        self.reader = reader_of(source.path, options)
         self.family = source.required_family
         self.companions = {name: path for name, path in source.companions.items() if name not in tokenizer.left_out}
         self.state = folder.read_json(source.path / folder.STATE)

@@ -15,7 +15,7 @@ from megatron_moe.apps.convert.convert import Advance, Conversion, ConversionOpt
 from megatron_moe.apps.convert.to_native import DataFile, StoredPart, data_name, file_order, write_common, write_index
 from megatron_moe.checkpoint import folder, index, manifest, pickles
 from megatron_moe.checkpoint.pickles import PER_PART
-from megatron_moe.checkpoint.step_reader import StepReader
+from megatron_moe.checkpoint.step_reader import AVERAGE, StepReader
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.source import ModelSource
@@ -142,7 +142,12 @@ class ToMegatron(Conversion):
         self.run = replace(self.run, **settings)
         stored = self.reader.index.tensors
         wanted = optimizer.wanted_keys(self.weights, self.fp32, half=self.dtype != torch.float32)
-        self._require_shapes({key: one.shape for key, one in stored.items() if key.startswith(_OPTIMIZER)}, wanted)
+        own = {
+            key: one.shape for key, one in stored.items() if key.startswith(_OPTIMIZER) and not key.startswith(AVERAGE)
+        }
+        self._require_shapes(own, wanted)
+        if state.get(folder.HAS_AVERAGE):
+            self.notes.append("the average of the weights is left out: Megatron-LM has none")
         progress = Progress(self._iteration(), int(state["consumed_samples"]))
         batch = config.get("global_batch_size") or progress.consumed_samples // max(progress.iteration, 1)
         updates = optimizer.step_of(pickles.read_file(self.source, pickles.COMMON), where)

@@ -67,6 +67,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         moments = run.derived.moment_bytes(share, matrices)
         if trace.offloaded and run.derived.packs_main_weights:
             masters, moments = 0, moments + masters  # the rests are with the moments
+        moments += run.derived.average_bytes(share)  # is where they are
         optimizer += masters + (0 if trace.offloaded else moments)
         host += moments if trace.offloaded else 0
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
@@ -89,13 +90,14 @@ def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemor
     """Return the memory of a rank of a fully sharded model; what it gathers and reduces is among the activations."""
     shards, matrices = sum(unit.share for unit in trace.units), sum(unit.matrices for unit in trace.units)
     on_device = 0 if trace.offloaded else shards
+    in_host_memory = shards - on_device
     micro_batches = run.derived.num_microbatches(world_size)
     activations, in_flight = _activation_peak(run, trace, micro_batches)
     return PlannedMemory(
         weights=4 * on_device,
         gradients=4 * on_device,
-        optimizer=run.derived.moment_bytes(on_device, matrices),
-        host=8 * (shards - on_device) + run.derived.moment_bytes(shards - on_device),
+        optimizer=run.derived.moment_bytes(on_device, matrices) + run.derived.average_bytes(on_device),
+        host=8 * in_host_memory + run.derived.moment_bytes(in_host_memory) + run.derived.average_bytes(in_host_memory),
         # Of one micro-batch alone the gradients come about during its backward pass.
         activations=activations if micro_batches > 1 else max(activations - 4 * on_device, 0),
         in_flight=in_flight,

@@ -39,6 +39,8 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
             # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
             for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
                 by_rank[rank] += _host_bytes(run, buffer)
+            for rank in trace.ranks if run.derived.zero_stage == 1 else ():
+                by_rank[rank] += _average_bytes(run, buffer.used // len(buffer.ranks))
     by_node: Counter[int] = Counter()
     for rank, size in by_rank.items():
         by_node[rank // gpus_per_node] += size
@@ -55,7 +57,14 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
             per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
     if in_background:
         per_element += buffer.parameter_bytes
-    return buffer.used * per_element
+    average = 0 if run.derived.zero_stage == 1 else _average_bytes(run, buffer.used)
+    return buffer.used * per_element + average
+
+
+def _average_bytes(run: Run, numel: int) -> int:
+    """Return what a rank copies of the average of so many weights; a save that is waited for writes it as it is."""
+    copied = run.checkpoint.async_save and not run.checkpoint.no_save_optim
+    return run.derived.average_bytes(numel) if copied else 0
 
 
 def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
@@ -67,7 +76,7 @@ def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
         unpacked = run.optimizer.use_precision_aware_optimizer and not run.checkpoint.no_save_optim
         return unit.share * 2 * _FP32 if unpacked else 0
     optimizer = 0 if run.checkpoint.no_save_optim else 2 * _FP32 + (_FP32 if unit.parameter_bytes < _FP32 else 0)
-    return unit.share * (unit.parameter_bytes + optimizer)
+    return unit.share * (unit.parameter_bytes + optimizer) + _average_bytes(run, unit.share)
 
 
 def gathering_bytes(run: Run, trace: RankTrace) -> int:

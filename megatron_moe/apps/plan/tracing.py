@@ -167,7 +167,7 @@ def _kind(run: Run, stage: int) -> Any:
     It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32, and
     frozen parameters, may be named by their layer, so with them no stage is like another.
     """
-    if run.precision.keep_fp32 is not None or run.optimizer.freeze_parameters is not None:
+    if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
         return stage
     pattern = run.derived.moe_layer_pattern if run.moe.num_experts is not None else (0,) * run.model.num_layers
     kinds = tuple(tuple(pattern[layer] for layer in chunk) for chunk in _layers(run, stage))

@@ -1,4 +1,4 @@
-"""Rules about `--freeze-parameters`: what it names, and what frozen parameters cannot go with."""
+"""Rules about `--freeze`: what it names, and what frozen parameters cannot go with."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from megatron_moe.config import module_names
 from megatron_moe.config.rules.wording import refuse, set_among
 from megatron_moe.config.schema import Run
 
-_FREEZE, _TIED = "freeze_parameters", "untie_embeddings_and_output_weights"
+_FREEZE, _TIED = "freeze", "untie_embeddings_and_output_weights"
 
 
 def frozen_patterns_name_parameters(run: Run, world_size: int) -> None:
     """Refuse a pattern that matches no parameter, which would silently freeze none."""
-    for pattern in run.optimizer.freeze_parameters or ():
+    for pattern in run.optimizer.freeze or ():
         if not module_names.parameters_of(run, pattern):
             near = module_names.near_names(run, pattern)
             raise refuse(
@@ -24,7 +24,7 @@ def frozen_patterns_name_parameters(run: Run, world_size: int) -> None:
 
 def frozen_parts_are_tried(run: Run, world_size: int) -> None:
     """Refuse frozen parameters where the code that would leave them alone has not been written or tried."""
-    if not run.optimizer.freeze_parameters:
+    if not run.optimizer.freeze:
         return
     if run.derived.zero_stage >= 2:
         raise refuse(

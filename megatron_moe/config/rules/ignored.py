@@ -374,6 +374,7 @@ _UNREAD: tuple[Unread, ...] = (
         _is_set("first_last_layers_bf16"),
         "they count the layers of --first-last-layers-bf16",
     ),
+    Unread(("decoupled_min_lr",), _is_set("decoupled_lr"), "it ends the schedule of --decoupled-lr"),
     Unread(
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
         lambda given: _value(given, "lr_decay_style") == "WSD",

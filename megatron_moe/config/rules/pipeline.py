@@ -221,7 +221,7 @@ def each_stage_trains_something(run: Run, world_size: int) -> None:
         if not any(name.startswith(tuple(starts)) for name in trained):
             raise refuse(
                 run,
-                ("freeze_parameters", _RANKS),
+                ("freeze", _RANKS),
                 f"stage {number} of the pipeline, counted from 0, has nothing to train but experts; leave a parameter "
                 f"of it out of the patterns, e.g. its norms, or use fewer stages",
             )

@@ -58,7 +58,7 @@ def test_parameters_of_all_ranks_without_copies_are_the_models(world_size, chang
 def test_frozen_parameters_have_weights_and_neither_gradients_nor_moments():
     pp2 = {"pipeline_model_parallel_size": 2}
     _, _, every = traced(2, **pp2)
-    _, _, some = traced(2, **pp2, freeze_parameters=("decoder.layers.3.mlp.experts", "embedding"))
+    _, _, some = traced(2, **pp2, freeze=("decoder.layers.3.mlp.experts", "embedding"))
     assert [(trace.weights, trace.whole) for trace in some] == [(trace.weights, trace.whole) for trace in every]
     left_out = [
         sum(buffer.used for buffer in one.buffers) - sum(buffer.used for buffer in other.buffers)

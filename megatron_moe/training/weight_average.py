@@ -1,0 +1,98 @@
+"""The exponential moving average of the main weights, with `--ema-decay`.
+
+It follows each committed step in fp32: average = decay x average + (1 - decay) x weight. It begins with the weights
+that a run starts from, and a checkpoint has it as `optimizer.state.ema` of each weight (`checkpoint/average.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_moe.config.schema import Run
+from megatron_moe.platform import host_memory
+from megatron_moe.training.optimizer import OwnedPart, mains_of, owned_part, parts
+
+_PIECE = 2**24
+"""Elements that are averaged at once where weights are packed or the average is in host memory."""
+
+
+@dataclass(frozen=True)
+class AveragedWeight:
+    """The average of what this rank updates of a weight.
+
+    part: the part of the parameter. main: its main weight, which may be packed. values: fp32, of the main's shape.
+    """
+
+    parameter: torch.nn.Parameter
+    part: OwnedPart
+    main: Tensor
+    values: Tensor
+
+
+class WeightAverage:
+    """The averages of all main weights that this rank updates, next to their moments: on the device, or in host memory.
+
+    Args:
+        decay: of the average at each step, between 0 and 1.
+    """
+
+    def __init__(self, decay: float, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+        self.decay = decay
+        moments = {
+            main: state["exp_avg"]
+            for part in parts(optimizer)
+            if not part.is_stub_optimizer
+            for main, state in part.optimizer.state.items()
+        }
+        self.weights = [
+            AveragedWeight(parameter, owned_part(optimizer, parameter), main, _like(main, moments[main]))
+            for parameter, main in mains_of(model, optimizer)
+        ]
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Make the average the present weights."""
+        for weight in self.weights:
+            for target, near in _pieces(weight):
+                target.copy_(near)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights of a committed step."""
+        for weight in self.weights:
+            for target, near in _pieces(weight):
+                target.mul_(self.decay).add_(near, alpha=1.0 - self.decay)
+
+
+def build_average(run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> WeightAverage | None:
+    """Return the average of the weights as they are, or None without `--ema-decay`."""
+    decay = run.optimizer.ema_decay
+    return None if decay is None else WeightAverage(decay, model, optimizer)
+
+
+def _like(main: Tensor, moment: Tensor) -> Tensor:
+    if moment.device == main.device:
+        return torch.empty(main.shape, dtype=torch.float32, device=main.device)
+    return host_memory(tuple(main.shape), torch.float32, pinned=True)
+
+
+def _pieces(weight: AveragedWeight) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of the average with the weight's fp32 values, where the average is."""
+    values, adam = weight.values.view(-1), getattr(weight.main, "packed_by", None)
+    if adam is None and weight.main.device == values.device:
+        yield values, weight.main.detach().view(-1)
+        return
+    for begin in range(0, values.numel(), _PIECE):
+        end = min(begin + _PIECE, values.numel())
+        near = (
+            weight.main.detach().view(-1)[begin:end]
+            if adam is None
+            else adam.values_of(weight.main, "param", begin, end)
+        )
+        yield values[begin:end], near.to(values.device)
