@@ -109,6 +109,7 @@ def _all(stage: Stage, size: int) -> None:
         grouped_products(stage, dtype, size)
         norm(stage, dtype, size)
         attention(stage, dtype, size)
+        attention_logits(stage, dtype, size)
         rotary(stage, dtype)
         kernels.positions(stage, dtype, size)
     for dtype in (torch.float32, torch.bfloat16):
@@ -255,6 +256,25 @@ def attention(stage: Stage, dtype: torch.dtype, size: int) -> None:
         inputs = [_draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
         # Probabilities are rounded to the dtype before the second product, and again on the way back.
         compare(stage, f"attention {name}", ours, inputs, truth, bound=4 * ROUNDINGS[dtype])
+
+
+def attention_logits(stage: Stage, dtype: torch.dtype, size: int) -> None:
+    from megatron_moe.model.attention import largest_logits
+
+    for heads, groups, width in ((4, 4, 192), (8, 2, 128)):
+        name, length = f"largest attention logits {heads}/{groups}, {NAMES[dtype]}", 24 * size
+        with stage.attempt(name):
+            query, key = (
+                _draw(length, 2, heads, width, dtype=dtype),
+                _draw(length, 2, groups, width, dtype=dtype, seed=1),
+            )
+            of_heads = key.double().repeat_interleave(heads // groups, 2)
+            scores = torch.einsum("sbnd,tbnd->nbst", query.double(), of_heads) / width**0.5
+            truth = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).amax((1, 2, 3))
+            poison(stage.device)
+            found = largest_logits(query.to(stage.device), key.to(stage.device), None, at_a_time=5000 * size)
+            # Products of half-precision numbers are exact in fp32, and so are the sums to fp32's rounding.
+            stage.within(name, error_of(found.cpu(), truth), ROUNDINGS[torch.float32])
 
 
 def rotary(stage: Stage, dtype: torch.dtype) -> None:
