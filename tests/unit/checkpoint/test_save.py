@@ -435,16 +435,17 @@ def test_a_folder_that_cannot_be_written_is_told_on_all_ranks_before_anything_is
 
 
 def test_what_changes_before_the_update_is_copied_at_once():
-    weight, moment, bias = (torch.zeros(4) for _ in range(3))
+    weight, moment, mean, bias = (torch.zeros(4) for _ in range(4))
     chunk = SimpleNamespace(parameters=lambda: [weight], buffers=[bias])
     half = SimpleNamespace(param_groups=[{"params": [moment]}], state={0: {"exp_avg": moment, "step": 3}})
     optimizer = SimpleNamespace(chained_optimizers=[half, SimpleNamespace(param_groups=[], state={})])
-    trained = SimpleNamespace(model=[chunk], optimizer=optimizer)
+    average = SimpleNamespace(weights=[SimpleNamespace(values=mean)])
+    trained = SimpleNamespace(model=[chunk], optimizer=optimizer, average=average)
 
     def later(**flags):
         addresses = changed_by_updates(replace(Run(), **flags), trained)
-        return [tensor.untyped_storage().data_ptr() in addresses for tensor in (weight, moment, bias)]
+        return [tensor.untyped_storage().data_ptr() in addresses for tensor in (weight, moment, mean, bias)]
 
-    assert later() == [True, True, False]
+    assert later() == [True, True, True, False]
     # The next forward pass gathers the weights.
-    assert later(overlap_param_gather=True) == [False, True, False]
+    assert later(overlap_param_gather=True) == [False, True, True, False]
