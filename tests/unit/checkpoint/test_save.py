@@ -438,14 +438,13 @@ def test_what_changes_before_the_update_is_copied_at_once():
     weight, moment, mean, bias = (torch.zeros(4) for _ in range(4))
     chunk = SimpleNamespace(parameters=lambda: [weight], buffers=[bias])
     half = SimpleNamespace(param_groups=[{"params": [moment]}], state={0: {"exp_avg": moment, "step": 3}})
-    optimizer = SimpleNamespace(chained_optimizers=[half, SimpleNamespace(param_groups=[], state={})])
+    both = SimpleNamespace(chained_optimizers=[half, SimpleNamespace(param_groups=[], state={})])
     average = SimpleNamespace(weights=[SimpleNamespace(values=mean)])
-    trained = SimpleNamespace(model=[chunk], optimizer=optimizer, average=average)
+    trained = SimpleNamespace(model=[chunk], optimizer=both, average=average)
 
     def later(**flags):
         addresses = changed_by_updates(replace(Run(), **flags), trained)
         return [tensor.untyped_storage().data_ptr() in addresses for tensor in (weight, moment, mean, bias)]
 
     assert later() == [True, True, True, False]
-    # The next forward pass gathers the weights.
-    assert later(overlap_param_gather=True) == [False, True, True, False]
+    assert later(overlap_param_gather=True) == [False, True, True, False]  # the next forward pass gathers the weights
