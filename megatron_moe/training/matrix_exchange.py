@@ -29,7 +29,7 @@ Part = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class MatrixBlock:
     """A part of a weight that is brought together.
 
     shape: of it on each tensor-parallel rank. split: how the whole is split over those ranks. matrices: returns the
@@ -74,18 +74,18 @@ class MatrixExchange:
         dtype: in which values and results travel.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[MatrixBlock]
     dp: ProcessGroup
     tp: ProcessGroup
     dtype: torch.dtype
-    rounds: list[list[tuple[Block, Owner]]] = field(init=False)
+    rounds: list[list[tuple[MatrixBlock, Owner]]] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounds", list(self._make_rounds()))
 
-    def _make_rounds(self) -> Iterator[list[tuple[Block, Owner]]]:
+    def _make_rounds(self) -> Iterator[list[tuple[MatrixBlock, Owner]]]:
         most = ROUND_NUMEL * self.dp.size() * self.tp.size()
-        chosen: list[Block] = []
+        chosen: list[MatrixBlock] = []
         numel = 0
         for block in self.blocks:
             size = math.prod(whole_shape(block.shape, block.split, self.tp.size()))
@@ -97,7 +97,7 @@ class MatrixExchange:
         if chosen:
             yield self._with_owners(chosen)
 
-    def _with_owners(self, blocks: list[Block]) -> list[tuple[Block, Owner]]:
+    def _with_owners(self, blocks: list[MatrixBlock]) -> list[tuple[MatrixBlock, Owner]]:
         """Give each block to the rank that has least to do so far, the most expensive ones first."""
         load = {Owner(dp, tp): 0.0 for dp in range(self.dp.size()) for tp in range(self.tp.size())}
         owners: dict[int, Owner] = {}
@@ -109,9 +109,9 @@ class MatrixExchange:
 
     def run(
         self,
-        value: Callable[[Block], Tensor],
-        compute: Callable[[list[tuple[Block, Tensor]]], None],
-        place: Callable[[Block], Tensor],
+        value: Callable[[MatrixBlock], Tensor],
+        compute: Callable[[list[tuple[MatrixBlock, Tensor]]], None],
+        place: Callable[[MatrixBlock], Tensor],
     ) -> None:
         """Bring values together, compute, and hand out the results. Collective over both groups.
 
@@ -132,9 +132,9 @@ class MatrixExchange:
 
     def _collect_over_dp(
         self,
-        blocks: list[tuple[Block, Owner]],
-        at_this_dp: list[tuple[Block, Owner]],
-        value: Callable[[Block], Tensor],
+        blocks: list[tuple[MatrixBlock, Owner]],
+        at_this_dp: list[tuple[MatrixBlock, Owner]],
+        value: Callable[[MatrixBlock], Tensor],
     ) -> list[Tensor]:
         """Return the blocks of this data-parallel rank as this tensor-parallel rank has them."""
         me = self.dp.rank()
@@ -155,7 +155,7 @@ class MatrixExchange:
         return parts
 
     def _collect_over_tp(
-        self, at_this_dp: list[tuple[Block, Owner]], own: list[tuple[Block, Owner]], parts: list[Tensor]
+        self, at_this_dp: list[tuple[MatrixBlock, Owner]], own: list[tuple[MatrixBlock, Owner]], parts: list[Tensor]
     ) -> list[Tensor]:
         """Return the whole blocks that this rank computes."""
         ranks, me = self.tp.size(), self.tp.rank()
@@ -177,7 +177,7 @@ class MatrixExchange:
         return wholes
 
     def _return_over_tp(
-        self, at_this_dp: list[tuple[Block, Owner]], own: list[tuple[Block, Owner]], wholes: list[Tensor]
+        self, at_this_dp: list[tuple[MatrixBlock, Owner]], own: list[tuple[MatrixBlock, Owner]], wholes: list[Tensor]
     ) -> list[Tensor]:
         """Return the results of all blocks of this data-parallel rank, as this tensor-parallel rank has them."""
         ranks = self.tp.size()
@@ -198,10 +198,10 @@ class MatrixExchange:
 
     def _return_over_dp(
         self,
-        blocks: list[tuple[Block, Owner]],
-        at_this_dp: list[tuple[Block, Owner]],
+        blocks: list[tuple[MatrixBlock, Owner]],
+        at_this_dp: list[tuple[MatrixBlock, Owner]],
         parts: list[Tensor],
-        place: Callable[[Block], Tensor],
+        place: Callable[[MatrixBlock], Tensor],
     ) -> None:
         parcels = [
             [share(part) for (block, _), part in zip(at_this_dp, parts) if (share := block.shares[rank]) is not None]

@@ -27,7 +27,7 @@ from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.model.initialize import Split, placement
 from megatron_moe.platform.adam import Adam
-from megatron_moe.training.matrix_exchange import ROUND_NUMEL, Block, MatrixExchange, Part, whole_shape
+from megatron_moe.training.matrix_exchange import ROUND_NUMEL, MatrixBlock, MatrixExchange, Part, whole_shape
 from megatron_moe.training.orthogonalization import orthogonalized, steps_of
 
 DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
@@ -89,11 +89,11 @@ class Muon(Adam):
                 self._drop_second_moment(param)
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How a weight is made of matrices.
 
     split: over the tensor-parallel ranks. stacked: whether each index of the first axis is a block by itself, whose
-    axes `split` counts. matrices: see `Block`.
+    axes `split` counts. matrices: see `MatrixBlock`.
     """
 
     split: Split
@@ -119,31 +119,31 @@ def _queries_keys_values(whole: Tensor, groups: int, head: int) -> list[Tensor]:
     return list(of_group.split([of_group.shape[1] - 2 * head, head, head], 1))
 
 
-def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, Layout]:
+def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
     """Return the weights of an unwrapped chunk that Muon updates, by name.
 
     They are the matrices of attention, of dense layers, of experts and of the merge for further predictions. The router
     and the gate of a shared expert, which are no maps between hidden states, tables, norms and biases are AdamW's.
     """
-    found: dict[str, Layout] = {}
+    found: dict[str, MatrixLayout] = {}
     for name, (_, split) in placement(chunk).items():
         module, parameter = name.split(".")[-2:]
         if parameter == "weight" and (module.startswith("linear_") or module == "eh_proj"):
-            found[name] = Layout(split, False, _one)
+            found[name] = MatrixLayout(split, False, _one)
             if split.stride == 2:
-                found[name] = Layout(split, False, _halves)
+                found[name] = MatrixLayout(split, False, _halves)
             elif module == "linear_qkv" and run.optimizer.muon_split_qkv:
                 groups, head = run.derived.num_query_groups, run.derived.head_size
-                found[name] = Layout(split, False, partial(_queries_keys_values, groups=groups, head=head))
+                found[name] = MatrixLayout(split, False, partial(_queries_keys_values, groups=groups, head=head))
     for name, _ in chunk.named_parameters():
         if name.endswith("experts.weight1"):
-            found[name] = Layout(Split(1), True, _each)
+            found[name] = MatrixLayout(Split(1), True, _each)
         elif name.endswith("experts.weight2"):
-            found[name] = Layout(Split(1), True, _one)
+            found[name] = MatrixLayout(Split(1), True, _one)
     return {name: layout for name, layout in found.items() if chunk.get_parameter(name).requires_grad}
 
 
-def mark_matrices(run: Run, chunks: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, Layout]]:
+def mark_matrices(run: Run, chunks: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, MatrixLayout]]:
     """Give the weights of unwrapped chunks that Muon updates an attribute, and return them.
 
     `orthogonalized` is the number of elements of a block on this tensor-parallel rank.
@@ -164,7 +164,7 @@ class MatrixWeight(NamedTuple):
     """
 
     weight: torch.nn.Parameter
-    layout: Layout
+    layout: MatrixLayout
     main: Tensor | None
     adam: Muon | None
     own: tuple[int | None, int, int]
@@ -203,12 +203,12 @@ class Orthogonalizer:
     def _momentum(self, main: Tensor) -> Tensor:
         return self._adams[main].state[main]["exp_avg"]  # another tensor after each load
 
-    def _value(self, block: Block) -> Tensor:
+    def _value(self, block: MatrixBlock) -> Tensor:
         assert block.main is not None and block.main.grad is not None
         momentum = block.of_main(self._momentum(block.main))
         return block.of_main(block.main.grad).lerp(momentum, self._beta) if self._nesterov else momentum
 
-    def _compute(self, blocks: list[tuple[Block, Tensor]]) -> None:
+    def _compute(self, blocks: list[tuple[MatrixBlock, Tensor]]) -> None:
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for block, whole in blocks:
             for matrix in block.matrices(whole):
@@ -219,7 +219,7 @@ class Orthogonalizer:
             for matrix, result in zip(matrices, results):
                 matrix.copy_(result.reshape(matrix.shape))
 
-    def _place(self, block: Block) -> Tensor:
+    def _place(self, block: MatrixBlock) -> Tensor:
         assert block.main is not None and block.main.grad is not None
         return block.of_main(block.main.grad)
 
@@ -263,18 +263,18 @@ def scale(rows: int, columns: int, *, mode: str, extra: float) -> float:
 # Blocks of weights.
 
 
-def _blocks_of_all(weights: Sequence[MatrixWeight], dp: ProcessGroup, tp_size: int) -> list[Block]:
+def _blocks_of_all(weights: Sequence[MatrixWeight], dp: ProcessGroup, tp_size: int) -> list[MatrixBlock]:
     """Return the blocks of weights that are spread over a data-parallel group. Collective over it."""
     own = [tuple(one.own) for one in weights]
     everywhere: list[Any] = [None] * dp.size()
     dist.all_gather_object(everywhere, own, group=dp)
-    blocks: list[Block] = []
+    blocks: list[MatrixBlock] = []
     for number, one in enumerate(weights):
         blocks += _blocks(one, [ranks[number] for ranks in everywhere], dp.rank(), tp_size)
     return blocks
 
 
-def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -> Iterator[Block]:
+def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -> Iterator[MatrixBlock]:
     """Yield the blocks of a weight, of which each data-parallel rank updates the part in `own`."""
     shape, layout = tuple(one.weight.shape), one.layout
     inner = shape[1:] if layout.stacked else shape
@@ -286,7 +286,7 @@ def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -
         here = shares[dp_rank]
         of_blocks = [None if share is None else share.of_block for share in shares]
         of_main = _all if here is None else here.of_main
-        yield Block(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
+        yield MatrixBlock(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
 
 
 def _sizes(matrix: Tensor) -> tuple[int, int]:

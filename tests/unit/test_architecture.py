@@ -112,6 +112,7 @@ DOORS: dict[str, set[str]] = {
     "optimizer.MegatronOptimizer": {
         "training/optimizer.py",
         "training/gradients.py",
+        "training/muon.py",
         "training/qk_clip.py",
         "training/step.py",
         "training/state_checks.py",
@@ -126,6 +127,7 @@ DOORS: dict[str, set[str]] = {
         "training/evaluate.py",
         "training/global_batch.py",
         "training/metrics.py",
+        "training/muon.py",
         "training/optimizer.py",
         "training/qk_clip.py",
         "training/replay.py",

@@ -226,8 +226,7 @@ def _trace_stage(
         assert pg_collection.pp.rank() == stage
         chunks = build_model(run, pg_collection, vocabulary, draw=False)
         bare = [_bare(chunk) for chunk in chunks]
-        if run.optimizer.optimizer == "muon":
-            mark_matrices(run, bare)
+        mark_matrices(run, bare)
         for chunk in bare:
             _set_row_counts(run, chunk, tracer, imbalance)
         # The memory of a CPU is the host's.
