@@ -70,7 +70,7 @@ def check_frozen(run: Run, saved: dict[str, Any], where: str) -> None:
     Raises:
         ConfigError: with the parameters that only one of the two trains.
     """
-    patterns = saved.get("freeze")
+    patterns = saved.get("freeze", saved.get("freeze_parameters"))  # the flag's name before
     before = frozen(replace(run, freeze=None if patterns is None else tuple(patterns)))
     differing = sorted(before ^ frozen(run))
     if differing:

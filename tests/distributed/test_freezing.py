@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
 from tests.helpers.trained_steps import TINY, differing, refusal, tensors, trained
@@ -109,3 +110,12 @@ def _start_of(flags: dict[str, Any]) -> bool:
     run = build({**TINY, **flags})
     number = 3 * run.moe.num_experts * 3 * run.model.hidden_size * run.derived.moe_ffn_hidden_size
     return f"{number:,} of" in printed.getvalue()
+
+
+def test_a_checkpoint_with_the_flags_name_of_before_is_read() -> None:
+    from megatron_moe.checkpoint.compare import check_frozen
+
+    run = build({**TINY, "freeze": ("router",)})
+    check_frozen(run, {"freeze_parameters": ["router"]}, "step")
+    with pytest.raises(ConfigError, match="--freeze embedding"):
+        check_frozen(run, {"freeze_parameters": ["embedding"]}, "step")
