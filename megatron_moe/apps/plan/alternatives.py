@@ -64,9 +64,7 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
             found.append((peak_gib(other, world_size, machine, known), strategy, other))
             if found[-1][0] <= FILLED * machine.memory_gib:
                 break
-    gib, strategy, chosen = (
-        found[-1] if found[-1][0] <= FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
-    )
+    gib, strategy, chosen = found[-1] if found[-1][0] <= FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
     return {
         "strategy": strategy,
         "max_memory_gib": gib,

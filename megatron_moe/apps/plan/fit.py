@@ -11,14 +11,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_moe.apps.plan.alternatives import FILLED
 from megatron_moe.apps.plan.layouts import (
+    FULL,
     Layout,
+    Modules,
+    Width,
+    fixed_fields,
     layouts,
     module_sets,
     recompute_is_fixed,
@@ -26,43 +31,32 @@ from megatron_moe.apps.plan.layouts import (
 )
 from megatron_moe.apps.plan.neighbours import Machine, legal
 from megatron_moe.apps.plan.pieces import LOSS, PREDICTION, Pieces
-from megatron_moe.apps.plan.plan import GIB, peak_gib, rank_memory
+from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib, rank_memory
+from megatron_moe.apps.plan.step_time import StepTime, StepTimes, ranks_that_differ
 from megatron_moe.apps.plan.tracing import RankTrace
-from megatron_moe.apps.plan.traffic import rank_traffic
+from megatron_moe.config import rules
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.rules.wording import spelled as spelled_field
 from megatron_moe.config.schema import Run
 
 _logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 5.0
+_DOUBT = 1.01
+"""What is estimated to need so much more than there is may fit."""
+_MUCH_SLOWER = 1.25
+"""Over the fastest that fits; what is slower than this is not shown."""
 _LEAST_TRIED = 3
 """Layouts that are traced as a whole where none fits."""
 
-Modules = tuple[str, ...] | None
-"""Recomputed modules; None: those that the user has set."""
 
-
-@dataclass(frozen=True)
-class StepTime:
-    """The seconds of a step by what they go to; each adds to the step.
-
-    compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
-    memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
-    messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
-    nothing hides it. host: what is exchanged with the machine's memory.
-    """
-
-    compute: float
-    recomputed: float
-    tensor: float
-    expert: float
-    pipeline: float
-    bubble: float
-    data: float
-    host: float
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return sum(vars(self).values())
+_ASSUMED = ("mfu", "peak_tflops", "node_bandwidth", "network_bandwidth", "host_bandwidth", "memory_bandwidth")
+_OPTIONS: dict[str, Callable[[Run], bool]] = {
+    "a smaller --micro-batch-size": lambda run: run.training.micro_batch_size == 1,
+    "--context-parallel-size 2": lambda run: run.parallel.context_parallel_size > 1,
+    "--cross-entropy-loss-fusion": lambda run: run.model.cross_entropy_loss_fusion,
+    "--use-precision-aware-optimizer with --exp-avg-dtype bf16": lambda run: run.optimizer.exp_avg_dtype != "fp32",
+}
+"""What makes a run smaller, and whether it does so already."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +99,21 @@ class Search:
         self.run, self.world_size, self.machine, self.known = run, world_size, machine, known
         self.limit = FILLED * machine.memory_gib
         self.pieces = Pieces(run, world_size, machine)
+        self.times = StepTimes(run, world_size, machine, self.pieces)
         self._sets: dict[Any, list[Modules]] = {}
         self._said = time.monotonic()
 
     def layouts(self) -> list[Layout]:
         """Return all layouts; the layers of the last stage are as many as its loss leaves time for."""
-        return list(layouts(self.run, self.world_size, self.machine, self._head()))
+        return list(layouts(self.run, self.world_size, self.machine, self.pieces.widths, self._head()))
 
     def _head(self) -> float:
-        width = next(iter(self.pieces.widths()), None)
+        width = next(iter(self.pieces.widths), None)
         if width is None:
             return 0.0
         kinds = (LOSS, PREDICTION) if self.run.model.mtp_num_layers else (LOSS,)
-        layer = self.pieces.exact(width, 1, False, (), self.pieces.kinds[0])
-        return sum(self.pieces.exact(width, 1, False, (), kind).flops for kind in kinds) / layer.flops
+        layer = self.pieces.plain(width, (), self.pieces.kinds[0])
+        return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
 
     def sets(self, layout: Layout) -> list[Modules]:
         """Return the sets of recomputed modules by the time that they add; each keeps less than those before it."""
@@ -129,96 +124,43 @@ class Search:
             self._sets[width] = list(self._improving(width))
         return self._sets[width]
 
-    def _improving(self, width: Any) -> Iterator[Modules]:
+    def _improving(self, width: Width) -> Iterator[Modules]:
+        """Yield sets by the time that they add, as far as each keeps a hundredth less; modules are taken to add up."""
         layers = {kind: self.pieces.count(kind) for kind in self.pieces.kinds}
-        plain = sum(count * self.pieces.exact(width, 1, False, (), kind).kept for kind, count in layers.items())
-        found = []
-        for modules in module_sets(single_modules(self.run)):
-            parts = [(count, kind, self.pieces.approximate(width, modules, kind)) for kind, count in layers.items()]
-            kept = sum(count * piece.kept for count, _, piece in parts)
-            added = sum(count * self._layer_seconds(width, modules, kind) for count, kind, _ in parts)
-            found.append((added, kept, modules))
-        least = plain * 1.01
-        for _, kept, modules in sorted(found, key=lambda row: (row[0], row[1], len(row[2]))):
-            if kept < least - 0.01 * plain or not modules:
-                least = kept
+        singles = single_modules(self.run)
+        saved = {modules: self._saved(width, modules, layers) for modules in [*((name,) for name in singles), FULL]}
+        rows = []
+        for modules in module_sets(singles):
+            parts = [FULL] if modules == FULL else [(name,) for name in modules]
+            added, bytes_saved = (sum(saved[part][index] for part in parts) for index in (0, 1))
+            rows.append((added, -bytes_saved, len(modules), modules))
+        plain = sum(count * self.pieces.plain(width, (), kind).kept for kind, count in layers.items())
+        most = -plain
+        for _, less, _, modules in sorted(rows):
+            if -less > most + plain / 100:
+                most = -less
                 yield modules
 
-    def _layer_seconds(self, width: Any, modules: Modules, kind: str) -> float:
-        piece, plain = self.pieces.approximate(width, modules, kind), self.pieces.exact(width, 1, False, (), kind)
-        return self._compute_seconds(piece.flops) + self._rewriting(plain.kept - piece.kept) + (
-            piece.tensor_seconds + piece.expert_seconds
-        )
-
-    def _compute_seconds(self, flops: float) -> float:
-        return flops / (self.machine.mfu * self.machine.peak_tflops * 1e12)
-
-    def _rewriting(self, size: float) -> float:
-        """Return the seconds in which what was not kept is written and read once more."""
-        return 2 * max(size, 0.0) / (self.machine.memory_bandwidth * 1e9)
-
-    # Time.
-
-    def step_time(self, layout: Layout, modules: Modules) -> StepTime:
-        """Return the time of a step, that of the slowest pipeline rank."""
-        run = layout.run(self.run, modules)
-        micro_batches = run.derived.num_microbatches(self.world_size)
-        found, sharing, host = [], 0.0, 0.0
-        for rank in ranks_that_differ(self.pieces, layout):
-            passes = self._passes(layout, modules, rank)
-            trace = self.pieces.rank_trace(layout, modules, rank, exact=False, passes=False)
-            sent = rank_traffic(run, trace, self.world_size, self.machine.gpus_per_node)
-            seconds = {name: self.pieces.sending_seconds(one.sent, one.between_nodes) for name, one in sent.items()}
-            passes["pipeline"] = seconds.pop("PP", 0.0) / micro_batches
-            found.append(passes)
-            sharing = max(sharing, sum(seconds.values()))
-            host = max(host, self._host_seconds(run, trace, micro_batches))
-        slowest = max(found, key=lambda passes: sum(passes.values()))
-        one = sum(slowest.values())
-        chunks = len(layout.stages) // layout.pp
-        return StepTime(
-            **{name: seconds * micro_batches for name, seconds in slowest.items()},
-            bubble=(layout.pp - 1) / chunks * one,
-            data=max(sharing - self._hidden(run, layout, one, micro_batches), 0.0),
-            host=host,
-        )
-
-    def _passes(self, layout: Layout, modules: Modules, rank: int) -> dict[str, float]:
-        """Return the seconds of a micro-batch's passes on a pipeline rank."""
-        compute = again = tensor = expert = 0.0
-        for stage in layout.stages[rank :: layout.pp]:
-            for part, piece in self.pieces.of_stage(layout, modules, stage, exact=False):
-                plain = self.pieces.exact(layout.width, 1, False, (), part)
-                compute += self._compute_seconds(plain.flops)
-                again += self._compute_seconds(piece.flops - plain.flops) + self._rewriting(plain.kept - piece.kept)
-                tensor, expert = tensor + piece.tensor_seconds, expert + piece.expert_seconds
-        if self.run.moe.overlap_moe_expert_parallel_comm:
-            expert = max(expert - compute - again, 0.0)
-        return {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert}
-
-    def _hidden(self, run: Run, layout: Layout, one: float, micro_batches: int) -> float:
-        """Return the seconds in which data parallelism is behind computation, if its flags let it."""
-        if layout.zero >= 2:
-            return one * micro_batches
-        return one * (2 / 3 * run.parallel.overlap_grad_reduce + 1 / 3 * run.parallel.overlap_param_gather)
-
-    def _host_seconds(self, run: Run, trace: RankTrace, micro_batches: int) -> float:
-        """Return the seconds of offloading: moments there and back, and shards and gradients in every micro-batch."""
-        if not trace.offloaded:
-            return 0.0
-        moved = 2 * rank_memory(run, trace, self.world_size).host
-        # Weights are gathered twice from fp32 shards, and gradients come back once.
-        moved += micro_batches * 12 * sum(unit.share for unit in trace.units)
-        return moved / (self.machine.host_bandwidth * 1e9)
+    def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float]:
+        """Return the seconds that recomputed modules add to all layers, and the bytes that these do not keep."""
+        seconds = size = 0.0
+        for kind, count in layers.items():
+            piece, plain = self.pieces.part(width, modules, kind), self.pieces.plain(width, (), kind)
+            less = plain.kept - piece.kept
+            again = piece.tensor_seconds + piece.expert_seconds - plain.tensor_seconds - plain.expert_seconds
+            seconds += count * (
+                self.times.compute_seconds(piece.flops - plain.flops) + self.times.rewriting(less) + again
+            )
+            size += count * less
+        return seconds, size
 
     # Memory.
 
-    def estimated_gib(self, layout: Layout, modules: Modules, exact: bool) -> float:
+    def estimated_gib(self, layout: Layout, modules: Modules) -> float:
         """Return the GiB of the largest rank, put together from parts; see `pieces`."""
         run = layout.run(self.run, modules)
-        traces = (
-            self.pieces.rank_trace(layout, modules, rank, exact) for rank in ranks_that_differ(self.pieces, layout)
-        )
+        ranks = ranks_that_differ(self.pieces, layout)
+        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in ranks)
         return max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
 
     def planned_gib(self, layout: Layout, modules: Modules) -> float:
@@ -240,15 +182,18 @@ class Search:
         queue: list[tuple[float, int, Layout, int]] = []
         for layout in every:
             self._progress(f"{len(queue):,} of {len(every):,} layouts estimated")
-            queue.append((self.step_time(layout, self.sets(layout)[0]).seconds, next(order), layout, -1))
+            queue.append((self.times.of(layout, self.sets(layout)[0]).seconds, next(order), layout, -1))
         heapq.heapify(queue)
         least: list[tuple[float, int, Layout, Modules]] = []
         while queue and (outcome.best is None or len(outcome.next_best) < others):
             seconds, _, layout, index = heapq.heappop(queue)
+            if outcome.best is not None and seconds > _MUCH_SLOWER * outcome.best.time.seconds:
+                break
             self._progress(f"{outcome.looked_at:,} of {len(every):,} layouts looked at, now {seconds:,.2f} s a step")
             sets = self.sets(layout)
             if index < 0:
-                if not self.allowed(layout, sets[0]) and not self.allowed(layout, sets[-1]):
+                sets = [modules for modules in sets if self.allowed(layout, modules)]
+                if not sets:
                     continue
                 outcome.looked_at += 1
                 if outcome.unlimited is None:
@@ -257,19 +202,21 @@ class Search:
                 continue
             following = self._next_set(layout, index + 1)
             if following is not None:
-                again = self.step_time(layout, sets[following]).seconds
+                again = self.times.of(layout, sets[following]).seconds
                 heapq.heappush(queue, (again, next(order), layout, following))
             elif index < 0:
-                least.append((self.estimated_gib(layout, sets[-1], False), next(order), layout, sets[-1]))
+                least.append((self.estimated_gib(layout, sets[-1]), next(order), layout, sets[-1]))
         if outcome.best is None:
-            outcome.least = self._least(sorted(least)[:_LEAST_TRIED] if least else [], outcome)
+            for _, _, layout, modules in sorted(least)[:_LEAST_TRIED]:
+                self._fits(layout, modules, outcome)
+            outcome.least = min(outcome.too_large, key=lambda one: one.gib, default=None)
         return outcome
 
     def _next_set(self, layout: Layout, start: int) -> int | None:
         """Return the index of the next set, by the time it adds, that may fit."""
         sets = self.sets(layout)
         for index in range(start, len(sets)):
-            if self.estimated_gib(layout, sets[index], exact=False) <= self.limit:
+            if self.estimated_gib(layout, sets[index]) <= _DOUBT * self.limit:
                 return index
         return None
 
@@ -277,13 +224,12 @@ class Search:
         """Return whether a layout fits as a whole, and put it where it belongs."""
         if not self.allowed(layout, modules):
             return False
-        gib, exact = self.estimated_gib(layout, modules, exact=True), False
-        if gib <= self.limit:
-            _logger.info("planning as a whole: %s", words(layout, modules))
-            gib, exact = self.planned_gib(layout, modules), True
-            outcome.planned += 1
-        candidate = Candidate(layout, modules, gib, self.step_time(layout, modules), exact)
-        if gib > self.limit:
+        _logger.info("planning as a whole: %s", words(layout, modules))
+        candidate = Candidate(
+            layout, modules, self.planned_gib(layout, modules), self.times.of(layout, modules), exact=True
+        )
+        outcome.planned += 1
+        if candidate.gib > self.limit:
             if outcome.best is None:
                 outcome.too_large.append(candidate)
             return False
@@ -294,19 +240,8 @@ class Search:
         return True
 
     def _candidate(self, layout: Layout, modules: Modules) -> Candidate:
-        gib = self.estimated_gib(layout, modules, exact=True)
-        return Candidate(layout, modules, gib, self.step_time(layout, modules), False)
-
-    def _least(self, rows: list[Any], outcome: Outcome) -> Candidate | None:
-        """Return which of some layouts takes least, each traced as a whole."""
-        found = []
-        for _, _, layout, modules in rows:
-            if self.allowed(layout, modules):
-                _logger.info("nothing fits; planning as a whole what takes least: %s", words(layout, modules))
-                gib = self.planned_gib(layout, modules)
-                outcome.planned += 1
-                found.append(Candidate(layout, modules, gib, self.step_time(layout, modules), True))
-        return min(found, key=lambda one: one.gib, default=None)
+        gib = self.estimated_gib(layout, modules)
+        return Candidate(layout, modules, gib, self.times.of(layout, modules), False)
 
     def _progress(self, text: str) -> None:
         if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
@@ -314,12 +249,90 @@ class Search:
             _logger.info("%s, %d parts traced", text, self.pieces.traced)
 
 
-def ranks_that_differ(pieces: Pieces, layout: Layout) -> list[int]:
-    """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
-    seen: dict[Any, int] = {}
-    for rank in range(layout.pp):
-        seen.setdefault(tuple(pieces.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
-    return list(seen.values())
+def fitted_plan(
+    run: Run, world_size: int, machine: Machine, others: int, known: dict[Any, RankTrace]
+) -> tuple[Run, dict[str, Any]]:
+    """Return the fastest layout that fits, or else the one that takes least, and its plan with an entry `fit`.
+
+    Args:
+        run: with a batch, see `layouts.with_batch`; its own layout need not be allowed.
+        world_size: number of ranks.
+        machine: what it is to run on.
+        others: how many other layouts to show.
+        known: see `trace_ranks`.
+
+    Raises:
+        ConfigError: the rules allow no layout with what the user has set.
+    """
+    search = Search(run, world_size, machine, known)
+    found = search.search(others)
+    chosen = found.best or found.least
+    if chosen is None:
+        rules.check_layout(run, world_size)  # says more, where the flags themselves are at odds
+        raise ConfigError(
+            f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no"
+            " layout of these ranks with the flags that are given; give fewer of them, or another batch"
+        )
+    fitted = chosen.layout.run(run, chosen.modules)
+    plan = make_plan(fitted, world_size, machine, known)
+    shown = [found.unlimited] if found.unlimited is not None and found.unlimited.layout != chosen.layout else []
+    shown += [one for one in found.too_large if one is not chosen][-(others // 2) :] if others > 1 else []
+    shown += found.next_best
+    plan["fit"] = {
+        "fits": found.best is not None,
+        "limit_gib": search.limit,
+        "seconds": {**vars(chosen.time), "step": chosen.time.seconds},
+        "tokens_per_second": plan["global_batch_size"] * run.model.seq_length / chosen.time.seconds,
+        "assumed": {name: getattr(machine, name) for name in _ASSUMED},
+        "hidden": _hidden_words(fitted),
+        "layouts": found.of,
+        "looked_at": found.looked_at,
+        "planned": found.planned,
+        "others": [_row(one, chosen, search.limit) for one in shown[:others]],
+        "advice": [] if found.best is not None else _advice(run, plan["total_params"], search.limit),
+    }
+    return fitted, plan
+
+
+def _hidden_words(run: Run) -> str:
+    """Return what of communication is taken to be hidden behind computation."""
+    hidden = []
+    if run.derived.zero_stage >= 2:
+        hidden.append("ZeRO's gathers and reductions, as far as products last")
+    elif run.parallel.overlap_grad_reduce:
+        hidden.append("data parallelism, by a micro-batch at most")
+    if run.moe.overlap_moe_expert_parallel_comm:
+        hidden.append("exchanges of EP, as far as products last")
+    return f"hidden: {' and '.join(hidden)}" if hidden else "nothing is hidden behind products"
+
+
+def _row(one: Candidate, chosen: Candidate, limit: float) -> dict[str, Any]:
+    """Return a layout as plain data, with what it lacks."""
+    slower = one.time.seconds - chosen.time.seconds
+    return {
+        "layout": words(one.layout, one.modules),
+        "max_memory_gib": one.gib,
+        "planned": one.exact,
+        "seconds": one.time.seconds,
+        "loses": f"{one.gib - limit:,.2f} GiB too much" if one.gib > limit else f"{slower:,.2f} s",
+    }
+
+
+def _advice(run: Run, parameters: int, limit: float) -> list[str]:
+    """Return what would make room where nothing fits."""
+    state = (8 * parameters + run.derived.moment_bytes(parameters)) / GIB
+    lines = [
+        f"weights, gradients and moments take {state:,.0f} GiB when nothing is held twice: more than "
+        f"{math.ceil(state / limit):,} such devices are needed"
+    ]
+    fixed = fixed_fields(run)
+    if fixed:
+        lines.append(
+            f"kept as given, and not searched: {', '.join(spelled_field(run, name) for name in sorted(fixed))}"
+        )
+    unused = [words for words, used in _OPTIONS.items() if not used(run)]
+    lines.append("not searched, and take less: more ranks; " + "; ".join(unused))
+    return lines
 
 
 def words(layout: Layout, modules: Modules) -> str:

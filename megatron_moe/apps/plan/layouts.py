@@ -48,6 +48,18 @@ _SEARCHED = (
 )
 _VIRTUAL_SIZES = (1, 2, 3, 4, 6, 8)
 
+UNSPLIT: dict[str, Any] = {name: all_fields()[name].default for name in _SPLIT}
+"""What says that the layers are split evenly, without virtual stages."""
+UNSHARDED: dict[str, Any] = {
+    "use_torch_fsdp2": False,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": None,
+    "zero_hpz_partition_size": None,
+}
+"""What says that there is nothing of ZeRO's stages 2 and 3."""
+
+Modules = tuple[str, ...] | None
+"""Recomputed modules; None: those that the user has set."""
 FULL = ("full",)
 """What stands for the recomputation of whole layers among the sets of recomputed modules."""
 
@@ -98,7 +110,7 @@ class Layout:
     offload: bool
     changes: dict[str, Any] = field(hash=False, compare=False)
 
-    def run(self, base: Run, modules: tuple[str, ...] | None = None) -> Run:
+    def run(self, base: Run, modules: Modules) -> Run:
         """Return `base` in this layout, with other recomputed modules; None: with its own."""
         return replace(base, **self.changes, **({} if modules is None else recomputing(modules)))
 
@@ -134,6 +146,18 @@ def module_sets(modules: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield FULL
 
 
+_ALONE: dict[str, Any] = {
+    **UNSPLIT,
+    **recomputing(()),
+    "pipeline_model_parallel_size": 1,
+    "global_batch_size": None,
+    "rampup_batch_size": None,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+}
+"""What leaves of a layout how layers are cut."""
+
+
 def widths(run: Run, world_size: int, machine: Machine) -> list[Width]:
     """Return the ways to cut layers that the rules allow; TP stays on a machine."""
     fixed, p = fixed_fields(run), run.parallel
@@ -149,11 +173,7 @@ def widths(run: Run, world_size: int, machine: Machine) -> list[Width]:
                 changes["sequence_parallel"] = tp > 1
             if "expert_tensor_parallel_size" in fixed:
                 del changes["expert_tensor_parallel_size"]
-            alone = dict.fromkeys((*_SPLIT, "global_batch_size", "rampup_batch_size"))
-            alone |= {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False}
-            alone |= {"pipeline_model_parallel_size": 1, **recomputing(()), "overlap_moe_expert_parallel_comm": False}
-            alone |= {"delay_wgrad_compute": False}
-            if legal(replace(run, **changes, **alone), math.lcm(tp * p.context_parallel_size, etp * ep)):
+            if legal(replace(run, **changes, **_ALONE), math.lcm(tp * p.context_parallel_size, etp * ep)):
                 found.append(Width(tp, etp, ep, changes))
     return found
 
@@ -175,16 +195,19 @@ def _expert_widths(run: Run, fixed: set[str], world_size: int, tp: int) -> Itera
                 yield etp, ep
 
 
-def layouts(run: Run, world_size: int, machine: Machine, head: float) -> Iterator[Layout]:
+def layouts(
+    run: Run, world_size: int, machine: Machine, found_widths: Sequence[Width], head: float
+) -> Iterator[Layout]:
     """Yield the layouts of a run with a batch; those that a rule refuses are among them.
 
     Args:
+        found_widths: from `widths`.
         head: time of the output layer, and of multi-token prediction, over that of a layer.
     """
     fixed = fixed_fields(run)
     one_batch = run.training.micro_batch_size
     splits = list(_splits(run, fixed, world_size, head))
-    for width in widths(run, world_size, machine):
+    for width in found_widths:
         for pp, stages, split in splits:
             model_ranks = width.tp * pp * run.parallel.context_parallel_size
             if world_size % model_ranks or world_size % (width.ep * width.etp * pp):
@@ -238,7 +261,9 @@ def _splits(
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Return the layers of each stage such that the slowest is as fast as can be; early ones, which keep most, get less.
+    """Return the layers of each stage such that the slowest is as fast as can be; early ones get less if any does.
+
+    Early stages keep most.
 
     Args:
         head: layers that the last stage has in addition, by their time.
@@ -300,11 +325,17 @@ def spelled(base: Run, chosen: Run) -> list[str]:
     return words
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Return words as a shell reads them, a flag with its values a line."""
-    lines: list[list[str]] = []
+def quoted(words: Sequence[str], width: int = 112) -> str:
+    """Return words as a shell reads them, over several lines."""
+    groups: list[str] = []
     for word in words:
-        if word.startswith("--") or not lines:
-            lines.append([])
-        lines[-1].append(word)
-    return " \\\n  ".join(shlex.join(line) for line in lines)
+        if word.startswith("--") or not groups:
+            groups.append(shlex.quote(word))
+        else:
+            groups[-1] += f" {shlex.quote(word)}"
+    lines = [""]
+    for group in groups:
+        if lines[-1] and len(lines[-1]) + len(group) > width:
+            lines.append("")
+        lines[-1] += f" {group}" if lines[-1] else group
+    return " \\\n  ".join(lines)

@@ -54,9 +54,9 @@ class Machine:
     peak_tflops: float = 989.0
     mfu: float = 0.4
     imbalance: float = 1.0
-    node_bandwidth: float = 450.0
-    network_bandwidth: float = 50.0
-    host_bandwidth: float = 50.0
+    node_bandwidth: float = 300.0
+    network_bandwidth: float = 40.0
+    host_bandwidth: float = 40.0
     memory_bandwidth: float = 3350.0
 
 
