@@ -32,7 +32,7 @@ from megatron_moe.apps.plan.layouts import (
 from megatron_moe.apps.plan.neighbours import Machine, legal
 from megatron_moe.apps.plan.pieces import LOSS, PREDICTION, Pieces
 from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib, rank_memory
-from megatron_moe.apps.plan.step_time import StepTime, StepTimes, ranks_that_differ
+from megatron_moe.apps.plan.step_time import StepTime, StepTimes
 from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
@@ -158,9 +158,8 @@ class Search:
 
     def estimated_gib(self, layout: Layout, modules: Modules) -> float:
         """Return the GiB of the largest rank, put together from parts; see `pieces`."""
-        run = layout.run(self.run, modules)
-        ranks = ranks_that_differ(self.pieces, layout)
-        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in ranks)
+        run = self.times.run_of(layout)
+        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
         return max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
 
     def planned_gib(self, layout: Layout, modules: Modules) -> float:
@@ -192,8 +191,7 @@ class Search:
             self._progress(f"{outcome.looked_at:,} of {len(every):,} layouts looked at, now {seconds:,.2f} s a step")
             sets = self.sets(layout)
             if index < 0:
-                sets = [modules for modules in sets if self.allowed(layout, modules)]
-                if not sets:
+                if not any(self.allowed(layout, modules) for modules in sets):
                     continue
                 outcome.looked_at += 1
                 if outcome.unlimited is None:
@@ -215,6 +213,8 @@ class Search:
     def _next_set(self, layout: Layout, start: int) -> int | None:
         """Return the index of the next set, by the time it adds, that may fit."""
         sets = self.sets(layout)
+        if self.estimated_gib(layout, sets[-1]) > _DOUBT * self.limit:
+            return None
         for index in range(start, len(sets)):
             if self.estimated_gib(layout, sets[index]) <= _DOUBT * self.limit:
                 return index

@@ -12,7 +12,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.apps.plan.neighbours import Machine, legal
@@ -86,17 +86,17 @@ def with_batch(run: Run, world_size: int) -> Run:
     return replace(run, global_batch_size=max(1, run.derived.global_batch_size(world_size)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Width:
     """How layers are cut, whichever they are: TP, expert-TP and EP, with the fields that say so."""
 
     tp: int
     etp: int
     ep: int
-    changes: dict[str, Any] = field(hash=False, compare=False)
+    changes: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A layout without its recomputation.
 
@@ -108,7 +108,7 @@ class Layout:
     stages: tuple[Stage, ...]
     zero: int
     offload: bool
-    changes: dict[str, Any] = field(hash=False, compare=False)
+    changes: dict[str, Any]
 
     def run(self, base: Run, modules: Modules) -> Run:
         """Return `base` in this layout, with other recomputed modules; None: with its own."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -38,6 +39,8 @@ EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 
 _CHANGED = ("kept", "forward", "backward", "flops")
 """What recomputation changes of a layer."""
+_WITHOUT = {DENSE: ("moe", "moe_act", "shared_experts"), MOE: ("mlp",)}
+"""The modules that a kind of layer does not have; the other kinds of parts have none."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,16 @@ class Piece:
         )
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """The parts of one stage together: passes, elements of gradient buffers by kind, bytes of weights and boundary."""
+
+    trace: ChunkTrace
+    elements: Counter[BufferKind]
+    weights: int
+    boundary: int
+
+
 class Pieces:
     """The parts of one run's model on some machines, traced when they are asked for."""
 
@@ -88,24 +101,26 @@ class Pieces:
         self.traced = 0
         self._stage = functools.cache(self._trace)
         self.part = functools.cache(self._part)
+        self.parts = functools.cache(self._parts)
+        self.ranks_that_differ = functools.cache(self._ranks_that_differ)
+        self._chunk = functools.cache(self._put_together)
+        self._layers = [MOE if one else DENSE for one in run.derived.moe_layer_pattern]
         self.widths = widths(run, world_size, machine)
         # The more EP, the less of a peak is the gradient of the experts' weights.
-        self._reference = {(width.tp, width.etp): width for width in sorted(self.widths, key=lambda one: one.ep)}
+        by_size = sorted(self.widths, key=lambda one: (one.ep, -one.etp))
+        self._of_experts = {(width.tp, width.etp): width for width in by_size}
+        self._of_the_rest = {width.tp: width for width in by_size}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of the model's layers, the last layer's first."""
         return tuple(dict.fromkeys(reversed(self._layers)))
 
-    @property
-    def _layers(self) -> list[str]:
-        return [MOE if one else DENSE for one in self._run.derived.moe_layer_pattern]
-
     def count(self, kind: str) -> int:
         """Return how many layers of a kind the model has."""
         return self._layers.count(kind)
 
-    def parts(self, stage: Stage) -> tuple[str, ...]:
+    def _parts(self, stage: Stage) -> tuple[str, ...]:
         """Return the kinds of a stage's parts, in their order."""
         layers = self._layers[stage.layers.start : stage.layers.stop]
         return (
@@ -115,9 +130,9 @@ class Pieces:
             *(PREDICTION,) * (stage.predictions > 0),  # after the loss, as what a stage has with both beyond one
         )
 
-    def reference(self, width: Width) -> Width:
-        """Return the width that is traced for every EP next to a TP and an expert-TP: the largest EP."""
-        return self._reference[width.tp, width.etp]
+    def reference(self, width: Width, kind: str = MOE) -> Width:
+        """Return the width whose recomputation is traced for all that are alike: of experts with any EP, else any."""
+        return self._of_experts[width.tp, width.etp] if kind == MOE else self._of_the_rest[width.tp]
 
     # One part.
 
@@ -186,10 +201,11 @@ class Pieces:
     def plain(self, width: Width, modules: Modules, part: str) -> Piece:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
         modules = None if modules is None else ()
-        if part in (DENSE, MOE):
+        if part == MOE:
             return self._stage(width, modules, part, 1)
-        # The rest is alike for every EP.
-        width, kind = self.reference(width), self.kinds[0]
+        width, kind = self.reference(width, part), self.kinds[0]
+        if part == DENSE:
+            return self._stage(width, modules, part, 1)
         if part == PREDICTION:
             return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
         layer = self._stage(width, modules, kind, 1)
@@ -204,9 +220,10 @@ class Pieces:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
         plain = self.plain(width, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
-        if kind not in (DENSE, MOE) or not modules:
+        modules = tuple(name for name in modules or () if name not in _WITHOUT.get(kind, modules or ()))
+        if not modules:
             return plain
-        at = self.reference(width)
+        at = self.reference(width, kind)
         before, after = self._stage(at, (), kind, 1), self._stage(at, modules, kind, 1)
         found = {name: getattr(plain, name) + getattr(after, name) - getattr(before, name) for name in _CHANGED}
         for name in ("tensor_seconds", "expert_seconds"):  # collectives are repeated, whatever they take here
@@ -216,20 +233,29 @@ class Pieces:
 
     # A stage.
 
-    def of_stage(self, width: Width, modules: Modules, stage: Stage) -> list[Piece]:
-        """Return the parts of one stage, in their order."""
-        return [self.part(width, modules, part) for part in self.parts(stage)]
+    def _ranks_that_differ(self, layout: Layout) -> list[int]:
+        """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
+        seen: dict[Any, int] = {}
+        for rank in range(layout.pp):
+            seen.setdefault(tuple(self.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
+        return list(seen.values())
+
+    def _put_together(self, width: Width, modules: Modules, zero: int, parts: tuple[str, ...]) -> _Chunk:
+        pieces = [self.part(width, modules, part) for part in parts]
+        elements: Counter[BufferKind] = Counter()
+        for piece in pieces:
+            elements.update(piece.elements)
+        return _Chunk(_chunk(pieces, zero), elements, sum(piece.weights for piece in pieces), pieces[0].boundary)
 
     def rank_trace(self, layout: Layout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
-        stages = layout.stages[rank :: layout.pp]
-        chunks = [self.of_stage(layout.width, modules, stage) for stage in stages]
+        parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
+        chunks = [self._chunk(layout.width, modules, layout.zero, one) for one in parts]
         elements: Counter[BufferKind] = Counter()
         for chunk in chunks:
-            for piece in chunk:
-                elements.update(piece.elements)
-        weights = sum(piece.weights for chunk in chunks for piece in chunk)
-        again = self._table_again(layout, {part for stage in stages for part in self.parts(stage)})
+            elements.update(chunk.elements)
+        weights = sum(chunk.weights for chunk in chunks)
+        again = self._table_again(layout, set(itertools.chain(*parts)))
         if again:
             of_table = max((kind for kind in elements if not kind[0]), key=elements.__getitem__)
             elements[of_table] -= again
@@ -248,8 +274,8 @@ class Pieces:
             buffers=() if sharded else tuple(self._buffers(layout, elements)),
             units=tuple(self._units(layout, elements)) if sharded else (),
             offloaded=layout.offload and self._machine.device != "cpu",
-            chunks=tuple(_chunk(chunk, layout.zero) if passes else _NOTHING for chunk in chunks),
-            boundary=chunks[0][0].boundary,
+            chunks=tuple(chunk.trace if passes else _NOTHING for chunk in chunks),
+            boundary=chunks[0].boundary,
         )
 
     def _table_again(self, layout: Layout, parts: set[str]) -> int:

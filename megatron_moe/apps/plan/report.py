@@ -53,8 +53,8 @@ def _step(found: dict[str, Any]) -> str:
         (
             _table(rows),
             f"together {seconds['step']:,.2f} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:",
-            f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} to "
-            f"its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;",
+            f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
+            f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;",
             f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}",
         )
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_moe.apps.plan.layouts import Layout, Modules
 from megatron_moe.apps.plan.neighbours import Machine
@@ -44,13 +44,15 @@ class StepTimes:
 
     def __init__(self, run: Run, world_size: int, machine: Machine, pieces: Pieces) -> None:
         self.run, self.world_size, self.machine, self.pieces = run, world_size, machine, pieces
+        self.run_of = functools.cache(lambda layout: layout.run(run, None))
+        """The run in a layout: what is recomputed makes no difference to what is read of it here."""
 
     def of(self, layout: Layout, modules: Modules) -> StepTime:
         """Return the time of a step, that of the slowest pipeline rank."""
-        run = layout.run(self.run, modules)
+        run = self.run_of(layout)
         micro_batches = run.derived.num_microbatches(self.world_size)
         found, sharing, host = [], 0.0, 0.0
-        for rank in ranks_that_differ(self.pieces, layout):
+        for rank in self.pieces.ranks_that_differ(layout):
             passes = self._passes(layout, modules, rank)
             trace = self.pieces.rank_trace(layout, modules, rank, passes=False)
             sent = rank_traffic(run, trace, self.world_size, self.machine.gpus_per_node)
@@ -105,11 +107,3 @@ def _hidden(run: Run, products: float, micro_batches: int) -> float:
     if run.derived.zero_stage >= 2:
         return products * micro_batches
     return products * (2 / 3 * run.parallel.overlap_grad_reduce + 1 / 3 * run.parallel.overlap_param_gather)
-
-
-def ranks_that_differ(pieces: Pieces, layout: Layout) -> list[int]:
-    """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
-    seen: dict[Any, int] = {}
-    for rank in range(layout.pp):
-        seen.setdefault(tuple(pieces.parts(stage) for stage in layout.stages[rank :: layout.pp]), rank)
-    return list(seen.values())
