@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.apps.plan.layouts import quoted, spelled, with_batch
+from megatron_moe.apps.plan.layouts import quoted, require_a_layout, spelled, with_batch
 from megatron_moe.apps.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
 from megatron_moe.apps.plan.report import comparison_report, fit_report, text_report
 from megatron_moe.config import cli, rules
@@ -140,11 +140,11 @@ def _require_one_size(flags: argparse.Namespace) -> None:
 
 def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan of the fastest layout that fits, or of the least; print it with the flags that ask for it."""
-    rules.check_model(run, flags.world_size)
+    run, machine = with_batch(run, flags.world_size), _machine(run, flags)
+    require_a_layout(run, flags.world_size, machine)
     from megatron_moe.apps.plan.fit import fitted_plan
 
-    run = with_batch(run, flags.world_size)
-    fitted, plan = fitted_plan(run, flags.world_size, _machine(run, flags), flags.alternatives, {})
+    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
     added = spelled(cli.parse(rest, filled_in, flags.world_size), fitted)
     # What is printed is what was planned: the same parser reads it, and the rules allow it.
     again = cli.parse([*rest, *added], filled_in, flags.world_size)

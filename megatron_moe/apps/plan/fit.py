@@ -26,16 +26,16 @@ from megatron_moe.apps.plan.layouts import (
     fixed_fields,
     layouts,
     module_sets,
+    no_layout,
     recompute_is_fixed,
     single_modules,
 )
 from megatron_moe.apps.plan.neighbours import Machine, legal
 from megatron_moe.apps.plan.pieces import LOSS, PREDICTION, Pieces
 from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib, rank_memory
+from megatron_moe.apps.plan.report import brief
 from megatron_moe.apps.plan.step_time import StepTime, StepTimes
 from megatron_moe.apps.plan.tracing import RankTrace
-from megatron_moe.config import rules
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import spelled as spelled_field
 from megatron_moe.config.schema import Run
 
@@ -101,6 +101,7 @@ class Search:
         self.pieces = Pieces(run, world_size, machine)
         self.times = StepTimes(run, world_size, machine, self.pieces)
         self._sets: dict[Any, list[Modules]] = {}
+        self._learned: dict[Layout, float] = {}
         self._said = time.monotonic()
 
     def layouts(self) -> list[Layout]:
@@ -160,7 +161,8 @@ class Search:
         """Return the GiB of the largest rank, put together from parts; see `pieces`."""
         run = self.times.run_of(layout)
         traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
-        return max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
+        largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
+        return largest * self._learned.get(layout, 1.0)
 
     def planned_gib(self, layout: Layout, modules: Modules) -> float:
         """Return the GiB of the largest rank of the whole plan."""
@@ -230,6 +232,9 @@ class Search:
         )
         outcome.planned += 1
         if candidate.gib > self.limit:
+            # What was estimated to fit and does not: the next estimates of this layout are as far off.
+            before = self._learned.get(layout, 1.0)
+            self._learned[layout] = candidate.gib / self.estimated_gib(layout, modules) * before
             if outcome.best is None:
                 outcome.too_large.append(candidate)
             return False
@@ -268,11 +273,7 @@ def fitted_plan(
     found = search.search(others)
     chosen = found.best or found.least
     if chosen is None:
-        rules.check_layout(run, world_size)  # says more, where the flags themselves are at odds
-        raise ConfigError(
-            f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no"
-            " layout of these ranks with the flags that are given; give fewer of them, or another batch"
-        )
+        raise no_layout(run, world_size)
     fitted = chosen.layout.run(run, chosen.modules)
     plan = make_plan(fitted, world_size, machine, known)
     shown = [found.unlimited] if found.unlimited is not None and found.unlimited.layout != chosen.layout else []
@@ -314,7 +315,7 @@ def _row(one: Candidate, chosen: Candidate, limit: float) -> dict[str, Any]:
         "max_memory_gib": one.gib,
         "planned": one.exact,
         "seconds": one.time.seconds,
-        "loses": f"{one.gib - limit:,.2f} GiB too much" if one.gib > limit else f"{slower:,.2f} s",
+        "loses": f"{one.gib - limit:,.2f} GiB too much" if one.gib > limit else f"{brief(slower)} s",
     }
 
 

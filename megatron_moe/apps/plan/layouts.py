@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.apps.plan.neighbours import Machine, legal
+from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
@@ -57,6 +58,9 @@ UNSHARDED: dict[str, Any] = {
     "zero_hpz_partition_size": None,
 }
 """What says that there is nothing of ZeRO's stages 2 and 3."""
+
+SEPARATE: dict[str, Any] = {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False}
+"""What says that micro-batches do not overlap."""
 
 Modules = tuple[str, ...] | None
 """Recomputed modules; None: those that the user has set."""
@@ -152,8 +156,7 @@ _ALONE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "global_batch_size": None,
     "rampup_batch_size": None,
-    "overlap_moe_expert_parallel_comm": False,
-    "delay_wgrad_compute": False,
+    **SEPARATE,
 }
 """What leaves of a layout how layers are cut."""
 
@@ -193,6 +196,25 @@ def _expert_widths(run: Run, fixed: set[str], world_size: int, tp: int) -> Itera
         for ep in eps:
             if world_size % (ep * etp) == 0:
                 yield etp, ep
+
+
+def require_a_layout(run: Run, world_size: int, machine: Machine) -> None:
+    """Refuse flags that leave no layout to search.
+
+    Raises:
+        ConfigError: from the rule that the flags break as they are, or about the ranks and the batch.
+    """
+    if next(layouts(run, world_size, machine, widths(run, world_size, machine), 1.0), None) is None:
+        raise no_layout(run, world_size)
+
+
+def no_layout(run: Run, world_size: int) -> ConfigError:
+    """Return the error where the rules allow no layout; a rule that the flags break as they are says more."""
+    rules.check_layout(run, world_size)
+    return ConfigError(
+        f"--world-size {world_size}, --global-batch-size {run.training.global_batch_size}: the rules allow no layout of"
+        " these ranks with the flags that are given; give fewer of them, or another batch"
+    )
 
 
 def layouts(

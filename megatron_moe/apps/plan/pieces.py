@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.apps.plan.gathering import GatheredUnit
-from megatron_moe.apps.plan.layouts import UNSHARDED, UNSPLIT, Layout, Modules, Width, recomputing, widths
+from megatron_moe.apps.plan.layouts import SEPARATE, UNSHARDED, UNSPLIT, Layout, Modules, Width, recomputing, widths
 from megatron_moe.apps.plan.neighbours import Machine, vocabulary
 from megatron_moe.apps.plan.tracing import Buffer, ChunkTrace, RankTrace, trace_stage
 from megatron_moe.apps.plan.traffic import purpose, sent_by_a_rank
@@ -143,6 +143,7 @@ class Pieces:
         changes: dict[str, Any] = {
             **width.changes,
             **UNSPLIT,
+            **SEPARATE,
             **({"data_parallel_sharding_strategy": "optim"} | UNSHARDED if base.derived.zero_stage >= 2 else {}),
             "num_layers": stages,
             "pipeline_model_parallel_size": stages,

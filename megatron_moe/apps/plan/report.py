@@ -48,11 +48,11 @@ def _step(found: dict[str, Any]) -> str:
     rows = [["estimated time of a step", "s", "share"]]
     for name, one in seconds.items():
         if one and name != "step":
-            rows.append([_STEP[name], f"{one:,.2f}", f"{one / seconds['step']:.1%}"])
+            rows.append([_STEP[name], brief(one), f"{one / seconds['step']:.1%}"])
     return "\n".join(
         (
             _table(rows),
-            f"together {seconds['step']:,.2f} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:",
+            f"together {brief(seconds['step'])} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:",
             f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
             f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;",
             f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}",
@@ -64,7 +64,7 @@ def _others(found: dict[str, Any]) -> str:
     rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
     for one in found["others"]:
         gib = ("" if one["planned"] else "about ") + f"{one['max_memory_gib']:,.2f}"
-        rows.append([one["layout"], gib, f"{one['seconds']:,.2f}", one["loses"]])
+        rows.append([one["layout"], gib, brief(one["seconds"]), one["loses"]])
     return _table(rows) if len(rows) > 1 else ""
 
 
@@ -198,6 +198,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(row, widths)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(lines)
+
+
+def brief(seconds: float) -> str:
+    """Return seconds with two decimals, or with two digits where these would say nothing."""
+    return f"{seconds:,.2f}" if seconds >= 1 or not seconds else f"{seconds:.2g}"
 
 
 def _gib(size: float) -> str:
