@@ -20,8 +20,8 @@ from typing import Any
 from megatron_moe.apps.plan.alternatives import FILLED
 from megatron_moe.apps.plan.layouts import (
     FULL,
-    Layout,
     Modules,
+    SearchedLayout,
     Width,
     fixed_fields,
     layouts,
@@ -66,7 +66,7 @@ class Candidate:
     exact: whether the memory is of the whole plan; it is put together from parts otherwise.
     """
 
-    layout: Layout
+    layout: SearchedLayout
     modules: Modules
     gib: float
     time: StepTime
@@ -101,10 +101,10 @@ class Search:
         self.pieces = Pieces(run, world_size, machine)
         self.times = StepTimes(run, world_size, machine, self.pieces)
         self._sets: dict[Any, list[Modules]] = {}
-        self._learned: dict[Layout, float] = {}
+        self._learned: dict[SearchedLayout, float] = {}
         self._said = time.monotonic()
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[SearchedLayout]:
         """Return all layouts; the layers of the last stage are as many as its loss leaves time for."""
         return list(layouts(self.run, self.world_size, self.machine, self.pieces.widths, self._head()))
 
@@ -116,7 +116,7 @@ class Search:
         layer = self.pieces.plain(width, (), self.pieces.kinds[0])
         return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
 
-    def sets(self, layout: Layout) -> list[Modules]:
+    def sets(self, layout: SearchedLayout) -> list[Modules]:
         """Return the sets of recomputed modules by the time that they add; each keeps less than those before it."""
         if recompute_is_fixed(self.run):
             return [None]
@@ -157,18 +157,18 @@ class Search:
 
     # Memory.
 
-    def estimated_gib(self, layout: Layout, modules: Modules) -> float:
+    def estimated_gib(self, layout: SearchedLayout, modules: Modules) -> float:
         """Return the GiB of the largest rank, put together from parts; see `pieces`."""
         run = self.times.run_of(layout)
         traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
         largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
         return largest * self._learned.get(layout, 1.0)
 
-    def planned_gib(self, layout: Layout, modules: Modules) -> float:
+    def planned_gib(self, layout: SearchedLayout, modules: Modules) -> float:
         """Return the GiB of the largest rank of the whole plan."""
         return peak_gib(layout.run(self.run, modules), self.world_size, self.machine, self.known)
 
-    def allowed(self, layout: Layout, modules: Modules) -> bool:
+    def allowed(self, layout: SearchedLayout, modules: Modules) -> bool:
         """Return whether the rules allow it."""
         return legal(layout.run(self.run, modules), self.world_size)
 
@@ -180,12 +180,12 @@ class Search:
         outcome = Outcome(of=len(every))
         _logger.info("%s layouts; estimating the time of each", f"{len(every):,}")
         order = itertools.count()
-        queue: list[tuple[float, int, Layout, int]] = []
+        queue: list[tuple[float, int, SearchedLayout, int]] = []
         for layout in every:
             self._progress(f"{len(queue):,} of {len(every):,} layouts estimated")
             queue.append((self.times.of(layout, self.sets(layout)[0]).seconds, next(order), layout, -1))
         heapq.heapify(queue)
-        least: list[tuple[float, int, Layout, Modules]] = []
+        least: list[tuple[float, int, SearchedLayout, Modules]] = []
         while queue and (outcome.best is None or len(outcome.next_best) < others):
             seconds, _, layout, index = heapq.heappop(queue)
             if outcome.best is not None and seconds > _MUCH_SLOWER * outcome.best.time.seconds:
@@ -212,7 +212,7 @@ class Search:
             outcome.least = min(outcome.too_large, key=lambda one: one.gib, default=None)
         return outcome
 
-    def _next_set(self, layout: Layout, start: int) -> int | None:
+    def _next_set(self, layout: SearchedLayout, start: int) -> int | None:
         """Return the index of the next set, by the time it adds, that may fit."""
         sets = self.sets(layout)
         if self.estimated_gib(layout, sets[-1]) > _DOUBT * self.limit:
@@ -222,7 +222,7 @@ class Search:
                 return index
         return None
 
-    def _fits(self, layout: Layout, modules: Modules, outcome: Outcome) -> bool:
+    def _fits(self, layout: SearchedLayout, modules: Modules, outcome: Outcome) -> bool:
         """Return whether a layout fits as a whole, and put it where it belongs."""
         if not self.allowed(layout, modules):
             return False
@@ -244,7 +244,7 @@ class Search:
             outcome.next_best.append(candidate)
         return True
 
-    def _candidate(self, layout: Layout, modules: Modules) -> Candidate:
+    def _candidate(self, layout: SearchedLayout, modules: Modules) -> Candidate:
         gib = self.estimated_gib(layout, modules)
         return Candidate(layout, modules, gib, self.times.of(layout, modules), False)
 
@@ -336,7 +336,7 @@ def _advice(run: Run, parameters: int, limit: float) -> list[str]:
     return lines
 
 
-def words(layout: Layout, modules: Modules) -> str:
+def words(layout: SearchedLayout, modules: Modules) -> str:
     """Return a layout in one line."""
     width = layout.width
     parts = [f"TP {width.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {width.ep}"]

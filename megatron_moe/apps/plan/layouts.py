@@ -101,7 +101,7 @@ class Width:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SearchedLayout:
     """A layout without its recomputation.
 
     stages: of the pipeline, virtual ones too. zero: its ZeRO stage. changes: the fields that say all of it.
@@ -219,7 +219,7 @@ def no_layout(run: Run, world_size: int) -> ConfigError:
 
 def layouts(
     run: Run, world_size: int, machine: Machine, found_widths: Sequence[Width], head: float
-) -> Iterator[Layout]:
+) -> Iterator[SearchedLayout]:
     """Yield the layouts of a run with a batch; those that a rule refuses are among them.
 
     Args:
@@ -242,7 +242,7 @@ def layouts(
             for zero, changes in _zero_stages(run, fixed, pp, copies):
                 for offload in _offloads(run, fixed, machine):
                     every = {**width.changes, **split, **changes, "optimizer_cpu_offload": offload}
-                    yield Layout(width, pp, stages, zero, offload, every)
+                    yield SearchedLayout(width, pp, stages, zero, offload, every)
 
 
 def _zero_stages(run: Run, fixed: set[str], pp: int, copies: int) -> Iterator[tuple[int, dict[str, Any]]]:

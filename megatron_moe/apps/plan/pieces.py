@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.apps.plan.gathering import GatheredUnit
-from megatron_moe.apps.plan.layouts import SEPARATE, UNSHARDED, UNSPLIT, Layout, Modules, Width, recomputing, widths
+from megatron_moe.apps.plan.layouts import (
+    SEPARATE,
+    UNSHARDED,
+    UNSPLIT,
+    Modules,
+    SearchedLayout,
+    Width,
+    recomputing,
+    widths,
+)
 from megatron_moe.apps.plan.neighbours import Machine, vocabulary
 from megatron_moe.apps.plan.tracing import Buffer, ChunkTrace, RankTrace, trace_stage
 from megatron_moe.apps.plan.traffic import purpose, sent_by_a_rank
@@ -44,7 +53,7 @@ _WITHOUT = {DENSE: ("moe", "moe_act", "shared_experts"), MOE: ("mlp",)}
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracedPart:
     """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
 
     kept, forward, backward, logits, dispatch, flops: as in `ChunkTrace`. tensor_seconds, expert_seconds: of collectives
@@ -65,9 +74,9 @@ class Piece:
     boundary: int
     is_layer: bool = True
 
-    def beyond(self, other: Piece) -> Piece:
+    def beyond(self, other: TracedPart) -> TracedPart:
         """Return what a stage has more than another one, as a part that follows it."""
-        return Piece(
+        return TracedPart(
             kept=self.kept - other.kept,
             forward=self.forward - other.kept,
             backward=self.backward - other.kept,
@@ -136,7 +145,7 @@ class Pieces:
 
     # One part.
 
-    def _trace(self, width: Width, modules: Modules, kind: str, at: int) -> Piece:
+    def _trace(self, width: Width, modules: Modules, kind: str, at: int) -> TracedPart:
         """Trace a stage of Et|t|tL whose layers are of one kind; place 3 is the last one with its predictions."""
         self.traced += 1
         base, stages = self._run, 3
@@ -164,7 +173,7 @@ class Pieces:
         trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
         return self._piece(trace)
 
-    def _piece(self, trace: RankTrace) -> Piece:
+    def _piece(self, trace: RankTrace) -> TracedPart:
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
@@ -175,7 +184,7 @@ class Pieces:
                 name = purpose(call.kind, call.ranks, trace)
                 ranks = tuple(rank - trace.ranks.start for rank in call.ranks)
                 seconds[name if name == "EP" else ""] += self.seconds(call.kind, ranks, call.bytes)
-        return Piece(
+        return TracedPart(
             kept=chunk.kept,
             forward=chunk.forward_peak,
             backward=chunk.backward_peak,
@@ -199,7 +208,7 @@ class Pieces:
         on = self._machine
         return ((sent - between_nodes) / on.node_bandwidth + between_nodes / on.network_bandwidth) / 1e9
 
-    def plain(self, width: Width, modules: Modules, part: str) -> Piece:
+    def plain(self, width: Width, modules: Modules, part: str) -> TracedPart:
         """Return a part as it is traced: without recomputation, or with the user's, where `modules` is None."""
         modules = None if modules is None else ()
         if part == MOE:
@@ -217,7 +226,7 @@ class Pieces:
             found = dataclasses.replace(found, forward=found.kept, backward=found.kept + table)
         return found
 
-    def _part(self, width: Width, modules: Modules, part: str) -> Piece:
+    def _part(self, width: Width, modules: Modules, part: str) -> TracedPart:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
         plain = self.plain(width, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
@@ -234,7 +243,7 @@ class Pieces:
 
     # A stage.
 
-    def _ranks_that_differ(self, layout: Layout) -> list[int]:
+    def _ranks_that_differ(self, layout: SearchedLayout) -> list[int]:
         """Return the first pipeline rank of each kind, by its parts: it has the most micro-batches in flight."""
         seen: dict[Any, int] = {}
         for rank in range(layout.pp):
@@ -248,7 +257,7 @@ class Pieces:
             elements.update(piece.elements)
         return _Chunk(_chunk(pieces, zero), elements, sum(piece.weights for piece in pieces), pieces[0].boundary)
 
-    def rank_trace(self, layout: Layout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
+    def rank_trace(self, layout: SearchedLayout, modules: Modules, rank: int, passes: bool = True) -> RankTrace:
         """Return the trace of a pipeline rank, put together; without the passes, only what it holds and sends."""
         parts = [self.parts(stage) for stage in layout.stages[rank :: layout.pp]]
         chunks = [self._chunk(layout.width, modules, layout.zero, one) for one in parts]
@@ -279,7 +288,7 @@ class Pieces:
             boundary=chunks[0].boundary,
         )
 
-    def _table_again(self, layout: Layout, parts: set[str]) -> int:
+    def _table_again(self, layout: SearchedLayout, parts: set[str]) -> int:
         """Return the elements of a table that two parts share where one rank has both."""
         model = self._run.model
         last = PREDICTION in parts or (LOSS in parts and not model.untie_embeddings_and_output_weights)
@@ -287,17 +296,17 @@ class Pieces:
             return 0
         return vocabulary(self._run) // layout.width.tp * model.hidden_size
 
-    def _groups(self, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _groups(self, layout: SearchedLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first stage's ranks that share the first rank's dense weights, and those with its experts."""
         per_stage, width = self._world_size // layout.pp, layout.width
         return tuple(range(0, per_stage, width.tp)), tuple(range(0, per_stage, width.etp * width.ep))
 
-    def _buffers(self, layout: Layout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
+    def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
         dense, expert = self._groups(layout)
         for (of_experts, parameter, gradient), count in elements.items():
             yield Buffer(count, count, parameter, gradient, expert if of_experts else dense, of_experts)
 
-    def _units(self, layout: Layout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
+    def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
         """Yield all layers' shards as one unit for each kind."""
         on_machine = self._machine.gpus_per_node
         for (of_experts, size, _), count in elements.items():
@@ -310,7 +319,7 @@ class Pieces:
 _NOTHING = ChunkTrace(0, 0, 0, 0, 0, 0, (), ())
 
 
-def _chunk(pieces: list[Piece], zero: int) -> ChunkTrace:
+def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
     """Return the trace of a stage from those of its parts, in the order in which they compute.
 
     A fully sharded model gathers each layer's weights for both passes; in the backward pass the next layer's are on the

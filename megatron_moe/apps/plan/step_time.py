@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from megatron_moe.apps.plan.layouts import Layout, Modules
+from megatron_moe.apps.plan.layouts import Modules, SearchedLayout
 from megatron_moe.apps.plan.neighbours import Machine
 from megatron_moe.apps.plan.pieces import Pieces
 from megatron_moe.apps.plan.plan import rank_memory
@@ -47,7 +47,7 @@ class StepTimes:
         self.run_of = functools.cache(lambda layout: layout.run(run, None))
         """The run in a layout: what is recomputed makes no difference to what is read of it here."""
 
-    def of(self, layout: Layout, modules: Modules) -> StepTime:
+    def of(self, layout: SearchedLayout, modules: Modules) -> StepTime:
         """Return the time of a step, that of the slowest pipeline rank."""
         run = self.run_of(layout)
         micro_batches = run.derived.num_microbatches(self.world_size)
@@ -71,7 +71,7 @@ class StepTimes:
             host=host,
         )
 
-    def _passes(self, layout: Layout, modules: Modules, rank: int) -> dict[str, float]:
+    def _passes(self, layout: SearchedLayout, modules: Modules, rank: int) -> dict[str, float]:
         """Return the seconds of a micro-batch's passes on a pipeline rank."""
         compute = again = tensor = expert = 0.0
         for stage in layout.stages[rank :: layout.pp]:

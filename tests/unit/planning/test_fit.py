@@ -155,7 +155,13 @@ def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
     base = looked.run
     every = looked.layouts()
     assert {(layout.pp, looked.sets(layout)[0], len(looked.sets(layout))) for layout in every} == {(2, None, 1)}
-    kept = {"micro_batch_size", "global_batch_size", "context_parallel_size", "recompute_modules", "grad_reduce_in_bf16"}
+    kept = {
+        "micro_batch_size",
+        "global_batch_size",
+        "context_parallel_size",
+        "recompute_modules",
+        "grad_reduce_in_bf16",
+    }
     for layout in every:
         assert not kept & {word[2:].replace("-", "_") for word in spelled(base, layout.run(base, None))}
     changed = {name for layout in every for name in layout.changes}
