@@ -25,11 +25,12 @@ from megatron_moe.platform import host
 
 SCRIPT = "plan.py"
 
-_BANDWIDTHS = {
-    "node_bandwidth": "a rank sends to its machine",
-    "network_bandwidth": "a rank sends to other machines",
-    "host_bandwidth": "a device exchanges with host memory",
-    "memory_bandwidth": "a device reads or writes of its own memory",
+_OF_SEARCH = {
+    "node_bandwidth": "GB/s that a rank sends to its machine",
+    "network_bandwidth": "GB/s that a rank sends to other machines",
+    "host_bandwidth": "GB/s that a device exchanges with host memory",
+    "memory_bandwidth": "GB/s that a device reads or writes of its own memory",
+    "host_memory_gib": "memory of a machine, of which what is offloaded leaves a tenth",
 }
 
 _logger = logging.getLogger(__name__)
@@ -64,13 +65,13 @@ def parser() -> argparse.ArgumentParser:
         help="look for the fastest layout that leaves a tenth of a device of GIB free, and plan it; layout flags that "
         "are given are kept",
     )
-    for name, what in _BANDWIDTHS.items():
+    for name, what in _OF_SEARCH.items():
         default = getattr(Machine, name)
         p.add_argument(
             f"--{name.replace('_', '-')}",
             type=_positive(float),
             metavar="X",
-            help=f"for --fit: GB/s that {what} (default: {default:g})",
+            help=f"for --fit: {what} (default: {default:g})",
         )
     p.add_argument(
         "--mfu",
@@ -129,7 +130,7 @@ def _require_one_size(flags: argparse.Namespace) -> None:
             f"--fit {flags.fit:g}, --device-memory-gib {flags.device_memory_gib:g}: both are the memory of a device; "
             "keep --fit to look for a layout, or the other to plan the one that is given"
         )
-    for name in _BANDWIDTHS:
+    for name in _OF_SEARCH:
         value = getattr(flags, name)
         if flags.fit is None and value is not None:
             raise ConfigError(
@@ -164,7 +165,7 @@ def _machine(run: Run, flags: argparse.Namespace) -> Machine:
         peak_tflops=run.logging.peak_tflops or Machine.peak_tflops,
         mfu=flags.mfu,
         imbalance=flags.imbalance,
-        **{name: getattr(flags, name) or getattr(Machine, name) for name in _BANDWIDTHS},
+        **{name: getattr(flags, name) or getattr(Machine, name) for name in _OF_SEARCH},
     )
 
 

@@ -36,6 +36,7 @@ from megatron_moe.apps.plan.plan import GIB, make_plan, peak_gib, rank_memory
 from megatron_moe.apps.plan.report import brief
 from megatron_moe.apps.plan.step_time import StepTime, StepTimes
 from megatron_moe.apps.plan.tracing import RankTrace
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.rules.wording import spelled as spelled_field
 from megatron_moe.config.schema import Run
 
@@ -80,6 +81,7 @@ class Outcome:
     best: the fastest that fits; None: nothing does. next_best: others that fit, by their time. too_large: faster ones
     that do not fit. least: the one that takes least where nothing fits. unlimited: the fastest of all. looked_at:
     layouts whose memory was estimated. of: layouts in all. planned: candidates that were traced as a whole.
+    without_host: layouts that offload more than a machine holds.
     """
 
     best: Candidate | None = None
@@ -90,6 +92,7 @@ class Outcome:
     looked_at: int = 0
     of: int = 0
     planned: int = 0
+    without_host: int = 0
 
 
 class Search:
@@ -164,6 +167,15 @@ class Search:
         largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
         return largest * self._learned.get(layout, 1.0)
 
+    def _machine_holds(self, layout: SearchedLayout) -> bool:
+        """Return whether what a machine's ranks offload leaves a tenth of its memory."""
+        if not layout.offload:
+            return True
+        traces = (self.pieces.rank_trace(layout, (), rank, False) for rank in self.pieces.ranks_that_differ(layout))
+        of_rank = max(rank_memory(self.times.run_of(layout), trace, self.world_size).host for trace in traces)
+        on_machine = min(self.machine.gpus_per_node, self.world_size)
+        return of_rank * on_machine / GIB <= FILLED * self.machine.host_memory_gib
+
     def planned_gib(self, layout: SearchedLayout, modules: Modules) -> float:
         """Return the GiB of the largest rank of the whole plan."""
         return peak_gib(layout.run(self.run, modules), self.world_size, self.machine, self.known)
@@ -194,6 +206,9 @@ class Search:
             sets = self.sets(layout)
             if index < 0:
                 if not any(self.allowed(layout, modules) for modules in sets):
+                    continue
+                if not self._machine_holds(layout):
+                    outcome.without_host += 1
                     continue
                 outcome.looked_at += 1
                 if outcome.unlimited is None:
@@ -273,6 +288,11 @@ def fitted_plan(
     found = search.search(others)
     chosen = found.best or found.least
     if chosen is None:
+        if found.without_host:
+            raise ConfigError(
+                f"--host-memory-gib {machine.host_memory_gib:g}, --optimizer-cpu-offload: is less than offloading takes"
+                " of a machine in any layout; use more ranks, or drop the offload"
+            )
         raise no_layout(run, world_size)
     fitted = chosen.layout.run(run, chosen.modules)
     plan = make_plan(fitted, world_size, machine, known)

@@ -46,6 +46,7 @@ class Machine:
         node_bandwidth, network_bandwidth: what a rank sends to its machine and to others, in GB/s.
         host_bandwidth: what a device exchanges with its machine's memory, in GB/s.
         memory_bandwidth: what a device reads or writes of its own memory, in GB/s.
+        host_memory_gib: memory of one machine.
     """
 
     device: str = host.DEVICE_KINDS[0]
@@ -58,6 +59,7 @@ class Machine:
     network_bandwidth: float = 40.0
     host_bandwidth: float = 40.0
     memory_bandwidth: float = 3350.0
+    host_memory_gib: float = 2000.0
 
 
 def vocabulary(run: Run) -> int:

@@ -14,6 +14,7 @@ from megatron_moe.apps.plan import cli
 from megatron_moe.apps.plan.fit import Search, words
 from megatron_moe.apps.plan.layouts import balanced, fixed_fields, layouts, module_sets, recomputing, spelled, widths
 from megatron_moe.apps.plan.neighbours import Machine, legal
+from megatron_moe.apps.plan.plan import make_plan
 from megatron_moe.config import cli as run_cli
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
@@ -146,6 +147,22 @@ def test_where_nothing_fits_the_least_is_planned_and_the_exit_status_says_so(tmp
     assert not plan["fit"]["fits"]
     assert plan["layout"]["EP"] == 2
     assert all(one["max_memory_gib"] >= plan["max_memory_gib"] for one in plan["fit"]["others"])
+
+
+def test_no_more_is_offloaded_than_a_machine_holds(capsys):
+    flat = {**GQA, "num_layers": 2, "optimizer_cpu_offload": True}
+    typed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "recompute_granularity")
+    looked = search(flat, 2, typed)
+    best = looked.search(0).best
+    run = best.layout.run(looked.run, best.modules)
+    host = max(rank["memory"]["host"] for rank in make_plan(run, 2, looked.machine)["ranks"])
+    for share, fits in ((1.01, True), (0.99, False)):
+        machine = dataclasses.replace(looked.machine, host_memory_gib=2 * host / 2**30 / 0.9 * share)
+        found = Search(looked.run, 2, machine, {}).search(0)
+        assert (found.best is not None and found.best.layout.changes == best.layout.changes) is fits
+    flags = "--preset tiny --vocab-size 1000 --world-size 2 --fit 1 --optimizer-cpu-offload --host-memory-gib 1e-6"
+    assert cli.main(flags.split()) == 2
+    assert "--host-memory-gib 1e-06" in capsys.readouterr().err
 
 
 def test_what_the_user_sets_is_kept_and_what_changes_numbers_is_not_searched():
