@@ -112,6 +112,45 @@ def test_the_answer_is_that_of_planning_every_layout():
     assert none.least.gib == pytest.approx(peaks[0], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "modules"),
+    [
+        ({"tp": 1, "pp": 2, "vpp": 1, "ep": 4, "offload": False}, ()),
+        ({"tp": 2, "pp": 2, "vpp": 2, "etp": 1, "ep": 2, "offload": True}, ()),
+        ({"tp": 1, "pp": 1, "ep": 4, "zero": 3, "offload": False}, ()),
+        ({"tp": 2, "pp": 1, "etp": 1, "ep": 4, "zero": 1, "offload": False}, ("moe",)),
+    ],
+)
+def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(sizes, modules):
+    looked = search(TINY, 8, gpus_per_node=2, mfu=1e-6)
+    layout, on = pick(looked.layouts(), **sizes), looked.machine
+    found = looked.times.of(layout, modules)
+    run = layout.run(looked.run, modules)
+    plan = make_plan(run, 8, on)
+    micro_batches, chunks = plan["micro_batches"], plan["layout"]["VPP"]
+    rate = on.mfu * on.peak_tflops * 1e12
+
+    def sending(rank, *names):
+        sent = [rank["traffic"][name] for name in names if name in rank["traffic"]]
+        near = sum(one["sent"] - one["between_nodes"] for one in sent)
+        return (near / on.node_bandwidth + sum(one["between_nodes"] for one in sent) / on.network_bandwidth) / 1e9
+
+    products = [rank["flops_per_micro_batch"] * micro_batches / rate for rank in plan["ranks"]]
+    slowest = plan["ranks"][products.index(max(products))]
+    assert found.compute + found.recomputed == pytest.approx(max(products), rel=1e-3)
+    assert (found.recomputed > 0) is bool(modules)
+    assert found.expert == pytest.approx(sending(slowest, "EP"), rel=0.02)
+    assert found.tensor == pytest.approx(sending(slowest, "TP", "TP x CP", "CP"), rel=0.05, abs=1e-9)
+    assert found.pipeline == pytest.approx(sending(slowest, "PP"), rel=1e-6)
+    passes = found.compute + found.recomputed + found.expert + found.tensor + found.pipeline
+    assert found.bubble == pytest.approx((layout.pp - 1) / chunks / micro_batches * passes)
+    sharing = max(sending(rank, "DP", "expert DP") for rank in plan["ranks"])
+    hidden = found.compute if layout.zero >= 2 else 0
+    assert found.data == pytest.approx(max(sharing - hidden, 0), rel=0.02)
+    host = max(rank["memory"]["host"] for rank in plan["ranks"])
+    assert found.host == pytest.approx(2 * host / on.host_bandwidth / 1e9, rel=0.01)
+
+
 def test_the_faster_ones_that_it_names_are_too_large_and_the_others_slower(tmp_path, capsys):
     path = tmp_path / "fit.json"
     typed = "--preset tiny --vocab-size 1000 --bf16 --micro-batch-size 1 --global-batch-size 16"
