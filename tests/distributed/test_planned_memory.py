@@ -42,6 +42,7 @@ STATE = {
 }
 ZERO_PLUS_PLUS = {"use_torch_fsdp2": True, "zero_quantized_weights": True, "zero_quantized_gradients": "int8"}
 PACKED = {"use_precision_aware_optimizer": True}
+PROPOSED = "what --fit proposes"
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
     "one rank, fused loss": (1, {"cross_entropy_loss_fusion": True}),
@@ -86,6 +87,7 @@ LAYOUTS = {
     "DP2, ZeRO 3, mostly state": (2, {"use_torch_fsdp2": True, **STATE}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    PROPOSED: (4, {"expert_model_parallel_size": 4, "data_parallel_sharding_strategy": "optim_grads"}),
 }
 # These differ in which copies in fp32 are made and freed: of attention, experts, recomputation, FP8, gathered weights.
 COPIES = [

@@ -18,7 +18,7 @@ from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.schema import Run, replace
 
 # Of a device's memory, by the tensors of a run: the rest is the allocator's and the communication libraries'.
-_FILLED = 0.9
+FILLED = 0.9
 
 
 def ranked(
@@ -62,15 +62,13 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[A
         other = with_stage(run, strategy)
         if legal(other, world_size):
             found.append((peak_gib(other, world_size, machine, known), strategy, other))
-            if found[-1][0] <= _FILLED * machine.memory_gib:
+            if found[-1][0] <= FILLED * machine.memory_gib:
                 break
-    gib, strategy, chosen = (
-        found[-1] if found[-1][0] <= _FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
-    )
+    gib, strategy, chosen = found[-1] if found[-1][0] <= FILLED * machine.memory_gib else min(found, key=lambda x: x[0])
     return {
         "strategy": strategy,
         "max_memory_gib": gib,
-        "fits": gib <= _FILLED * machine.memory_gib,
+        "fits": gib <= FILLED * machine.memory_gib,
         "between_nodes": _between_nodes(chosen, world_size, machine, known),
         **_with_switches(chosen, world_size, machine, known),
     }
@@ -89,7 +87,7 @@ def _with_switches(run: Run, world_size: int, machine: Machine, known: dict[Any,
         if not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)
-        if gib <= _FILLED * machine.memory_gib:
+        if gib <= FILLED * machine.memory_gib:
             words = ["--zero-quantized-weights", "--zero-quantized-gradients int8"]
             return {
                 "switches": words + ([] if partition is None else [f"--zero-hpz-partition-size {partition}"]),

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.apps.plan.layouts import quoted, require_a_layout, spelled, with_batch
 from megatron_moe.apps.plan.neighbours import RECOMPUTATION, Machine, legal, nearest_legal, recomputed, vocabulary
-from megatron_moe.apps.plan.report import comparison_report, text_report
+from megatron_moe.apps.plan.report import comparison_report, fit_report, text_report
 from megatron_moe.config import cli, rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -19,10 +20,18 @@ from megatron_moe.config.launch import program_name
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.architecture import filled_in
 from megatron_moe.io.files import replace_json, require_writable
-from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe.io.program import DONE, FAILED, run_program, say
 from megatron_moe.platform import host
 
 SCRIPT = "plan.py"
+
+_OF_SEARCH = {
+    "node_bandwidth": "GB/s that a rank sends to its machine",
+    "network_bandwidth": "GB/s that a rank sends to other machines",
+    "host_bandwidth": "GB/s that a device exchanges with host memory",
+    "memory_bandwidth": "GB/s that a device reads or writes of its own memory",
+    "host_memory_gib": "memory of a machine, of which what is offloaded leaves a tenth",
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -33,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
         prog=program_name(SCRIPT),
         usage="%(prog)s --world-size N [--json FILE] [options] [the run's flags]",
         description="Plan a run: parameters, memory, traffic and speed of every rank, without starting any of them.",
-        epilog="Exit status: 0 planned; 2 a mistake in the flags, or a layout that cannot be. Other flags, such as "
-        "--preset deepseek-v3 --pipeline-model-parallel-size 16, are those of megatron-moe train.",
+        epilog="Exit status: 0 planned; 1 nothing fits --fit; 2 a mistake in the flags, or a layout that cannot be. "
+        "Other flags, such as --preset deepseek-v3 --pipeline-model-parallel-size 16, are those of megatron-moe train.",
         allow_abbrev=False,
     )
     p.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="number of ranks")
@@ -48,9 +57,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--gpus-per-node", type=_positive(int), default=8, metavar="N", help="ranks of one machine (default: 8)"
     )
+    p.add_argument("--device-memory-gib", type=_positive(float), metavar="X", help="memory of a device (default: 80)")
     p.add_argument(
-        "--device-memory-gib", type=_positive(float), default=80.0, metavar="X", help="memory of a device (default: 80)"
+        "--fit",
+        type=_positive(float),
+        metavar="GIB",
+        help="look for the fastest layout that leaves a tenth of a device of GIB free, and plan it; layout flags that "
+        "are given are kept",
     )
+    for name, what in _OF_SEARCH.items():
+        default = getattr(Machine, name)
+        p.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_positive(float),
+            metavar="X",
+            help=f"for --fit: {what} (default: {default:g})",
+        )
     p.add_argument(
         "--mfu",
         type=_positive(float),
@@ -83,19 +105,68 @@ def _main(argv: list[str]) -> int:
         raise ConfigError(f"--imbalance {flags.imbalance:g}: is the most over the mean; use 1 or more")
     if flags.alternatives < 0:
         raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
-    run = _traceable(cli.parse(rest, filled_in, flags.world_size))
+    _require_one_size(flags)
+    given = cli.parse(rest, filled_in, flags.world_size)
+    run = _traceable(given)
     for note in run.notes:
         say(note)
     vocabulary(run)
-    _check(run, flags.world_size)
+    if flags.fit is None:
+        _check(run, flags.world_size)
     with warnings.catch_warnings(), _progress():
         # The engine's advice is for those who wrote its configuration.
         warnings.filterwarnings("ignore", module=r"megatron\.core")
-        plan = _plan(run, flags)
+        plan = _plan(run, flags) if flags.fit is None else _fit(run, rest, flags)
     if flags.json is not None:
         replace_json(Path(flags.json), plan)
         say(f"wrote {flags.json}")
-    return DONE
+    return DONE if flags.fit is None or plan["fit"]["fits"] else FAILED
+
+
+def _require_one_size(flags: argparse.Namespace) -> None:
+    """Refuse a second size of the device, and what is read by the search alone without one."""
+    if flags.fit is not None and flags.device_memory_gib is not None:
+        raise ConfigError(
+            f"--fit {flags.fit:g}, --device-memory-gib {flags.device_memory_gib:g}: both are the memory of a device; "
+            "keep --fit to look for a layout, or the other to plan the one that is given"
+        )
+    for name in _OF_SEARCH:
+        value = getattr(flags, name)
+        if flags.fit is None and value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value:g}: is read where layouts are compared by their time; add --fit "
+                f"{Machine.memory_gib:g}, or drop it"
+            )
+
+
+def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the plan of the fastest layout that fits, or of the least; print it with the flags that ask for it."""
+    run, machine = with_batch(run, flags.world_size), _machine(run, flags)
+    require_a_layout(run, flags.world_size, machine)
+    from megatron_moe.apps.plan.fit import fitted_plan
+
+    fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
+    added = spelled(cli.parse(rest, filled_in, flags.world_size), fitted)
+    # What is printed is what was planned: the same parser reads it, and the rules allow it.
+    again = cli.parse([*rest, *added], filled_in, flags.world_size)
+    assert spelled(again, fitted) == [], (added, spelled(again, fitted))
+    rules.check_layout(again, flags.world_size)
+    plan["fit"]["flags"] = [*rest, *added]
+    print(fit_report(plan, quoted([*rest, *added])), end="", flush=True)
+    return plan
+
+
+def _machine(run: Run, flags: argparse.Namespace) -> Machine:
+    """Return the machines that the flags describe."""
+    return Machine(
+        device=flags.device,
+        gpus_per_node=flags.gpus_per_node,
+        memory_gib=flags.fit or flags.device_memory_gib or Machine.memory_gib,
+        peak_tflops=run.logging.peak_tflops or Machine.peak_tflops,
+        mfu=flags.mfu,
+        imbalance=flags.imbalance,
+        **{name: getattr(flags, name) or getattr(Machine, name) for name in _OF_SEARCH},
+    )
 
 
 def _traceable(run: Run) -> Run:
@@ -131,14 +202,7 @@ def _plan(run: Run, flags: argparse.Namespace) -> dict[str, Any]:
     from megatron_moe.apps.plan.alternatives import ranked, recommended_stage
     from megatron_moe.apps.plan.plan import make_plan, peak_gib
 
-    machine = Machine(
-        device=flags.device,
-        gpus_per_node=flags.gpus_per_node,
-        memory_gib=flags.device_memory_gib,
-        peak_tflops=run.logging.peak_tflops or Machine.peak_tflops,
-        mfu=flags.mfu,
-        imbalance=flags.imbalance,
-    )
+    machine = _machine(run, flags)
     known: dict[Any, Any] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)

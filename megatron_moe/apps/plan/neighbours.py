@@ -43,6 +43,10 @@ class Machine:
         peak_tflops: peak of one device.
         mfu: share of the peak that the model's FLOPs are assumed to reach.
         imbalance: rows that a rank's experts get, over the mean.
+        node_bandwidth, network_bandwidth: what a rank sends to its machine and to others, in GB/s.
+        host_bandwidth: what a device exchanges with its machine's memory, in GB/s.
+        memory_bandwidth: what a device reads or writes of its own memory, in GB/s.
+        host_memory_gib: memory of one machine.
     """
 
     device: str = host.DEVICE_KINDS[0]
@@ -51,6 +55,11 @@ class Machine:
     peak_tflops: float = 989.0
     mfu: float = 0.4
     imbalance: float = 1.0
+    node_bandwidth: float = 300.0
+    network_bandwidth: float = 40.0
+    host_bandwidth: float = 40.0
+    memory_bandwidth: float = 3350.0
+    host_memory_gib: float = 2000.0
 
 
 def vocabulary(run: Run) -> int:

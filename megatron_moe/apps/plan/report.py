@@ -6,6 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 _GIB = 2**30
+_STEP = {
+    "compute": "products of the model",
+    "recomputed": "recomputation",
+    "tensor": "collectives of TP and CP",
+    "expert": "exchanges of EP",
+    "pipeline": "messages of PP",
+    "bubble": "waiting at both ends of the pipeline",
+    "data": "data parallelism",
+    "host": "moments to host memory and back",
+}
+"""The parts of `StepTime` in words."""
 _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -19,16 +30,57 @@ def comparison_report(plan: dict[str, Any]) -> str:
     return "".join(f"\n{block}\n" for block in (_choices(plan), _alternatives(plan), _recommended(plan)) if block)
 
 
+def fit_report(plan: dict[str, Any], flags: str) -> str:
+    """Return the text about a layout that was looked for: its flags, plan and time, and how others lose against it."""
+    found = plan["fit"]
+    looked = f"{found['layouts']:,} layouts, {found['looked_at']:,} in detail, {found['planned']:,} planned as a whole"
+    if found["fits"]:
+        title = f"the fastest layout that fits, of {looked}:"
+    else:
+        much = plan["max_memory_gib"] - found["limit_gib"]
+        title = f"NOTHING FITS, of {looked}; the least is {much:,.2f} GiB too much:"
+    blocks = [f"{title}\n\n  {flags}", _head(plan), _memory(plan), _traffic(plan), _step(found), _others(found)]
+    return "\n\n".join(block for block in [*blocks, "\n".join(found["advice"])] if block) + "\n"
+
+
+def _step(found: dict[str, Any]) -> str:
+    seconds, on = found["seconds"], found["assumed"]
+    rows = [["estimated time of a step", "s", "share"]]
+    for name, one in seconds.items():
+        if one and name != "step":
+            rows.append([_STEP[name], brief(one), f"{one / seconds['step']:.1%}"])
+    return "\n".join(
+        (
+            _table(rows),
+            f"together {brief(seconds['step'])} s, {found['tokens_per_second']:,.0f} tokens/s, assumed, not measured:",
+            f"products at {on['mfu']:.0%} of {on['peak_tflops']:,g} TFLOP/s; GB/s of a rank: {on['node_bandwidth']:,g} "
+            f"to its machine, {on['network_bandwidth']:,g} to others, {on['host_bandwidth']:,g} to host memory;",
+            f"what is recomputed is written and read at {on['memory_bandwidth']:,g} GB/s; {found['hidden']}",
+        )
+    )
+
+
+def _others(found: dict[str, Any]) -> str:
+    rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
+    for one in found["others"]:
+        gib = ("" if one["planned"] else "about ") + f"{one['max_memory_gib']:,.2f}"
+        rows.append([one["layout"], gib, brief(one["seconds"]), one["loses"]])
+    return _table(rows) if len(rows) > 1 else ""
+
+
 def _head(plan: dict[str, Any]) -> str:
     words = ", ".join(f"{name} {value}" for name, value in plan["layout"].items())
-    fits = "fits" if plan["max_memory_gib"] <= plan["device_memory_gib"] else "DOES NOT FIT"
+    limit, room = plan["device_memory_gib"], f"{plan['device_memory_gib']:g}"
+    if "fit" in plan:
+        limit, room = plan["fit"]["limit_gib"], f"{plan['fit']['limit_gib']:g}, {room} less a tenth"
+    fits = "fits" if plan["max_memory_gib"] <= limit else "DOES NOT FIT"
     return "\n".join(
         (
             f"{plan['total_params'] / 1e9:,.2f} B parameters ({plan['total_params']:,}), of which a token meets "
             f"{plan['active_params'] / 1e9:,.2f} B",
             f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}",
             f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all",
-            f"largest rank {plan['max_memory_gib']:,.2f} GiB of {plan['device_memory_gib']:g}: {fits}",
+            f"largest rank {plan['max_memory_gib']:,.2f} GiB of {room}: {fits}",
             _saving(plan["saving"]),
         )
     )
@@ -146,6 +198,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(row, widths)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(lines)
+
+
+def brief(seconds: float) -> str:
+    """Return seconds with two decimals, or with two digits where these would say nothing."""
+    return f"{seconds:,.2f}" if seconds >= 1 or not seconds else f"{seconds:.2g}"
 
 
 def _gib(size: float) -> str:

@@ -151,7 +151,7 @@ def trace_ranks(
         key = (run, world_size, vocabulary, *kind, _kind(run, stage))
         if key not in known:
             _logger.info("tracing stage %d of %d", stage + 1, last + 1)
-            known[key] = _trace_stage(run, world_size, vocabulary, stage, *kind)
+            known[key] = trace_stage(run, world_size, vocabulary, stage, *kind)
         traces.append(_as_stage(known[key], stage, _layers(run, stage)))
     return traces
 
@@ -209,7 +209,7 @@ def _as_stage(trace: RankTrace, stage: int, layers: list[list[int]]) -> RankTrac
     )
 
 
-def _trace_stage(
+def trace_stage(
     run: Run,
     world_size: int,
     vocabulary: int,
@@ -218,6 +218,7 @@ def _trace_stage(
     imbalance: float,
     gpus_per_node: int,
 ) -> RankTrace:
+    """Build and run one stage. Arguments: see `trace_ranks`."""
     per_stage = world_size // run.parallel.pipeline_model_parallel_size
     ranks = range(stage * per_stage, (stage + 1) * per_stage)
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size

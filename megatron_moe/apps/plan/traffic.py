@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,15 +35,15 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
 
     def add(name: str, kind: str, ranks: tuple[int, ...], size: float) -> None:
         if len(ranks) > 1:
-            sent = _SENT_MULTIPLES[kind] * size * (len(ranks) - 1) / len(ranks)
-            totals[name][0] += sent
-            totals[name][1] += sent * _share_between_nodes(kind, ranks, gpus_per_node)
+            one = sent_by_a_rank(kind, ranks, size, gpus_per_node)
+            totals[name][0] += one.sent
+            totals[name][1] += one.between_nodes
 
     micro_batches = run.derived.num_microbatches(world_size)
     for chunk in trace.chunks:
         for call in chunk.forward + chunk.backward:
             if call.kind != "broadcast":
-                add(_purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
+                add(purpose(call.kind, call.ranks, trace), call.kind, call.ranks, call.bytes * micro_batches)
     for unit in trace.units:
         name = "expert DP" if unit.expert else "DP"
         for kind, ranks, size in _of_unit(run, unit, micro_batches):
@@ -63,6 +64,14 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
         leaves = trace.ranks[0] // gpus_per_node != (trace.ranks[0] + len(trace.ranks)) // gpus_per_node
         totals["PP"] = [sent, sent * leaves]
     return {name: Traffic(*totals[name]) for name in sorted(totals)}
+
+
+def sent_by_a_rank(kind: str, ranks: tuple[int, ...], size: float, gpus_per_node: int) -> Traffic:
+    """Return what one of `ranks` sends in a collective over `size` bytes."""
+    if len(ranks) < 2:
+        return Traffic(0.0, 0.0)
+    sent = _SENT_MULTIPLES[kind] * size * (len(ranks) - 1) / len(ranks)
+    return Traffic(sent, sent * _share_between_nodes(kind, ranks, gpus_per_node))
 
 
 def _of_unit(run: Run, unit: GatheredUnit, micro_batches: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
@@ -90,12 +99,14 @@ def _of_unit(run: Run, unit: GatheredUnit, micro_batches: int) -> Iterator[tuple
     yield "all-to-all", across, len(across) * row
 
 
-def _purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
+def purpose(kind: str, ranks: tuple[int, ...], trace: RankTrace) -> str:
+    """Return what a collective of a pass is for: EP, TP, CP, or TP x CP."""
     if kind == "all-to-all":
         return "EP"
     return next((name for name, group in trace.groups.items() if group == ranks), "TP x CP")
 
 
+@functools.cache
 def _share_between_nodes(kind: str, ranks: tuple[int, ...], gpus_per_node: int) -> float:
     nodes = [rank // gpus_per_node for rank in ranks]
     if kind == "all-to-all":
