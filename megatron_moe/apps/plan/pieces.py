@@ -7,7 +7,7 @@ stage, and the peak of a pass is that of one part above what those before it kee
 
 What recomputation changes is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers is added
 from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are named by
-their layer (`--keep-fp32`, `--freeze-parameters`) are not found in three layers: what is chosen is traced as a whole in
+their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
 any case.
 """
 

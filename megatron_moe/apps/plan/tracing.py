@@ -227,9 +227,7 @@ def trace_stage(
         assert pg_collection.pp.rank() == stage
         chunks = build_model(run, pg_collection, vocabulary, draw=False)
         bare = [_bare(chunk) for chunk in chunks]
-        mark_matrices(run, bare)
-        for chunk in bare:
-            _set_row_counts(run, chunk, tracer, imbalance)
+        _prepare(run, bare, tracer, imbalance)
         # The memory of a CPU is the host's.
         sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
         sharded = []
@@ -387,6 +385,13 @@ def _fewest_matrices(buffer: Any) -> int:
             for rank in range(start // share, -(-end // share)):
                 found[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
     return min(found)
+
+
+def _prepare(run: Run, bare: Sequence[Any], tracer: MetaTracer, imbalance: float) -> None:
+    """Mark what Muon updates, and give dispatchers the row counts that they would read from the device."""
+    mark_matrices(run, bare)
+    for chunk in bare:
+        _set_row_counts(run, chunk, tracer, imbalance)
 
 
 def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
