@@ -44,7 +44,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         dataset, *_ = build_datasets(run, tokenizer, 4 * batch, 0, 0, pg_collection=pg_collection)
         batches = batch_iterators(dataset, run, pg_collection=pg_collection)
-        peaks = []
+        peaks, update_peaks = [], []
         prepare = optimizer.prepare_grads
 
         def prepared() -> bool:
@@ -68,7 +68,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
                 average=average,
             )
             assert result.committed
-            update_peak = live.peak
+            update_peaks.append(live.peak)
             optimizer.zero_grad()
             held = live.live
             live.restart_peak()
@@ -91,6 +91,6 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
         "held": held,
         "peak": min(peaks[1:]),
-        "update_peak": update_peak,
+        "update_peak": min(update_peaks[1:]),
         "counts": [one.tolist() for one in counts],
     }
