@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron_moe.config.errors import ConfigError
-from tests.distributed.test_packed_layouts import LAYOUTS, resumed, stopped, trained, whole
+from tests.distributed.test_packed_layouts import (
+    LAYOUTS,
+    require_loaded_to_the_bit,
+    require_resumed_to_the_bit,
+    resumed,
+    stopped,
+    trained,
+    whole,
+)
 from tests.helpers import engines
 
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
@@ -63,28 +71,12 @@ RESUMED = {
 @pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, bf16", "ZeRO 3, bf16"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
     ranks, flags = RESUMED[name]
-    (tmp_path / "run").mkdir()
-    straight = gloo.run(ranks, trained, flags={**MUON, **flags})
-    gloo.run(ranks, stopped, flags={**MUON, **flags}, folder=str(tmp_path / "run"))
-    later = gloo.run(ranks, resumed, flags={**MUON, **flags}, folder=str(tmp_path / "run"))
-    assert later[0][0] == straight[0][0][2:]
-    wanted, found = whole(straight), whole(later)
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+    require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
 
 
 @pytest.mark.parametrize("layout", engines.cases(SAVED, both=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, tmp_path: Path, layout: str) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    saved = gloo.run(2, stopped, flags={"bf16": True, **MUON}, folder=str(folder))
-    ranks, changes = ALL[layout]
-    loaded = gloo.run(ranks, resumed, flags={"bf16": True, **MUON, **changes}, folder=str(folder), steps=0)
-    wanted, found = whole(saved), whole(loaded)
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+    require_loaded_to_the_bit(gloo, tmp_path / "run", {"bf16": True, **MUON}, ALL[layout])
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:

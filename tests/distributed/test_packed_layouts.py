@@ -111,10 +111,8 @@ def test_packed_main_weights_train_as_fp32_ones_to_the_bit(gloo: Any, changes: d
     plain = gloo.run(ranks, trained, flags=flags, steps=40)
     packed = gloo.run(ranks, trained, flags={**flags, **PACKED}, steps=40)
     assert packed[0][0] == plain[0][0]
-    wanted, found = whole(plain), whole(packed)
-    assert found.keys() == wanted.keys() and any(".state.param." in key for key in found)
-    for key in wanted:
-        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+    assert any(".state.param." in key for key in whole(packed))
+    require_same_bits(plain, packed)
 
 
 def stopped(flags: dict[str, Any], folder: str) -> tuple[None, Saved]:
@@ -151,6 +149,34 @@ def resumed(flags: dict[str, Any], folder: str, steps: int = STEPS - 2) -> tuple
     return losses, optimizer_tensors(trainer)
 
 
+def require_same_bits(first: list[tuple[Any, Saved]], second: list[tuple[Any, Saved]]) -> None:
+    """What the ranks of two cases wrote together has the same keys and bits."""
+    wanted, found = whole(first), whole(second)
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+
+
+def require_resumed_to_the_bit(gloo: Any, folder: Any, ranks: int, flags: dict[str, Any], **others: Any) -> None:
+    """A run that is saved, and goes on with other flags, ends as an uninterrupted one."""
+    folder.mkdir()
+    straight = gloo.run(ranks, trained, flags=flags)
+    gloo.run(ranks, stopped, flags=flags, folder=str(folder))
+    later = gloo.run(ranks, resumed, flags={**flags, **others}, folder=str(folder))
+    assert later[0][0] == straight[0][0][2:]
+    require_same_bits(straight, later)
+
+
+def require_loaded_to_the_bit(
+    gloo: Any, folder: Any, flags: dict[str, Any], layout: tuple[int, dict[str, Any]]
+) -> None:
+    """What two ranks saved is the same once another layout has loaded it."""
+    folder.mkdir()
+    ranks, changes = layout
+    saved = gloo.run(2, stopped, flags=flags, folder=str(folder))
+    require_same_bits(saved, gloo.run(ranks, resumed, flags={**flags, **changes}, folder=str(folder), steps=0))
+
+
 RESUMED = {
     "one rank, codes": (1, {"bf16": True, **CODES}, {}),
     "distributed optimizer, codes": (2, {"bf16": True, **CODES, "use_distributed_optimizer": True}, {}),
@@ -166,28 +192,12 @@ RESUMED = {
 @pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, codes", "ZeRO 2, codes"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Any, name: str) -> None:
     ranks, flags, others = RESUMED[name]
-    (tmp_path / "run").mkdir()
-    straight = gloo.run(ranks, trained, flags=flags)
-    gloo.run(ranks, stopped, flags=flags, folder=str(tmp_path / "run"))
-    later = gloo.run(ranks, resumed, flags={**flags, **others}, folder=str(tmp_path / "run"))
-    assert later[0][0] == straight[0][0][2:]
-    wanted, found = whole(straight), whole(later)
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+    require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, flags, **others)
 
 
 @pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, tmp_path: Any, layout: str) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    saved = gloo.run(2, stopped, flags={"bf16": True, **BF16_MOMENTS}, folder=str(folder))
-    ranks, changes = LAYOUTS[layout]
-    loaded = gloo.run(ranks, resumed, flags={"bf16": True, **BF16_MOMENTS, **changes}, folder=str(folder), steps=0)
-    wanted, found = whole(saved), whole(loaded)
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert torch.equal(found[key].view(torch.uint8), wanted[key].view(torch.uint8)), key
+    require_loaded_to_the_bit(gloo, tmp_path / "run", {"bf16": True, **BF16_MOMENTS}, LAYOUTS[layout])
 
 
 def copies(flags: dict[str, Any]) -> list[str]:
