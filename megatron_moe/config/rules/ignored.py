@@ -396,6 +396,11 @@ _UNREAD: tuple[Unread, ...] = (
         lambda given: _value(given, "recompute_granularity") == "selective",
         "--recompute-granularity selective alone recomputes modules",
     ),
+    Unread(
+        ("offload_modules", "min_offloaded_tensor_size"),
+        _is_set("fine_grained_activation_offloading"),
+        "nothing is offloaded without --fine-grained-activation-offloading",
+    ),
 )
 
 _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
