@@ -1,8 +1,8 @@
 """Activations of named modules in host memory between the forward and the backward pass.
 
-What is moved is a storage, not a tensor: it is copied to the host while the forward pass goes on, resized to nothing one
-layer later, and given its size and its bytes back before the layer's backward pass. The tensors that autograd saved stay
-as they are, so that no number, dtype or attribute changes, and a storage that several functions saved moves once.
+What is moved is a storage, not a tensor: it is copied to the host while the forward pass goes on, resized to nothing
+one layer later, and given its size and its bytes back before the layer's backward pass. The tensors that autograd saved
+stay as they are, so that no number, dtype or attribute changes, and a storage that several functions saved moves once.
 
     forward of layer k     copy what its modules keep to the host; free what the same modules of layer k - 1 kept
     backward of layer k    wait for its own; start copying back what belongs to layer k - 1
@@ -13,9 +13,6 @@ pass that follows at once finds it on the device. Copies have CUDA streams of th
 
 from __future__ import annotations
 
-import bisect
-import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -28,6 +25,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.experts import LocalExperts
+from megatron_moe.platform.moved_storage import Event, HostPool, Lane, MovedStorage
 
 _INPUTS = {
     "attn_norm": ("input_layernorm",),
@@ -65,12 +63,12 @@ class ActivationOffload:
 
     def __init__(self, modules: Iterable[str], smallest: int) -> None:
         self._modules, self._smallest = tuple(modules), smallest
-        self._pool = _HostPool()
-        self._there, self._back = _Lane(), _Lane()
+        self._pool = HostPool()
+        self._there, self._back = Lane(), Lane()
         self._layer: _Layer | None = None
         self._latest: _Layer | None = None
         # Of each module's name: the layer that it was last computed in, and what it keeps there.
-        self._leaving: dict[str, tuple[_Layer, list[_Moved]]] = {}
+        self._leaving: dict[str, tuple[_Layer, list[MovedStorage]]] = {}
 
     @classmethod
     def from_run(cls, run: Run) -> ActivationOffload | None:
@@ -143,7 +141,7 @@ class ActivationOffload:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.numel() >= self._smallest and storage.resizable() and storage._cdata not in layer.moved:
-                layer.moved[storage._cdata] = moved = _Moved(tensor, self._pool, self._there)
+                layer.moved[storage._cdata] = moved = MovedStorage(tensor, self._pool, self._there)
                 leaving.append(moved)
         self._leaving[name] = layer, leaving
 
@@ -165,13 +163,13 @@ class _Layer:
     moved: by the number of the storage, which is held until the next layer, so that no other one has its number.
     """
 
-    def __init__(self, number: int, lane: _Lane, latest: _Layer | None) -> None:
+    def __init__(self, number: int, lane: Lane, latest: _Layer | None) -> None:
         self.number = number
-        self.moved: dict[int, _Moved] = {}
+        self.moved: dict[int, MovedStorage] = {}
         self._lane = lane
         # A pass goes through consecutive layers, and the next pass begins with an earlier one.
         self._before = latest if latest is not None and latest.number == number - 1 else None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Event | None = None
 
     def return_all(self, grad: Tensor) -> None:
         """Have all of it on the device, for the backward pass that begins, and start returning the layer before."""
@@ -186,135 +184,6 @@ class _Layer:
         for moved in self.moved.values():
             self._arrived = moved.return_to_device(self._lane) or self._arrived
         self.moved = {}
-
-
-class _Moved:
-    """A storage that is copied from the device to host memory, and back."""
-
-    def __init__(self, tensor: Tensor, pool: _HostPool, lane: _Lane) -> None:
-        storage = tensor.untyped_storage()
-        self.size = storage.nbytes()
-        self._device, self._pool, self._lane = tensor.device, pool, lane
-        self._storage = weakref.ref(storage)
-        self._held: torch.UntypedStorage | None = storage  # until it is freed
-        self._buffer: _Buffer | None = pool.take(self.size)
-        self._copied = lane.copy(self._buffer.memory[: self.size], self._bytes(storage), self._buffer.free_after)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it is on the device and will be freed in the next layer or pass."""
-        return self._held is not None
-
-    def free(self) -> None:
-        """Free the device's memory when the copy is made."""
-        if self._held is not None:
-            self._lane.make_current_wait(self._copied)
-            self._held.resize_(0)
-            self._held = None
-
-    @torch.no_grad()
-    def return_to_device(self, lane: _Lane) -> torch.cuda.Event | None:
-        """Start copying it back, and return when it has arrived; None if it never left, or nobody needs it."""
-        storage, arrived = self._storage(), self._copied
-        if self._held is None and storage is not None:
-            assert self._buffer is not None
-            storage.resize_(self.size)
-            arrived = lane.copy(self._bytes(storage), self._buffer.memory[: self.size], self._copied)
-        came_back = self._held is None
-        self._held = None
-        self._give_back(arrived)
-        return arrived if came_back else None
-
-    def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-
-    def _give_back(self, after: torch.cuda.Event | None) -> None:
-        if self._buffer is not None:
-            self._pool.give(self._buffer, after)
-            self._buffer = None
-
-    def __del__(self) -> None:
-        """Give the host memory back where the graph is dropped without a backward pass."""
-        self._give_back(self._copied)
-
-
-class _Lane:
-    """A CUDA stream for copies in one direction; without streams a copy is made when it is asked for."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def copy(self, target: Tensor, source: Tensor, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Copy when the current stream is done with both, after an event of another lane; return when it is made."""
-        if not platform.has_streams():
-            target.copy_(source)
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
-
-    def make_current_wait(self, event: torch.cuda.Event | None) -> None:
-        """Let what is queued on the current stream from now on wait for a copy."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
-
-class _Buffer:
-    """Page-locked bytes on the host. free_after: what has to have happened before they are written again."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.size = memory, memory.numel()
-        self.free_after: torch.cuda.Event | None = None
-
-
-class _HostPool:
-    """Host memory that is used again, since locking pages takes longer than a copy.
-
-    Rows of experts differ from step to step, so that a buffer may be larger than what is in it.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[_Buffer] = []
-        self.in_use = 0
-
-    def take(self, size: int) -> _Buffer:
-        """Return the smallest free buffer that has room; a new one takes the place of the largest that is too small."""
-        index = bisect.bisect_left(self._free, size, key=_SIZE)
-        if index < len(self._free):
-            buffer = self._free.pop(index)
-        else:
-            if self._free:
-                _wait(self._free.pop())
-            allocate = platform.kernel(platform.host_memory)
-            buffer = _Buffer(allocate((_rounded(size),), torch.uint8, pinned=True))
-        self.in_use += buffer.size
-        return buffer
-
-    def give(self, buffer: _Buffer, after: torch.cuda.Event | None) -> None:
-        """Take a buffer back, to be written again after an event."""
-        buffer.free_after = after
-        self.in_use -= buffer.size
-        bisect.insort(self._free, buffer, key=_SIZE)
-
-
-_SIZE = operator.attrgetter("size")
-
-
-def _rounded(size: int) -> int:
-    """Return a size with room for a few rows more: up to an eighth above."""
-    step = 1 << max(size.bit_length() - 4, 12)
-    return -(-size // step) * step
-
-
-def _wait(buffer: _Buffer) -> None:
-    """Wait for the last copy of a buffer that is dropped."""
-    if buffer.free_after is not None:
-        buffer.free_after.synchronize()
 
 
 class _Saved:

@@ -47,7 +47,7 @@ EITHER = ["one rank", "multi-token prediction", "outputs recomputed", "DP2, ZeRO
 
 
 def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]]:
-    """Losses and gradient norms of three steps, digests of the state after them, and the modules that were offloaded."""
+    """Losses and gradient norms of three steps, digests of the state after them, and what was offloaded."""
     from megatron_moe.model.activation_offload import ActivationOffload
     from tests.helpers.stepped_trainer import Trainer
 

@@ -23,8 +23,8 @@ from megatron_moe.apps.plan.layouts import (
     Modules,
     SearchedLayout,
     Width,
-    fixed_fields,
     divided,
+    fixed_fields,
     layouts,
     module_sets,
     no_layout,
@@ -123,8 +123,7 @@ class Search:
         return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
 
     def sets(self, layout: SearchedLayout) -> list[Modules]:
-        """Return the sets of recomputed and offloaded modules by the time that they add; each keeps less than those
-        before it."""
+        """Return the sets of modules by the time that they add; each keeps less on the device than those before it."""
         if recompute_is_fixed(self.run):
             return [None]
         width = self.pieces.reference(layout.width)
@@ -158,7 +157,7 @@ class Search:
                 yield modules
 
     def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float, float]:
-        """Return the seconds that recomputed modules add to all layers, and the bytes that these do not keep and move."""
+        """Return the seconds that recomputation adds to all layers, the bytes that are not kept, and those moved."""
         seconds = size = moved = 0.0
         for kind, count in layers.items():
             piece, plain = self.pieces.part(width, modules, kind), self.pieces.plain(width, (), kind)

@@ -66,7 +66,7 @@ SEPARATE: dict[str, Any] = {"overlap_moe_expert_parallel_comm": False, "delay_wg
 """What says that micro-batches do not overlap."""
 
 Modules = tuple[str, ...] | None
-"""Modules that are recomputed, and offloaded where the name begins with `TO_HOST`; None: those that the user has set."""
+"""Recomputed modules, and offloaded ones, whose names begin with `TO_HOST`; None: those that the user has set."""
 FULL = ("full",)
 """What stands for the recomputation of whole layers among the sets of modules."""
 TO_HOST = "offload:"

@@ -5,9 +5,9 @@ A stage is its embedding, its layers and its loss, one after the other. Each is 
 prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
 stage, and the peak of a pass is that of one part above what those before it keep.
 
-What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers is added
-from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are named by
-their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
+What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
+is added from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are
+named by their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
 any case.
 """
 
@@ -60,9 +60,9 @@ _WITHOUT = {
 class TracedPart:
     """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
 
-    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds, expert_seconds: of collectives
-    of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes. boundary: bytes of the hidden
-    states between stages. is_layer: whether it is a layer of the decoder.
+    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds,
+    expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes.
+    boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
     """
 
     kept: float

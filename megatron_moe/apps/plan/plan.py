@@ -144,8 +144,7 @@ def _orthogonalization(run: Run, trace: RankTrace) -> int:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """The peak bytes of activations on the device and in host memory, and the most passes that wait for their backward
-    pass."""
+    """The peak bytes of activations on the device and in host memory, and the most passes that wait at a time."""
 
     peak: int
     host: int
@@ -317,6 +316,7 @@ def peak_gib(
 def layout(run: Run, world_size: int) -> dict[str, Any]:
     """Return the sizes of the layout, micro-batch size and recomputation."""
     p = run.parallel
+    offloaded = run.training.offload_modules if run.training.fine_grained_activation_offloading else None
     return {
         "TP": p.tensor_model_parallel_size,
         "PP": p.pipeline_model_parallel_size,
@@ -328,6 +328,7 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
         "EDP": run.derived.expert_data_parallel_size(world_size),
         "micro_batch_size": run.training.micro_batch_size,
         "recompute": _recompute_words(run.training.recompute_granularity, run.training.recompute_modules),
+        **({"offload": " ".join(offloaded)} if offloaded else {}),
     }
 
 

@@ -14,7 +14,7 @@ _STEP = {
     "pipeline": "messages of PP",
     "bubble": "waiting at both ends of the pipeline",
     "data": "data parallelism",
-    "host": "moments to host memory and back",
+    "host": "to host memory and back",
 }
 """The parts of `StepTime` in words."""
 _PARTS = ("weights", "gradients", "optimizer", "activations")

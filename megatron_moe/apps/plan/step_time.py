@@ -103,8 +103,11 @@ class StepTimes:
         return flops / (self.machine.mfu * self.machine.peak_tflops * 1e12)
 
     def moving(self, size: float, products: float) -> float:
-        """Return what a pass is longer for offloaded activations: its own memory is read and written for them, and they
-        are hidden behind a third of the products on the way there, and behind the others on the way back."""
+        """Return the seconds that offloaded activations add to a pass with these products.
+
+        The device's memory is read and written for them. They are hidden behind a third of the products on the way to
+        the host, and behind the others on the way back.
+        """
         seconds = size / (self.machine.host_bandwidth * 1e9)
         return self.rewriting(size) + max(seconds - products / 3, 0.0) + max(seconds - products * 2 / 3, 0.0)
 

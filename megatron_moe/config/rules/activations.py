@@ -83,10 +83,16 @@ def recomputed_modules_do_not_nest(run: Run, world_size: int) -> None:
 # Offload
 
 _OFFLOAD = "fine_grained_activation_offloading"
+NOT_KEPT = {
+    "moe": ("expert_fc1", "moe_act"),
+    "layernorm": ("qkv_linear",),
+    "mla_up_proj": ("core_attn", "attn_proj"),
+}
+"""Recomputed modules, and the modules whose inputs are not kept then."""
 
 
 def offload_names_modules(run: Run, world_size: int) -> None:
-    """Require modules for the offload of activations, and the offload for modules and their size."""
+    """Require modules for the offload of activations, and the offload for modules."""
     modules, is_on = run.training.offload_modules, run.training.fine_grained_activation_offloading
     if is_on and not modules:
         raise refuse(
@@ -94,13 +100,12 @@ def offload_names_modules(run: Run, world_size: int) -> None:
             (_OFFLOAD, "offload_modules"),
             "say which modules: --offload-modules core_attn attn_proj expert_fc1 moe_act, say",
         )
-    stray = set_among(run, ("offload_modules", "min_offloaded_tensor_size"))
-    if stray and not is_on:
+    if modules and not is_on:
         raise refuse(
-            run, (*stray, _OFFLOAD), "only the offload reads these; add --fine-grained-activation-offloading"
+            run,
+            ("offload_modules", _OFFLOAD),
+            "only the offload reads these; add --fine-grained-activation-offloading",
         )
-    if run.training.min_offloaded_tensor_size < 1:
-        raise refuse(run, ("min_offloaded_tensor_size",), "a tensor has at least one element; use 1 or more")
 
 
 def offloaded_modules_exist(run: Run, world_size: int) -> None:
@@ -134,11 +139,7 @@ def offloaded_modules_are_kept(run: Run, world_size: int) -> None:
             (_OFFLOAD, "recompute_granularity"),
             "whole layers keep their input alone; use --recompute-granularity selective, or drop the offload",
         )
-    for recomputing, lost in (
-        ("moe", ("expert_fc1", "moe_act")),
-        ("layernorm", ("qkv_linear",)),
-        ("mla_up_proj", ("core_attn", "attn_proj")),
-    ):
+    for recomputing, lost in NOT_KEPT.items():
         stray = [name for name in lost if name in modules]
         if recomputing in recomputed and stray:
             raise refuse(
