@@ -8,6 +8,9 @@ import gc
 import pytest
 import torch
 
+from megatron_moe import platform
+from megatron_moe.config.schema import Run, replace
+from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.platform import moved_storage
 from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
 
@@ -89,6 +92,19 @@ class Stream:
         self.events += 1
         self.log.append(f"{self.name} copies")
         return f"{self.name}'s copy {self.events}"
+
+
+def test_a_run_without_a_device_says_that_nothing_is_offloaded(monkeypatch):
+    from megatron_moe.training.build import _offload_notes
+
+    run = replace(Run(), fine_grained_activation_offloading=True, offload_modules=("core_attn",))
+    assert ActivationOffload.from_run(run) is None
+    (note,) = _offload_notes(run)
+    assert note.startswith("--fine-grained-activation-offloading has no effect")
+    assert _offload_notes(Run()) == []
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    assert _offload_notes(run) == []
+    assert isinstance(ActivationOffload.from_run(run), ActivationOffload)
 
 
 def test_each_copy_waits_for_what_it_reads_and_for_who_reads_what_it_writes(monkeypatch):
