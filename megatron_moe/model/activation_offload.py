@@ -118,8 +118,12 @@ class ActivationOffload:
             self._layer = _Layer(number, self._back, self._latest)
 
     def _move_inputs(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() or name in _RECOMPUTED_ALONE:
-            self._move(name, *_tensors((*args, *kwargs.values())))
+        if not torch.is_grad_enabled() and name not in _RECOMPUTED_ALONE:
+            return
+        tensors = _tensors((*args, *kwargs.values()))
+        if name == "attn_norm":  # it comes from outside the layer, where another part of the storage may be read later
+            tensors = (tensor for tensor in tensors if tensor.nbytes == tensor.untyped_storage().nbytes())
+        self._move(name, *tensors)
 
     def _move_saved(self, tensor: Tensor) -> None:
         self._move("core_attn", tensor)

@@ -37,6 +37,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2, sequence parallel": (2, {**ALL, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "CP2 x EP2": (4, {**ALL, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
     "PP2": (2, {**ALL, "pipeline_model_parallel_size": 2}),
+    "PP4, predictions alone": (
+        4,
+        {**ALL, "mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "micro_batch_size": 1}
+        | {"pipeline_model_parallel_layout": "Ett|tt|m|L"},
+    ),
     "PP2, interleaved": (
         2,
         {**ALL, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},

@@ -119,6 +119,7 @@ COPIES = [
 # With either engine: each way of cutting a model, and what makes an engine keep other tensors.
 EITHER = [
     "one rank, fp32",
+    "one rank, activations offloaded",
     "one rank, everything recomputed",
     "one rank, outputs recomputed",
     "one rank, multi-token prediction",
