@@ -122,6 +122,15 @@ class TrainingConfig:
         "selective recomputation: modules",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
     )
+    fine_grained_activation_offloading: bool = flag(
+        False, "keep what --offload-modules save for the backward pass in host memory, between the passes (CUDA)"
+    )
+    offload_modules: tuple[str, ...] | None = flag(
+        None,
+        "modules whose inputs are offloaded; of core_attn its output too",
+        choices=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    )
+    min_offloaded_tensor_size: int = flag(2**20, "offload tensors of at least so many elements", unit="elements")
 
 
 TOKENIZER_FILES: dict[str, tuple[str, ...]] = {

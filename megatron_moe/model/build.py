@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.module_names import frozen
 from megatron_moe.config.schema import Run
+from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
 from megatron_moe.model.frozen import freeze
@@ -158,6 +159,7 @@ def build_model(
     guard: PrecisionGuard | None = None,
     draw: bool = True,
     padded_vocab_size: int | None = None,
+    offload: ActivationOffload | None = None,
 ) -> list[torch.nn.Module]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage.
 
@@ -175,6 +177,7 @@ def build_model(
             model on torch's meta device, which has shapes and no storage. What has no storage cannot be spread over
             ranks: such a model has no wrapper for data parallelism from ZeRO's stage 2 on.
         padded_vocab_size: rows of the tables, a multiple of TP; default: `derived.padded_vocab_size`.
+        offload: moves activations to host memory; default: what the run's flags say.
 
     Returns:
         The chunks, in training mode and on this machine's device, weights drawn from the run's seed.
@@ -189,6 +192,9 @@ def build_model(
     chunks: list[torch.nn.Module] = [
         _chunk(run, config, settings, pg_collection, vocabulary, stage, draw) for stage in stages
     ]
+    if offload := offload or ActivationOffload.from_run(run):
+        for chunk in chunks:
+            offload.attach(chunk)
     guard = guard or PrecisionGuard()
     guard.check("building", model_dtypes(run, chunks))
     if not wrap:

@@ -255,6 +255,7 @@ def _report_start(trainer: Trainer, planned: RunPlan, ranks: RunRanks, built: Lo
         *_precision_notes(run),
         *_frozen_notes(trainer, ranks.pg_collection),
         *_sharding_notes(run, ranks.facts.world_size),
+        *_offload_notes(run),
         *_expert_notes(trainer),
         *_kernel_notes(),
         *known,
@@ -375,6 +376,13 @@ def _sharding_notes(run: Run, world_size: int) -> list[str]:
             "ranks of one machine, the backward pass gathers within it"
         )
     return notes
+
+
+def _offload_notes(run: Run) -> list[str]:
+    """Say where no activation is offloaded."""
+    if not run.training.fine_grained_activation_offloading or platform.has_cuda():
+        return []
+    return ["--fine-grained-activation-offloading has no effect here: without a CUDA device, memory is the host's"]
 
 
 def _expert_notes(trainer: Trainer) -> list[str]:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from megatron_moe.apps.plan.meta_tracer import LiveBytes, storage_bytes
+from megatron_moe.apps.plan.meta_tracer import HOST, LiveBytes, storage_bytes
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.datasets import build_datasets
@@ -21,6 +21,7 @@ from megatron_moe.platform import switches
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler, parts
 from megatron_moe.training.step import connect, train_step
 from megatron_moe.training.weight_average import build_average
+from tests.helpers.offloading import on_a_cpu
 
 
 def measured(flat: dict[str, Any], half_products: str) -> dict[str, Any]:
@@ -34,7 +35,12 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
     run = build(flat)
     pg_collection = groups.initialize(run)
     seed_everything(run)
-    with LiveBytes() as live:
+
+    def host_memory(shape: Any, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        with live.labelled(HOST):
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    with on_a_cpu(host_memory), LiveBytes() as live:
         model = build_model(run, pg_collection, run.derived.padded_vocab_size(run.model.vocab_size))
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
@@ -90,6 +96,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         "gradients": storage_bytes(p.main_grad for chunk in model for p in chunk.parameters()),
         "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
         "held": held,
+        "host": live.label_peaks[HOST],
         "peak": min(peaks[1:]),
         "update_peak": min(update_peaks[1:]),
         "counts": [one.tolist() for one in counts],

@@ -15,6 +15,7 @@ from megatron_moe.config.schema import build
 from megatron_moe.platform import switches
 from tests.distributed.measured_memory import measured
 from tests.helpers import engines
+from tests.helpers.offloading import MODULES, offloading, on_a_cpu
 
 MLA = {
     **PRESETS["tiny"],
@@ -42,6 +43,7 @@ STATE = {
 }
 ZERO_PLUS_PLUS = {"use_torch_fsdp2": True, "zero_quantized_weights": True, "zero_quantized_gradients": "int8"}
 PACKED = {"use_precision_aware_optimizer": True}
+OFFLOADED = offloading(*MODULES)
 PROPOSED = "what --fit proposes"
 LAYOUTS = {
     "one rank, fp32": (1, {"bf16": False}),
@@ -87,6 +89,19 @@ LAYOUTS = {
     "DP2, ZeRO 3, mostly state": (2, {"use_torch_fsdp2": True, **STATE}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2, interleaved": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "one rank, activations offloaded": (1, OFFLOADED),
+    "one rank, attention offloaded": (1, offloading("core_attn", "mlp_norm")),
+    "one rank, offloaded and recomputed": (1, {**FREED, **offloading("attn_norm", "mlp_norm", "moe_act")}),
+    "one rank, grouped-query attention, offloaded": (1, {**GQA, **OFFLOADED}),
+    "PP2, activations offloaded": (2, {"pipeline_model_parallel_size": 2, "global_batch_size": 16, **OFFLOADED}),
+    "PP2, interleaved, activations offloaded": (
+        2,
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, **OFFLOADED},
+    ),
+    "DP2 x EP2, ZeRO 3, activations offloaded": (
+        4,
+        {"use_torch_fsdp2": True, "expert_model_parallel_size": 2, **OFFLOADED},
+    ),
     PROPOSED: (4, {"expert_model_parallel_size": 4, "data_parallel_sharding_strategy": "optim_grads"}),
 }
 # These differ in which copies in fp32 are made and freed: of attention, experts, recomputation, FP8, gathered weights.
@@ -104,6 +119,7 @@ COPIES = [
 # With either engine: each way of cutting a model, and what makes an engine keep other tensors.
 EITHER = [
     "one rank, fp32",
+    "one rank, activations offloaded",
     "one rank, everything recomputed",
     "one rank, outputs recomputed",
     "one rank, multi-token prediction",
@@ -129,9 +145,10 @@ CASES = engines.cases(
 def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch):
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
     world_size, changes = LAYOUTS[layout]
-    flat = {**MLA, **changes} if changes is not GQA else GQA
+    flat = changes if "num_query_groups" in changes else {**MLA, **changes}
     run = build(flat)
-    traces = trace_ranks(run, world_size, run.derived.padded_vocab_size(1000), device="cpu", imbalance=1.0)
+    with on_a_cpu():
+        traces = trace_ranks(run, world_size, run.derived.padded_vocab_size(1000), device="cpu", imbalance=1.0)
     for rank, found in enumerate(gloo.run(world_size, measured, flat=flat, half_products=half_products)):
         plan = rank_memory(run, next(trace for trace in traces if rank in trace.ranks), world_size)
         assert (plan.weights, plan.gradients) == (found["weights"], found["gradients"])
@@ -142,6 +159,7 @@ def test_a_plan_holds_what_a_step_holds(layout, half_products, gloo, monkeypatch
         pieces = 2**20 if "use_precision_aware_optimizer" in flat else 4096
         assert plan.update == pytest.approx(found["update_peak"] - found["held"], rel=0.01, abs=pieces)
         assert plan.peak == pytest.approx(max(found["peak"], found["update_peak"]), rel=0.03)
+        assert plan.host_activations == pytest.approx(found["host"], rel=0.03)
 
 
 MUON = {"optimizer": "muon"}

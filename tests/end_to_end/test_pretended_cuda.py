@@ -83,6 +83,20 @@ def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they
     assert [step["grad_norm"] for step in steps] == [step["grad_norm"] for step in expected]
 
 
+@pytest.mark.one_engine
+def test_with_cuda_activations_are_offloaded_without_a_change_to_the_numbers(tmp_path):
+    flags = FLAGS.partition(" --save")[0]
+    offload = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules core_attn moe_act"
+    plain, moved = tmp_path / "plain", tmp_path / "moved"
+    plain.mkdir(), moved.mkdir()
+    _, expected = trained(CUDA, plain, 2, flags)
+    output, steps = trained(CUDA, moved, 2, f"{flags} {offload}")
+    assert "has no effect" not in output
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [
+        (step["loss"], step["grad_norm"]) for step in expected
+    ]
+
+
 def verified(folder: Path, *flags: str) -> str:
     """Replay the recorded steps as the one rank of a launched world; return the last line."""
     launched = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

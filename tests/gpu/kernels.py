@@ -211,3 +211,37 @@ def orthogonalization(stage: Stage, size: int) -> None:
                     share = float((one - wanted).norm()) / expected
                     shares[f"{rows} x {columns}"] = max(share, shares.get(f"{rows} x {columns}", 0.0))
             stage.within(what, max(shares.values()), most, **shares)
+
+
+def moved_storage(stage: Stage, size: int) -> None:
+    """Move layers of activations to host memory and back while products run; compare their bits, and the memory."""
+    from megatron_moe.platform.moved_storage import HostPool, Lane, MovedStorage
+
+    what = "activations on the host and back"
+    with stage.attempt(what):
+        pool, there, back = HostPool(), Lane(), Lane()
+        generator = torch.Generator().manual_seed(size)
+        weight = torch.randn(32 * size, 32 * size, generator=generator).to(stage.device, torch.bfloat16)
+        on_device, wrong = [], 0
+        for _ in range(3):  # the second and the third time with host memory that was used before
+            layers: list[tuple[torch.Tensor, torch.Tensor, MovedStorage]] = []
+            for _ in range(8):
+                kept = weight @ weight
+                layers.append((kept, kept.double().sum(), MovedStorage(kept, pool, there)))
+                if len(layers) > 1:
+                    layers[-2][2].free()
+                weight = (weight @ kept.tanh()).tanh()
+            on_device.append(sum(one.untyped_storage().nbytes() > 0 for one, *_ in layers))
+            arrived = layers[-1][2].return_to_device(back)
+            for index in reversed(range(8)):
+                back.make_current_wait(arrived)
+                if index:
+                    arrived = layers[index - 1][2].return_to_device(back)
+                kept, total, _ = layers[index]
+                wrong += int(kept.double().sum() != total)
+                weight = (weight @ kept.tanh()).tanh()
+        stage.holds(
+            what,
+            wrong == 0 and on_device == [1, 1, 1] and pool.in_use == 0,
+            f"{wrong} of 24 differ, {on_device} of 8 were on the device, {pool.in_use} bytes in use",
+        )

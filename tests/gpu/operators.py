@@ -102,6 +102,7 @@ def _all(stage: Stage, size: int) -> None:
     kernels.adam(stage, size)
     kernels.packed_adam(stage, size)
     kernels.orthogonalization(stage, size)
+    kernels.moved_storage(stage, size)
     fp8_products(stage, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         activation(stage, dtype, size)

@@ -26,6 +26,11 @@ PRECISIONS = {
     "bf16": ["--bf16"],
     "fp16": ["--fp16", "--initial-loss-scale", "1024"],
     "bf16, moments on the host": ["--bf16", "--use-distributed-optimizer", "--optimizer-cpu-offload"],
+    "bf16, activations on the host": [
+        "--bf16",
+        *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1", "--offload-modules"),
+        *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    ],
     "bf16 at ZeRO stage 3": ["--bf16", "--use-torch-fsdp2", "--optimizer-cpu-offload"],
 }
 SPREAD = 1e-3
@@ -114,6 +119,10 @@ def training(stage: Stage) -> None:
     for precision in PRECISIONS:
         with stage.attempt(f"{steps} steps in {precision}, one with a NaN"):
             _with_a_nan(stage, steps, precision, found(precision))
+    with stage.attempt("activations on the host"):
+        plain, moved = ([line["loss"] for line in found(name)] for name in ("bf16", "bf16, activations on the host"))
+        apart = max(abs(one - other) / one for one, other in zip(plain, moved, strict=True))
+        stage.within("activations on the host: losses of those that stay", apart, SPREAD)
     with stage.attempt("interrupted and resumed"):
         _resumed(runs, steps)
     with stage.attempt("the spread of equal runs"):

@@ -64,7 +64,7 @@ DOORS: dict[str, set[str]] = {
     "parallel_state": {"parallel/groups.py", "moe/groups.py"},
     "transformer": {"model/spec.py"},
     "transformer.spec_utils": {"model/spec.py", "model/mtp.py"},
-    "transformer.transformer_layer": {"model/spec.py", "model/mtp.py"},
+    "transformer.transformer_layer": {"model/spec.py", "model/mtp.py", "model/activation_offload.py"},
     "transformer.transformer_config": {"model/engine_config.py"},
     "transformer.moe.fused_a2a": {"moe/flex.py"},
     "transformer.moe": {"moe/load_balance.py", "platform/isolation.py"},

@@ -70,6 +70,7 @@ def small_copy(run: Run) -> Run:
         "adam_eps": 1e-6,
         "eval_iters": 0,
         "mock_data": True,
+        "min_offloaded_tensor_size": 1,
     }
     if run.optimizer.optimizer == "muon":
         # Five steps make a rounding error in the direction of a small singular value 500 times as large, two 16 times.

@@ -23,10 +23,12 @@ from megatron_moe.apps.plan.layouts import (
     Modules,
     SearchedLayout,
     Width,
+    divided,
     fixed_fields,
     layouts,
     module_sets,
     no_layout,
+    offloadable,
     recompute_is_fixed,
     single_modules,
 )
@@ -104,6 +106,7 @@ class Search:
         self.pieces = Pieces(run, world_size, machine)
         self.times = StepTimes(run, world_size, machine, self.pieces)
         self._sets: dict[Any, list[Modules]] = {}
+        self._all_sets: list[tuple[str, ...]] = []
         self._learned: dict[SearchedLayout, float] = {}
         self._said = time.monotonic()
 
@@ -120,7 +123,7 @@ class Search:
         return sum(self.pieces.plain(width, (), kind).flops for kind in kinds) / layer.flops
 
     def sets(self, layout: SearchedLayout) -> list[Modules]:
-        """Return the sets of recomputed modules by the time that they add; each keeps less than those before it."""
+        """Return the sets of modules by the time that they add; each keeps less on the device than those before it."""
         if recompute_is_fixed(self.run):
             return [None]
         width = self.pieces.reference(layout.width)
@@ -131,13 +134,21 @@ class Search:
     def _improving(self, width: Width) -> Iterator[Modules]:
         """Yield sets by the time that they add, as far as each keeps a hundredth less; modules are taken to add up."""
         layers = {kind: self.pieces.count(kind) for kind in self.pieces.kinds}
-        singles = single_modules(self.run)
+        singles, rungs = single_modules(self.run), offloadable(self.run, self.machine)
         saved = {modules: self._saved(width, modules, layers) for modules in [*((name,) for name in singles), FULL]}
+        saved |= {(name,): self._saved(width, (name,), layers) for name in itertools.chain(*rungs)}
+        if not self._all_sets:
+            self._all_sets = list(module_sets(self.run, singles, rungs))
+        products = sum(
+            count * self.times.compute_seconds(self.pieces.plain(width, (), kind).flops)
+            for kind, count in layers.items()
+        )
         rows = []
-        for modules in module_sets(singles):
+        for modules in self._all_sets:
             parts = [FULL] if modules == FULL else [(name,) for name in modules]
-            added, bytes_saved = (sum(saved[part][index] for part in parts) for index in (0, 1))
-            rows.append((added, -bytes_saved, len(modules), modules))
+            added, kept, moved = (sum(saved[part][index] for part in parts) for index in (0, 1, 2))
+            added += self.times.moving(moved, products + added)
+            rows.append((added, -kept - moved, len(modules), modules))
         plain = sum(count * self.pieces.plain(width, (), kind).kept for kind, count in layers.items())
         most = -plain
         for _, less, _, modules in sorted(rows):
@@ -145,18 +156,18 @@ class Search:
                 most = -less
                 yield modules
 
-    def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float]:
-        """Return the seconds that recomputed modules add to all layers, and the bytes that these do not keep."""
-        seconds = size = 0.0
+    def _saved(self, width: Width, modules: Modules, layers: dict[str, int]) -> tuple[float, float, float]:
+        """Return the seconds that recomputation adds to all layers, the bytes that are not kept, and those moved."""
+        seconds = size = moved = 0.0
         for kind, count in layers.items():
             piece, plain = self.pieces.part(width, modules, kind), self.pieces.plain(width, (), kind)
-            less = plain.kept - piece.kept
+            less = plain.kept - piece.kept - piece.leaving
             again = piece.tensor_seconds + piece.expert_seconds - plain.tensor_seconds - plain.expert_seconds
             seconds += count * (
                 self.times.compute_seconds(piece.flops - plain.flops) + self.times.rewriting(less) + again
             )
-            size += count * less
-        return seconds, size
+            size, moved = size + count * less, moved + count * piece.leaving
+        return seconds, size, moved
 
     # Memory.
 
@@ -167,12 +178,13 @@ class Search:
         largest = max(rank_memory(run, trace, self.world_size).peak for trace in traces) / GIB
         return largest * self._learned.get(layout, 1.0)
 
-    def _machine_holds(self, layout: SearchedLayout) -> bool:
+    def _machine_holds(self, layout: SearchedLayout, modules: Modules) -> bool:
         """Return whether what a machine's ranks offload leaves a tenth of its memory."""
-        if not layout.offload:
+        if not layout.offload and not (modules and divided(modules)[1]):
             return True
-        traces = (self.pieces.rank_trace(layout, (), rank, False) for rank in self.pieces.ranks_that_differ(layout))
-        of_rank = max(rank_memory(self.times.run_of(layout), trace, self.world_size).host for trace in traces)
+        traces = (self.pieces.rank_trace(layout, modules, rank) for rank in self.pieces.ranks_that_differ(layout))
+        held = [rank_memory(self.times.run_of(layout), trace, self.world_size) for trace in traces]
+        of_rank = max(memory.host + memory.host_activations for memory in held)
         on_machine = min(self.machine.gpus_per_node, self.world_size)
         return of_rank * on_machine / GIB <= FILLED * self.machine.host_memory_gib
 
@@ -207,7 +219,7 @@ class Search:
             if index < 0:
                 if not any(self.allowed(layout, modules) for modules in sets):
                     continue
-                if not self._machine_holds(layout):
+                if not self._machine_holds(layout, sets[0]):
                     outcome.without_host += 1
                     continue
                 outcome.looked_at += 1
@@ -233,7 +245,8 @@ class Search:
         if self.estimated_gib(layout, sets[-1]) > _DOUBT * self.limit:
             return None
         for index in range(start, len(sets)):
-            if self.estimated_gib(layout, sets[index]) <= _DOUBT * self.limit:
+            fits = self.estimated_gib(layout, sets[index]) <= _DOUBT * self.limit
+            if fits and self._machine_holds(layout, sets[index]):
                 return index
         return None
 
@@ -361,7 +374,9 @@ def words(layout: SearchedLayout, modules: Modules) -> str:
     width = layout.width
     parts = [f"TP {width.tp}", f"PP {layout.pp}", f"VPP {len(layout.stages) // layout.pp}", f"EP {width.ep}"]
     parts += [f"ETP {width.etp}"] if width.etp != 1 or width.tp != 1 else []
-    parts += [f"ZeRO {layout.zero}"] + (["offload"] if layout.offload else [])
+    parts += [f"ZeRO {layout.zero}"] + (["optimizer offload"] if layout.offload else [])
     if modules is not None:
-        parts.append("recompute " + (" ".join(modules) or "none"))
+        recomputed, offloaded = divided(modules)
+        parts.append("recompute " + (" ".join(recomputed) or "none"))
+        parts += [f"offload {' '.join(offloaded)}"] if offloaded else []
     return ", ".join(parts)

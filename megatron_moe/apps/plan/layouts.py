@@ -1,8 +1,9 @@
 """The layouts among which a plan looks for the fastest that fits, and how each is typed. Loads no torch.
 
 Searched are tensor, pipeline, expert and expert-tensor parallelism, the layers and the virtual stages of each pipeline
-rank, the ZeRO stage, the offload of moments and recomputation: none of them changes what is computed. A field that the
-user has set is not searched; neither are batch, micro-batch, context parallelism, precision and the optimizer's dtypes.
+rank, the ZeRO stage, the offload of moments and of activations, and recomputation: none of them changes what is
+computed. A field that the user has set is not searched; neither are batch, micro-batch, context parallelism, precision
+and the optimizer's dtypes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.pipeline_layout import Stage
-from megatron_moe.config.rules import training
+from megatron_moe.config.rules import activations
 from megatron_moe.config.rules.wording import is_set
 from megatron_moe.config.schema import Run, replace
 
@@ -35,6 +36,7 @@ _SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 _ZERO = ("data_parallel_sharding_strategy", "use_torch_fsdp2", "use_distributed_optimizer")
 _SEARCHED = (
     "tensor_model_parallel_size",
@@ -46,6 +48,7 @@ _SEARCHED = (
     *_ZERO,
     "optimizer_cpu_offload",
     *_RECOMPUTATION,
+    *_OFFLOAD,
 )
 _VIRTUAL_SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -63,9 +66,12 @@ SEPARATE: dict[str, Any] = {"overlap_moe_expert_parallel_comm": False, "delay_wg
 """What says that micro-batches do not overlap."""
 
 Modules = tuple[str, ...] | None
-"""Recomputed modules; None: those that the user has set."""
+"""Recomputed modules, and offloaded ones, whose names begin with `TO_HOST`; None: those that the user has set."""
 FULL = ("full",)
-"""What stands for the recomputation of whole layers among the sets of recomputed modules."""
+"""What stands for the recomputation of whole layers among the sets of modules."""
+TO_HOST = "offload:"
+_RUNGS = (("core_attn", "attn_proj"), ("moe_act",), ("expert_fc1",), ("qkv_linear", "attn_norm", "mlp_norm"))
+"""Offloaded modules, in the order in which they are added: what a byte takes is the same for all."""
 
 
 def fixed_fields(run: Run) -> set[str]:
@@ -115,38 +121,75 @@ class SearchedLayout:
     changes: dict[str, Any]
 
     def run(self, base: Run, modules: Modules) -> Run:
-        """Return `base` in this layout, with other recomputed modules; None: with its own."""
+        """Return `base` in this layout, with other recomputed and offloaded modules; None: with its own."""
         return replace(base, **self.changes, **({} if modules is None else recomputing(modules)))
 
 
 def recomputing(modules: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that recompute some modules, `FULL` or nothing."""
+    """Return the fields that recompute some modules, `FULL` or nothing, and offload those that are to be."""
     found: dict[str, Any] = dict.fromkeys(_RECOMPUTATION)
+    recomputed, offloaded = divided(modules)
     if modules == FULL:
         found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif modules:
-        found |= {"recompute_granularity": "selective", "recompute_modules": modules}
+    elif recomputed:
+        found |= {"recompute_granularity": "selective", "recompute_modules": recomputed}
+    if offloaded:
+        found |= {"fine_grained_activation_offloading": True, "offload_modules": offloaded}
     return found
+
+
+def divided(modules: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the recomputed and the offloaded ones of some modules, by their names."""
+    recomputed = tuple(name for name in modules if not name.startswith(TO_HOST))
+    return recomputed, tuple(name.removeprefix(TO_HOST) for name in modules if name.startswith(TO_HOST))
 
 
 def single_modules(run: Run) -> list[str]:
     """Return the modules of the model that can be recomputed on their own."""
-    found = []
-    for name in all_fields()["recompute_modules"].choices or ():
-        try:
-            training.recomputed_modules_exist(replace(run, **recomputing((name,))), 1)
-        except ConfigError:
-            continue
-        found.append(name)
-    return found
+    return [name for name in all_fields()["recompute_modules"].choices or () if _exists(run, (name,))]
 
 
-def module_sets(modules: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the sets of modules that do not nest, nothing first, and `FULL`."""
+def offloadable(run: Run, machine: Machine) -> list[tuple[str, ...]]:
+    """Return modules that may be offloaded, some at a time; none on a CPU, and where the user has said which are."""
+    if machine.device == "cpu" or fixed_fields(run) & set(_OFFLOAD) or run.moe.overlap_moe_expert_parallel_comm:
+        return []
+    rungs = [tuple(TO_HOST + name for name in rung) for rung in _RUNGS]
+    return [rung for rung in rungs if _exists(run, rung)]
+
+
+def _exists(run: Run, modules: tuple[str, ...]) -> bool:
+    """Return whether the model has these modules, and keeps them."""
+    try:
+        changed = replace(run, **recomputing(modules))
+        for rule in (
+            activations.recomputed_modules_exist,
+            activations.offloaded_modules_exist,
+            activations.recomputed_modules_do_not_nest,
+            activations.offloaded_modules_are_kept,
+        ):
+            rule(changed, 1)
+    except ConfigError:
+        return False
+    return True
+
+
+def module_sets(run: Run, modules: Sequence[str], rungs: Sequence[tuple[str, ...]] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the sets of recomputed modules that do not nest, nothing first, each with more and more offloaded; `FULL`.
+
+    rungs: see `offloadable`; of each what the recomputed modules leave.
+    """
     for count in range(len(modules) + 1):
         for chosen in itertools.combinations(modules, count):
-            if "moe" not in chosen or not {"moe_act", "shared_experts"} & set(chosen):
-                yield chosen
+            if not _exists(run, chosen):
+                continue
+            yield chosen
+            for rung in rungs:
+                more = chosen
+                for name in rung:
+                    more = (*more, name) if _exists(run, (*more, name)) else more
+                if more != chosen:
+                    chosen = more
+                    yield chosen
     yield FULL
 
 

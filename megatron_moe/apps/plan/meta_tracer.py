@@ -36,10 +36,15 @@ from megatron_moe import platform
 # mean the same quantity. What a kernel allocates inside itself, and what a communication library keeps, is not counted.
 
 
+HOST = "host"
+"""The label of storages in a device's host memory."""
+
+
 class LiveBytes(TorchDispatchMode):
     """A dispatch mode that counts every storage that an operation returns, until the storage is freed.
 
-    Storages that are older than the mode are counted from when an operation first returns them.
+    Storages that are older than the mode are counted from when an operation first returns them. Those with the label
+    `HOST` are counted under their label alone.
 
     Attributes:
         live: bytes now.
@@ -123,7 +128,7 @@ class LiveBytes(TorchDispatchMode):
     def _remember(self, storage: torch.UntypedStorage, size: int, label: str | None) -> None:
         key = storage._cdata
         self._storages[key] = (size, label, weakref.ref(storage, lambda _: self._forget(key)))
-        self.live += size
+        self.live += size if label != HOST else 0
         self.peak = max(self.peak, self.live)
         if label is not None:
             self._label_live[label] += size
@@ -131,7 +136,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         size, label, _ = self._storages.pop(key, (0, None, None))
-        self.live -= size
+        self.live -= size if label != HOST else 0
         if label is not None:
             self._label_live[label] -= size
 
@@ -300,7 +305,8 @@ def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTrac
     """Trace all operations in this context as on a machine with `device` ("cuda" or "cpu").
 
     Two fused kernels are replaced by stand-ins that keep for the backward pass what the kernels keep: attention without
-    a score matrix, and the norm. On the meta device torch decomposes these, and keeps every intermediate result.
+    a score matrix, and the norm. On the meta device torch decomposes these, and keeps every intermediate result. Host
+    memory of a device is labelled `HOST`.
     """
     tracer = MetaTracer(logits_shape)
 
@@ -313,7 +319,15 @@ def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTrac
     def normalise(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _Normalise.apply(x, weight)
 
-    kernels: dict[Callable, Callable] = {F.scaled_dot_product_attention: attend, F.rms_norm: normalise}
+    def host_memory(shape: Shape, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        with tracer.labelled(HOST):
+            return torch.empty(tuple(shape), dtype=dtype, device=_META)
+
+    kernels: dict[Callable, Callable] = {
+        F.scaled_dot_product_attention: attend,
+        F.rms_norm: normalise,
+        platform.host_memory: host_memory,
+    }
     with platform.imagining(device, kernels), tracer:
         yield tracer
 

@@ -5,9 +5,9 @@ A stage is its embedding, its layers and its loss, one after the other. Each is 
 prediction are what the first and the last of these have more than the one between. What a part keeps adds up over a
 stage, and the peak of a pass is that of one part above what those before it keep.
 
-What recomputation changes is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers is added
-from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are named by
-their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
+What recomputation and offload change is traced at one EP for a TP and an expert-TP. What a fully sharded model gathers
+is added from the sizes of its weights. An interval of `--recompute-num-layers` is taken for 1, and modules that are
+named by their layer (`--keep-fp32`, `--freeze`) are not found in three layers: what is chosen is traced as a whole in
 any case.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 from megatron_moe.apps.plan.gathering import GatheredUnit
 from megatron_moe.apps.plan.layouts import (
     SEPARATE,
+    TO_HOST,
     UNSHARDED,
     UNSPLIT,
     Modules,
@@ -46,9 +47,12 @@ BufferKind = tuple[bool, int, int, bool]
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
 
-_CHANGED = ("kept", "forward", "backward", "flops")
-"""What recomputation changes of a layer."""
-_WITHOUT = {DENSE: ("moe", "moe_act", "shared_experts"), MOE: ("mlp",)}
+_CHANGED = ("kept", "forward", "backward", "flops", "leaving", "moved")
+"""What recomputation and offload change of a layer."""
+_WITHOUT = {
+    DENSE: ("moe", "moe_act", "shared_experts", f"{TO_HOST}expert_fc1", f"{TO_HOST}moe_act"),
+    MOE: ("mlp",),
+}
 """The modules that a kind of layer does not have; the other kinds of parts have none."""
 
 
@@ -56,9 +60,9 @@ _WITHOUT = {DENSE: ("moe", "moe_act", "shared_experts"), MOE: ("mlp",)}
 class TracedPart:
     """One part of a model on one rank over one micro-batch; bytes above what was live before its forward pass.
 
-    kept, forward, backward, logits, dispatch, flops: as in `ChunkTrace`. tensor_seconds, expert_seconds: of collectives
-    of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes. boundary: bytes of the hidden
-    states between stages. is_layer: whether it is a layer of the decoder.
+    kept, forward, backward, logits, dispatch, flops, leaving, moved: as in `ChunkTrace`. tensor_seconds,
+    expert_seconds: of collectives of TP and CP, and of EP. elements: of gradient buffers, by kind. weights: bytes.
+    boundary: bytes of the hidden states between stages. is_layer: whether it is a layer of the decoder.
     """
 
     kept: float
@@ -72,6 +76,8 @@ class TracedPart:
     weights: int
     elements: Counter[BufferKind]
     boundary: int
+    leaving: float = 0
+    moved: float = 0
     is_layer: bool = True
 
     def beyond(self, other: TracedPart) -> TracedPart:
@@ -198,6 +204,8 @@ class Pieces:
             weights=trace.weights,
             elements=elements,
             boundary=trace.boundary,
+            leaving=chunk.leaving,
+            moved=chunk.moved,
         )
 
     def seconds(self, kind: str, ranks: tuple[int, ...], size: float) -> float:
@@ -354,10 +362,12 @@ def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
     gathered = [size if zero >= 2 and piece.is_layer else 0 for piece, size in zip(pieces, weights)]
     root = sum(size for piece, size in zip(pieces, weights) if zero >= 2 and not piece.is_layer)
     below, forward, backward = float(root), float(2 * root), float(3 * root)
+    before = 0.0  # what is offloaded of the layer before, which comes back while this one is in its backward pass
     for piece, own in zip(pieces, gathered):
         forward = max(forward, below + piece.forward + own)
-        backward = max(backward, below + piece.backward + 2 * own)
+        backward = max(backward, below + piece.backward + 2 * own + before)
         below += piece.kept + (own if zero == 2 else 0)
+        before = piece.leaving
     return ChunkTrace(
         kept=round(max(below, 0)),
         forward_peak=round(max(forward, below)),
@@ -367,4 +377,6 @@ def _chunk(pieces: list[TracedPart], zero: int) -> ChunkTrace:
         flops=round(sum(piece.flops for piece in pieces)),
         forward=(),
         backward=(),
+        leaving=round(next((piece.leaving for piece in reversed(pieces) if piece.leaving), 0)),
+        moved=round(sum(piece.moved for piece in pieces)),
     )

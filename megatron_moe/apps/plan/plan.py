@@ -36,6 +36,7 @@ class PlannedMemory:
         saving: what `--save` takes on the device, between steps.
         host: moments in a device's host memory, with `--optimizer-cpu-offload`; from ZeRO's stage 2 on main weights
             and gradients, too.
+        host_activations: activations there, of all micro-batches in flight.
     """
 
     weights: int
@@ -48,6 +49,7 @@ class PlannedMemory:
     update: int
     saving: int
     host: int = 0
+    host_activations: int = 0
 
     @property
     def peak(self) -> int:
@@ -71,18 +73,19 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         optimizer += masters + (0 if trace.offloaded else moments)
         host += moments if trace.offloaded else 0
         update += share * 4 if buffer.gradient_bytes < 4 else 0  # gradients are widened for the update
-    activations, in_flight = _activation_peak(run, trace, run.derived.num_microbatches(world_size))
+    flight = _in_flight(run, trace, run.derived.num_microbatches(world_size))
     return PlannedMemory(
         weights=trace.weights,
         gradients=sum(buffer.numel * buffer.gradient_bytes for buffer in trace.buffers),
         optimizer=optimizer,
-        activations=activations,
-        in_flight=in_flight,
+        activations=flight.peak,
+        in_flight=flight.most_waiting,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update + _orthogonalization(run, trace),
         saving=gathering_bytes(run, trace),
         host=host,
+        host_activations=flight.host,
     )
 
 
@@ -92,15 +95,16 @@ def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemor
     on_device = 0 if trace.offloaded else shards
     in_host_memory = shards - on_device
     micro_batches = run.derived.num_microbatches(world_size)
-    activations, in_flight = _activation_peak(run, trace, micro_batches)
+    flight = _in_flight(run, trace, micro_batches)
     return PlannedMemory(
         weights=4 * on_device,
         gradients=4 * on_device,
         optimizer=run.derived.moment_bytes(on_device, matrices) + run.derived.average_bytes(on_device),
         host=8 * in_host_memory + run.derived.moment_bytes(in_host_memory) + run.derived.average_bytes(in_host_memory),
         # Of one micro-batch alone the gradients come about during its backward pass.
-        activations=activations if micro_batches > 1 else max(activations - 4 * on_device, 0),
-        in_flight=in_flight,
+        activations=flight.peak if micro_batches > 1 else max(flight.peak - 4 * on_device, 0),
+        in_flight=flight.most_waiting,
+        host_activations=flight.host,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=_orthogonalization(run, trace),
@@ -138,23 +142,40 @@ def _orthogonalization(run: Run, trace: RankTrace) -> int:
     return max(found)
 
 
-def _activation_peak(run: Run, trace: RankTrace, micro_batches: int) -> tuple[int, int]:
-    """Return the peak bytes of activations, and the largest number of passes that wait for their backward pass."""
+@dataclass(frozen=True)
+class _InFlight:
+    """The peak bytes of activations on the device and in host memory, and the most passes that wait at a time."""
+
+    peak: int
+    host: int
+    most_waiting: int
+
+
+def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
+    """Follow the schedule's passes, each of which keeps something until its backward pass."""
     stages = run.parallel.pipeline_model_parallel_size
-    live = peak = waiting = most_waiting = 0
+    live = peak = host = most_host = most_waiting = 0
     ahead = run.moe.overlap_moe_expert_parallel_comm
+    waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
+    leaving = 0  # what the last forward pass has not yet freed, while it waits
     # After the first rounds the schedule repeats itself.
     passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages), ahead)
     for is_forward, number in passes:
         chunk = trace.chunks[number]
         if is_forward:
             peak = max(peak, live + chunk.forward_peak)
-            live, waiting = live + chunk.kept, waiting + 1
+            live, host, leaving = live + chunk.kept, host + chunk.moved, chunk.leaving
+            waiting.append(number)
         else:
-            live, waiting = live - chunk.kept, waiting - 1
-            peak = max(peak, live + chunk.backward_peak)
-        most_waiting = max(most_waiting, waiting)
-    return peak, most_waiting
+            place = waiting.index(number)
+            if place == len(waiting) - 1:
+                leaving = 0  # its own, which is in its peak
+            del waiting[place]
+            live -= chunk.kept
+            peak = max(peak, live + leaving + chunk.backward_peak)
+            host -= chunk.moved
+        most_host, most_waiting = max(most_host, host), max(most_waiting, len(waiting))
+    return _InFlight(peak, most_host, most_waiting)
 
 
 def schedule(
@@ -295,6 +316,7 @@ def peak_gib(
 def layout(run: Run, world_size: int) -> dict[str, Any]:
     """Return the sizes of the layout, micro-batch size and recomputation."""
     p = run.parallel
+    offloaded = run.training.offload_modules if run.training.fine_grained_activation_offloading else None
     return {
         "TP": p.tensor_model_parallel_size,
         "PP": p.pipeline_model_parallel_size,
@@ -306,6 +328,7 @@ def layout(run: Run, world_size: int) -> dict[str, Any]:
         "EDP": run.derived.expert_data_parallel_size(world_size),
         "micro_batch_size": run.training.micro_batch_size,
         "recompute": _recompute_words(run.training.recompute_granularity, run.training.recompute_modules),
+        **({"offload": " ".join(offloaded)} if offloaded else {}),
     }
 
 

@@ -14,7 +14,7 @@ _STEP = {
     "pipeline": "messages of PP",
     "bubble": "waiting at both ends of the pipeline",
     "data": "data parallelism",
-    "host": "moments to host memory and back",
+    "host": "to host memory and back",
 }
 """The parts of `StepTime` in words."""
 _PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -110,8 +110,8 @@ def _memory(plan: dict[str, Any]) -> str:
                 *(_gib(memory[part]) for part in ("logits", "dispatch")),
             ]
         )
-    host = max(entry["memory"]["host"] for entry in plan["ranks"])
-    told = f"\nmain weights, gradients and moments take {_gib(host)} GiB of a rank's host memory" if host else ""
+    host = max(entry["memory"]["host"] + entry["memory"]["host_activations"] for entry in plan["ranks"])
+    told = f"\nwhat is offloaded takes {_gib(host)} GiB of a rank's host memory" if host else ""
     title = "Memory of a rank, in GiB; parameters of one rank; logits and dispatch are within the activations"
     return f"{title} (imbalance {plan['imbalance']:g})\n{_table(rows)}{told}"
 

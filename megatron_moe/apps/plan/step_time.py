@@ -21,7 +21,7 @@ class StepTime:
     compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
     memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
     messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
-    nothing hides it. host: what is exchanged with the machine's memory.
+    nothing hides it. host: what is exchanged with the machine's memory, activations as far as no pass hides them.
     """
 
     compute: float
@@ -64,6 +64,7 @@ class StepTimes:
         slowest = max(found, key=lambda passes: sum(passes.values()))
         one = sum(slowest.values())
         chunks = len(layout.stages) // layout.pp
+        host += slowest.pop("host") * micro_batches
         return StepTime(
             **{name: seconds * micro_batches for name, seconds in slowest.items()},
             bubble=(layout.pp - 1) / chunks * one,
@@ -73,17 +74,21 @@ class StepTimes:
 
     def _passes(self, layout: SearchedLayout, modules: Modules, rank: int) -> dict[str, float]:
         """Return the seconds of a micro-batch's passes on a pipeline rank."""
-        compute = again = tensor = expert = 0.0
+        compute = again = tensor = expert = moved = waiting = 0.0
         for stage in layout.stages[rank :: layout.pp]:
             for part in self.pieces.parts(stage):
                 piece = self.pieces.part(layout.width, modules, part)
                 plain = self.pieces.plain(layout.width, (), part)
                 compute += self.compute_seconds(plain.flops)
-                again += self.compute_seconds(piece.flops - plain.flops) + self.rewriting(plain.kept - piece.kept)
+                again += self.compute_seconds(piece.flops - plain.flops)
+                again += self.rewriting(plain.kept - piece.kept - piece.leaving)
                 tensor, expert = tensor + piece.tensor_seconds, expert + piece.expert_seconds
+                moved, waiting = moved + piece.leaving, max(waiting, piece.leaving if layout.pp > 1 else 0.0)
         if self.run.moe.overlap_moe_expert_parallel_comm:
             expert = max(expert - compute - again, 0.0)
-        return {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert}
+        # Where another micro-batch's pass came between, nothing is before the last layer's activations to hide them.
+        host = self.moving(moved, compute + again) + waiting / (self.machine.host_bandwidth * 1e9)
+        return {"compute": compute, "recomputed": max(again, 0.0), "tensor": tensor, "expert": expert, "host": host}
 
     def _host_seconds(self, run: Run, trace: RankTrace, micro_batches: int) -> float:
         """Return the seconds of offloading: moments there and back, and shards and gradients in every micro-batch."""
@@ -96,6 +101,15 @@ class StepTimes:
 
     def compute_seconds(self, flops: float) -> float:
         return flops / (self.machine.mfu * self.machine.peak_tflops * 1e12)
+
+    def moving(self, size: float, products: float) -> float:
+        """Return the seconds that offloaded activations add to a pass with these products.
+
+        The device's memory is read and written for them. They are hidden behind a third of the products on the way to
+        the host, and behind the others on the way back.
+        """
+        seconds = size / (self.machine.host_bandwidth * 1e9)
+        return self.rewriting(size) + max(seconds - products / 3, 0.0) + max(seconds - products * 2 / 3, 0.0)
 
     def rewriting(self, size: float) -> float:
         """Return the seconds in which what was not kept is written and read once more."""

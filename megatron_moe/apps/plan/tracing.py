@@ -20,6 +20,7 @@ from megatron_moe import platform
 from megatron_moe.apps.plan.gathering import GatheredUnit, Gathering, planned_units
 from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 from megatron_moe.config.schema import Run
+from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import Sharding, units
 from megatron_moe.model.initialize import global_name, placement
@@ -44,6 +45,8 @@ class ChunkTrace:
 
     Attributes:
         kept: what the forward pass keeps for the backward pass, its output included unless that is freed after sending.
+        leaving: what of it is on the way to host memory, and stays on the device until the next pass.
+        moved: what it keeps in host memory.
         forward_peak: peak during the forward pass.
         backward_peak: peak during the backward pass.
         logits: peak of the logits.
@@ -61,6 +64,8 @@ class ChunkTrace:
     flops: int
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
+    leaving: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,8 @@ def trace_stage(
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
     with _imagined_rank(run, ranks[0], world_size) as pg_collection, meta_device(device, shape) as tracer:
         assert pg_collection.pp.rank() == stage
-        chunks = build_model(run, pg_collection, vocabulary, draw=False)
+        offload = ActivationOffload.from_run(run)
+        chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)
         bare = [_bare(chunk) for chunk in chunks]
         _prepare(run, bare, tracer, imbalance)
         # The memory of a CPU is the host's.
@@ -246,10 +252,10 @@ def trace_stage(
             if key not in traces:
                 # A first pass allocates what stays: rotary tables, sums of auxiliary losses.
                 with Gathering(sharded, sharding, copies=device == "cpu") as gathering:
-                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering)
+                    _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
                     if run.derived.num_microbatches(world_size) == 1:
                         gathering.forget_gradients()
-                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering)
+                    traces[key] = _trace_chunk(run, tracer, chunk, inner, part.receives, gathering, offload)
         parameters = [parameter for chunk in bare for parameter in chunk.parameters()]
         expert = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         return RankTrace(
@@ -298,7 +304,13 @@ def _imagined_rank(run: Run, rank: int, world_size: int) -> Iterator[Any]:
 
 
 def _trace_chunk(
-    run: Run, tracer: MetaTracer, chunk: torch.nn.Module, inner: Any, receives: int, gathering: Gathering
+    run: Run,
+    tracer: MetaTracer,
+    chunk: torch.nn.Module,
+    inner: Any,
+    receives: int,
+    gathering: Gathering,
+    offload: ActivationOffload | None,
 ) -> ChunkTrace:
     start, calls, flops = tracer.live, len(tracer.collectives), tracer.flops
     tracer.restart_peak()
@@ -318,7 +330,8 @@ def _trace_chunk(
     freed = 0
     if not inner.post_process and inner.config.deallocate_pipeline_outputs:
         freed = output.untyped_storage().nbytes()
-    kept, calls = tracer.live - start - freed, len(tracer.collectives)
+    leaving, moved = (offload.leaving_bytes, offload.host_bytes) if offload else (0, 0)
+    kept, calls = tracer.live - start - freed - leaving, len(tracer.collectives)
     tracer.peak = tracer.live
     output.backward(None if inner.post_process else torch.empty_like(output))
     gathering.end_backward()
@@ -337,6 +350,8 @@ def _trace_chunk(
         flops=tracer.flops - flops,
         forward=forward,
         backward=backward,
+        leaving=leaving,
+        moved=moved,
     )
 
 

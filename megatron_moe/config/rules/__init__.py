@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_moe.config.rules import (
+    activations,
     freezing,
     model,
     moe,
@@ -154,11 +155,15 @@ RULES: tuple[Rule, ...] = (
     training.rampup_reaches_the_batch,
     training.rampup_batches_divide,
     training.evaluation_has_iterations,
-    training.full_recompute_is_described,
-    training.recompute_flags_fit_granularity,
-    training.recompute_layers_within_stage,
-    training.recomputed_modules_exist,
-    training.recomputed_modules_do_not_nest,
+    activations.full_recompute_is_described,
+    activations.recompute_flags_fit_granularity,
+    activations.recompute_layers_within_stage,
+    activations.recomputed_modules_exist,
+    activations.recomputed_modules_do_not_nest,
+    activations.offload_names_modules,
+    activations.offloaded_modules_exist,
+    activations.offloaded_modules_are_kept,
+    activations.offload_takes_whole_layers,
     model.softmax_flag_is_read,
     model.attention_backend_is_read,
     model.transformer_engine_is_installed,

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.rules.activations import NOT_KEPT
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
 
 Given = dict[str, Any]
@@ -34,6 +35,7 @@ SAVING = ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng
 """How a checkpoint is saved, in Megatron-LM too."""
 
 READ_WITH = {
+    "fine_grained_activation_offloading": ("offload_modules",),
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
     "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
     "qk_clip": ("qk_clip_alpha", "qk_clip_threshold"),
@@ -204,6 +206,31 @@ def overlap_of_sharded_layers(given: Given) -> Change | None:
     return _left_out(names), (
         f"{_typed(given, names)}: NOT OVERLAPPED from ZeRO stage 2 on, where a layer's weights are gathered when it is"
         " called as a whole; the numbers are the same"
+    )
+
+
+def offload_of_overlapping_batches(given: Given) -> Change | None:
+    """Leave out the offload of activations where micro-batches overlap, whose layers are computed in parts."""
+    names = _set_among(given, ("fine_grained_activation_offloading", "offload_modules"))
+    if len(names) < 2 or not _value(given, "overlap_moe_expert_parallel_comm"):
+        return None
+    return _left_out(names), (
+        f"{_typed(given, names)}: ACTIVATIONS STAY ON THE DEVICE and take its memory, since"
+        " --overlap-moe-expert-parallel-comm computes layers in parts; the numbers are the same"
+    )
+
+
+def offload_of_what_is_not_kept(given: Given) -> Change | None:
+    """Leave out of the offloaded modules those whose inputs are recomputed."""
+    modules, recomputed = _value(given, "offload_modules") or (), _value(given, "recompute_modules") or ()
+    lost = [name for module in recomputed for name in NOT_KEPT.get(module, ()) if name in modules]
+    if not lost:
+        return None
+    left = tuple(name for name in modules if name not in lost)
+    changed = {"offload_modules": left} if left else {"fine_grained_activation_offloading": False}
+    return {"offload_modules": None, **changed}, (
+        f"{_typed(given, ['offload_modules'])}: without {' '.join(lost)}, which"
+        f" {_typed(given, ['recompute_modules'])} does not keep"
     )
 
 
@@ -409,6 +436,8 @@ _IGNORED: tuple[Callable[[Given], Change | None], ...] = (
     capacity_below_zero,
     buckets_of_sharded_gradients,
     overlap_of_sharded_layers,
+    offload_of_overlapping_batches,
+    offload_of_what_is_not_kept,
     weights_in_fp8,
     later_gradients_of_fp8_products,
     split_that_counts_embedding_and_loss,

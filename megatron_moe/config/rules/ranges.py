@@ -145,6 +145,7 @@ RANGES: dict[str, Range] = {
     "global_batch_size": Range(low=1, high=2**24),
     "rampup_batch_size": _POSITIVE_COUNT,
     "train_iters": Range(low=1, high=10**12),
+    "min_offloaded_tensor_size": _POSITIVE_COUNT,
     "eval_interval": _COUNT,
     "eval_iters": _COUNT,
     "seed": Range(low=0, below=2**31),

@@ -1,4 +1,4 @@
-"""Rules about reports, the loss, optimizer, schedule, batches over time, recomputation and faults."""
+"""Rules about reports, the loss, optimizer, schedule, batches over time, and faults."""
 
 from __future__ import annotations
 
@@ -211,81 +211,6 @@ def evaluation_has_iterations(run: Run, world_size: int) -> None:
         raise refuse(
             run, ("eval_interval", "eval_iters"), "nothing would be evaluated; use --eval-iters 10 or --eval-interval 0"
         )
-
-
-# Recomputation
-
-
-def full_recompute_is_described(run: Run, world_size: int) -> None:
-    """Require method and layers for the recomputation of whole layers."""
-    t = run.training
-    missing = [
-        n
-        for n, v in (("recompute_method", t.recompute_method), ("recompute_num_layers", t.recompute_num_layers))
-        if v is None
-    ]
-    if t.recompute_granularity == "full" and missing:
-        raise refuse(
-            run,
-            ("recompute_granularity", *missing),
-            "say which layers: --recompute-method uniform --recompute-num-layers 1 recomputes every one",
-        )
-
-
-def recompute_flags_fit_granularity(run: Run, world_size: int) -> None:
-    """Refuse method and layers without full recomputation, and modules without selective."""
-    granularity = run.training.recompute_granularity
-    if granularity != "full":
-        stray = set_among(run, ("recompute_method", "recompute_num_layers"))
-        if stray:
-            raise refuse(
-                run,
-                (*stray, "recompute_granularity"),
-                "only full recomputation reads these; use --recompute-granularity full",
-            )
-    if granularity != "selective" and run.training.recompute_modules is not None:
-        raise refuse(
-            run,
-            ("recompute_modules", "recompute_granularity"),
-            "only selective recomputation reads these; use --recompute-granularity selective",
-        )
-
-
-def recompute_layers_within_stage(run: Run, world_size: int) -> None:
-    """Require that no stage recomputes more layers than it has."""
-    chunk = max(len(stage.layers) for stage in run.derived.pipeline_stages)
-    count = run.training.recompute_num_layers
-    if count is not None and count > chunk:
-        raise refuse(
-            run,
-            ("recompute_num_layers", "num_layers", "pipeline_model_parallel_size"),
-            f"a stage has {chunk} layers; use --recompute-num-layers {chunk} or less",
-        )
-
-
-def recomputed_modules_exist(run: Run, world_size: int) -> None:
-    """Refuse to recompute modules that the model does not have."""
-    modules = run.training.recompute_modules or ()
-    needed = {
-        "moe": ("num_experts", run.moe.num_experts),
-        "moe_act": ("num_experts", run.moe.num_experts),
-        "shared_experts": ("moe_shared_expert_intermediate_size", run.moe.moe_shared_expert_intermediate_size),
-        "mla_up_proj": ("multi_latent_attention", run.model.multi_latent_attention),
-    }
-    for module in modules:
-        field, value = needed.get(module, ("", True))
-        if not value:
-            raise refuse(
-                run, ("recompute_modules", field), f"there is no {module} to recompute; use mlp or core_attn instead"
-            )
-
-
-def recomputed_modules_do_not_nest(run: Run, world_size: int) -> None:
-    """Refuse to recompute parts of the MoE layer when the whole layer is recomputed."""
-    modules = run.training.recompute_modules or ()
-    inner = [module for module in ("moe_act", "shared_experts") if module in modules]
-    if "moe" in modules and inner:
-        raise refuse(run, ("recompute_modules",), f"moe holds {' and '.join(inner)}; drop moe or drop what it holds")
 
 
 # Faults

@@ -48,6 +48,7 @@ READ_WITH = {
     **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "--lr-decay-style WSD"),
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), "--recompute-granularity full"),
     "recompute_modules": "--recompute-granularity selective",
+    "offload_modules": "--fine-grained-activation-offloading",
     "decoupled_min_lr": "--decoupled-lr 1",
     "sequence_parallel": "--tensor-model-parallel-size 2",
     **dict.fromkeys(TIKTOKEN_FIELDS, "--tokenizer-type TikTokenizer"),

@@ -11,6 +11,7 @@ from megatron_moe.config import cli, rules
 TINY = "--preset tiny --mock-data --vocab-size 256"
 GQA = "--preset tiny-gqa --mock-data --vocab-size 256"
 SIGMOID = "--moe-router-score-function sigmoid"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 AUX = "--moe-router-load-balancing-type"
 
 # base, flags that are left out, flags of the run that is trained instead, and what the note names
@@ -30,6 +31,14 @@ ROWS = [
         ["--moe-router-load-balancing-type aux_loss:", "NOT ADDED"],
     ),
     (TINY, f"{AUX} none --moe-aux-loss-coeff 0.1", "", ["--moe-aux-loss-coeff 0.1", "LEFT OUT"]),
+    (TINY, "--offload-modules core_attn", "", ["--offload-modules core_attn", "--fine-grained-activation-offloading"]),
+    (
+        f"{TINY} --recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj",
+        f"{OFFLOAD} qkv_linear moe_act core_attn",
+        f"{OFFLOAD} moe_act",
+        ["--offload-modules qkv_linear moe_act core_attn", "without qkv_linear core_attn"],
+    ),
+    (f"{TINY} --recompute-granularity selective --recompute-modules moe", f"{OFFLOAD} moe_act", "", ["moe_act"]),
     (TINY, "--moe-expert-capacity-factor -1", "", ["--moe-expert-capacity-factor -1", "none"]),
     (GQA, "--moe-shared-expert-overlap --moe-shared-expert-gate", "", ["--moe-shared-expert-intermediate-size"]),
     (TINY, "--moe-token-drop-policy position", "", ["--moe-token-drop-policy position"]),
@@ -91,6 +100,14 @@ ROWS = [
     (f"{TINY} --rope-type rope", "--rotary-scaling-factor 40", "", ["LEFT OUT", "--rope-type rope"]),
     (GQA, "--rotary-scaling-factor 40 --mscale 0.7", "", ["LEFT OUT", "latent attention"]),
 ]
+
+
+def test_nothing_is_offloaded_where_layers_are_computed_in_parts():
+    overlap = f"{TINY} --bf16 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2"
+    run = cli.parse(f"{overlap} {OFFLOAD} core_attn".split())
+    rules.check(run, 2)
+    assert not run.training.fine_grained_activation_offloading
+    assert any("ACTIVATIONS STAY" in note and "--offload-modules core_attn" in note for note in run.notes)
 
 
 @pytest.mark.claim("What Megatron-LM accepts and ignores is left out with a note.")

@@ -56,6 +56,7 @@ COMMAND_LINE: dict[str, Any] = {
     "moe_hybridep_num_sms": None,
     "gradient_accumulation_fusion": None,
     "num_layers": None,
+    "offload_modules": None,
     "hidden_size": None,
     "num_attention_heads": None,
     "kv_lora_rank": 32,

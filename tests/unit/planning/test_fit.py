@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -12,11 +13,22 @@ import pytest
 
 from megatron_moe.apps.plan import cli
 from megatron_moe.apps.plan.fit import Search, words
-from megatron_moe.apps.plan.layouts import balanced, fixed_fields, layouts, module_sets, recomputing, spelled, widths
+from megatron_moe.apps.plan.layouts import (
+    TO_HOST,
+    balanced,
+    fixed_fields,
+    layouts,
+    module_sets,
+    offloadable,
+    recomputing,
+    spelled,
+    widths,
+)
 from megatron_moe.apps.plan.neighbours import Machine, legal
 from megatron_moe.apps.plan.plan import make_plan
 from megatron_moe.config import cli as run_cli
 from megatron_moe.config import rules
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
 from megatron_moe.platform import switches
@@ -25,8 +37,16 @@ from tests.distributed.test_planned_memory import LAYOUTS, MLA, PROPOSED
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"vocab_size": 1000, "bf16": True, "global_batch_size": 16, "micro_batch_size": 1}
 TINY = {**PRESETS["tiny"], **SMALL, "num_layers": 6, "moe_layer_freq": "[0]*2+[1]*4"}
+MOVED = {**TINY, "min_offloaded_tensor_size": 1}
 GQA = {**PRESETS["tiny-gqa"], **SMALL}
 DENSE = {**SMALL, "num_layers": 7, "hidden_size": 96, "num_attention_heads": 6, "seq_length": 64}
+
+
+def to_host(*names):
+    return tuple(TO_HOST + name for name in names)
+
+
+ALL_TO_HOST = to_host(*all_fields()["offload_modules"].choices)
 
 
 def search(flat, world_size, typed=(), **machine):
@@ -61,6 +81,13 @@ ESTIMATED = {
     "on a CPU": (GQA, 4, "cpu", [
         ({"tp": 1, "pp": 2, "vpp": 1, "ep": 2}, ("layernorm",)),
         ({"tp": 2, "pp": 1, "etp": 1, "ep": 2, "zero": 1}, ()),
+    ]),
+    "offloaded": (MOVED, 8, "cuda", [
+        ({"tp": 1, "pp": 1, "ep": 4, "zero": 1}, ALL_TO_HOST),
+        ({"tp": 1, "pp": 1, "ep": 2, "zero": 3}, ("moe_act", *to_host("core_attn", "attn_proj", "moe_act"))),
+        ({"tp": 2, "pp": 2, "vpp": 1, "etp": 2, "ep": 1}, ("mlp", *to_host("qkv_linear", "attn_norm", "mlp_norm"))),
+        ({"tp": 1, "pp": 4, "vpp": 1, "ep": 2}, ALL_TO_HOST),
+        ({"tp": 1, "pp": 2, "vpp": 3, "ep": 2}, ("layernorm", *to_host("core_attn", "attn_proj", "expert_fc1"))),
     ]),
     "dense": (DENSE, 6, "cuda", [
         ({"tp": 2, "pp": 3, "vpp": 1}, ("mlp", "layernorm")),
@@ -270,11 +297,45 @@ def test_every_split_is_typed_as_a_layout_that_the_rules_read_as_it_is_meant(sta
 
 
 def test_sets_of_modules_hold_nothing_twice():
-    found = list(module_sets(["layernorm", "moe", "moe_act", "shared_experts"]))
+    found = list(module_sets(build(TINY), ["layernorm", "moe", "moe_act", "shared_experts"]))
     assert found[0] == ()
     assert ("moe", "moe_act") not in found
     assert ("layernorm", "moe_act", "shared_experts") in found
     assert len(found) == len(set(found)) == 2 * (4 + 1) + 1
+
+
+def test_more_and_more_is_offloaded_of_what_recomputation_keeps():
+    run = build(TINY)
+    rungs = offloadable(run, Machine())
+    assert set(itertools.chain(*rungs)) == set(ALL_TO_HOST)
+    found = list(module_sets(run, ["layernorm", "moe", "mla_up_proj"], rungs))
+    assert set(found[len(rungs)]) == set(ALL_TO_HOST)
+    assert len(found) == len(set(found))
+    for recomputed, lost in {"layernorm": "qkv_linear", "moe": "expert_fc1", "mla_up_proj": "core_attn"}.items():
+        of_these = [modules for modules in found if recomputed in modules]
+        assert any(TO_HOST + "attn_norm" in modules for modules in of_these)
+        assert not any(TO_HOST + lost in modules for modules in of_these)
+    assert offloadable(run, Machine(device="cpu")) == []
+    assert (
+        offloadable(
+            run_cli.parse("--preset tiny --fine-grained-activation-offloading --offload-modules core_attn".split()),
+            Machine(),
+        )
+        == []
+    )
+    dense = offloadable(build(DENSE), Machine())
+    assert set(itertools.chain(*dense)) == set(ALL_TO_HOST) - set(to_host("expert_fc1", "moe_act"))
+
+
+def test_activations_are_offloaded_where_the_link_to_the_host_is_fast(capsys):
+    flags = "--preset tiny --vocab-size 1000 --seq-length 512 --max-position-embeddings 512 --bf16 --world-size 1"
+    flags += " --micro-batch-size 8 --global-batch-size 8 --min-offloaded-tensor-size 1 --mfu 1e-6"
+    flags += " --fit 0.06 --alternatives 0"
+    for bandwidth, offloads in (("1e6", True), ("1e-6", False)):
+        assert cli.main([*flags.split(), "--host-bandwidth", bandwidth]) == 0
+        typed = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")[0]
+        assert ("--fine-grained-activation-offloading" in typed) == offloads
+        assert offloads or "--recompute-granularity" in typed
 
 
 @pytest.mark.parametrize("half_products", ["native", "fp32"])

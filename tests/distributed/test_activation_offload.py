@@ -1,0 +1,87 @@
+"""The offload of activations changes no bit of a training, in any layout; what it frees is freed, and comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_moe.config.presets import PRESETS
+from tests.helpers import engines
+from tests.helpers.offloading import MODULES, offloading, on_a_cpu
+
+ALL = offloading(*MODULES)
+SELECTIVE = {"recompute_granularity": "selective"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, ALL),
+    "one rank, fp32": (1, {**ALL, "bf16": False}),
+    "grouped-query attention": (
+        1,
+        {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 2, **ALL},
+    ),
+    "multi-token prediction": (1, {**ALL, "mtp_num_layers": 2}),
+    "FP8": (1, {**ALL, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}),
+    "attention recomputed": (1, {**ALL, **SELECTIVE, "recompute_modules": ("core_attn", "moe_act", "shared_experts")}),
+    "outputs recomputed": (
+        1,
+        {
+            **offloading("attn_norm", "mlp_norm", "expert_fc1", "moe_act"),
+            **SELECTIVE,
+            "recompute_modules": ("layernorm", "moe_act", "mla_up_proj"),
+        },
+    ),
+    "frozen first layers": (1, {**ALL, "freeze": ("embedding.*", "decoder.layers.0.*")}),
+    "DP2, ZeRO 1": (2, {**ALL, "use_distributed_optimizer": True}),
+    "DP2, ZeRO 3": (2, {**ALL, "use_torch_fsdp2": True}),
+    "TP2, sequence parallel": (2, {**ALL, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "CP2 x EP2": (4, {**ALL, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "PP2": (2, {**ALL, "pipeline_model_parallel_size": 2}),
+    "PP4, predictions alone": (
+        4,
+        {**ALL, "mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "micro_batch_size": 1}
+        | {"pipeline_model_parallel_layout": "Ett|tt|m|L"},
+    ),
+    "PP2, interleaved": (
+        2,
+        {**ALL, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    ),
+    "dropout": (1, {**ALL, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+}
+EITHER = ["one rank", "multi-token prediction", "outputs recomputed", "DP2, ZeRO 3", "PP2, interleaved"]
+
+
+def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]]:
+    """Losses and gradient norms of three steps, digests of the state after them, and what was offloaded."""
+    from megatron_moe.model.activation_offload import ActivationOffload
+    from tests.helpers.stepped_trainer import Trainer
+
+    moved = []
+    move = ActivationOffload._move
+
+    def counted(self: ActivationOffload, name: str, *tensors: torch.Tensor) -> None:
+        before = 0 if self._layer is None else len(self._layer.moved)
+        move(self, name, *tensors)
+        if self._layer is not None and len(self._layer.moved) > before:
+            moved.append(name)
+
+    with on_a_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActivationOffload, "_move", counted)
+        trainer = Trainer(flags)
+        steps = [trainer.step() for _ in range(3)]
+    return [(step.loss, step.grad_norm) for step in steps], trainer.state(), sorted(set(moved))
+
+
+@pytest.mark.claim("Offloaded activations change no bit of losses, gradient norms and weights, in any layout.")
+@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
+def test_no_bit_is_changed(layout, gloo):
+    world_size, flags = LAYOUTS[layout]
+    plain = {name: value for name, value in flags.items() if "offload" not in name}
+    expected, found = (gloo.run(world_size, trained, flags=some) for some in (plain, flags))
+    offloaded = set()
+    for (losses, state, nothing), (own_losses, own_state, moved) in zip(expected, found):
+        assert (own_losses, own_state) == (losses, state)
+        assert nothing == []
+        offloaded |= set(moved)
+    # attn_proj's input is core_attn's output where attention computes in the model's dtype and width.
+    assert offloaded | {"attn_proj"} == {*flags["offload_modules"], "attn_proj"}
