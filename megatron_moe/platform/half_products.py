@@ -80,7 +80,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 # a size that comes again. The rows that fill it up change nothing: a row of a product does not depend on the others, and
 # in a sum over rows they add zeros.
 
-_SMALLEST_GROUP = 16
+_SMALLEST_GROUP = 8
 
 
 def padded_rows(rows: int) -> int:
@@ -88,7 +88,7 @@ def padded_rows(rows: int) -> int:
 
     There are four such numbers from a power of two to the next.
     """
-    step = max(_SMALLEST_GROUP, 1 << max(0, (rows - 1).bit_length() - 3))
+    step = max(_SMALLEST_GROUP, 1 << max(0, (rows - 1).bit_length() - 4))
     return -(-rows // step) * step
 
 
