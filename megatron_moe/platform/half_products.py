@@ -73,27 +73,27 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
-# ---- Products of groups of rows by torch, on a CPU.
+# ---- Products of groups of rows, natively.
 #
-# oneDNN keeps 1,024 products, half a megabyte each, and torch as many descriptions of them, nearly as large: a gigabyte
-# of a process, for shapes of which most are not seen again (docs/precision.md). A group is therefore multiplied as one of
-# a size that comes again. The rows that fill it up change nothing: a row of a product does not depend on the others, and
-# in a sum over rows they add zeros.
+# oneDNN keeps up to 1,024 products and torch as many descriptions of them, half a megabyte each: a gigabyte, and time to
+# make them, for shapes of which most do not come again (docs/precision.md). A group is therefore multiplied as one of a
+# number of rows that comes again. What fills it up changes no bit: a row of a product depends on no other row, and a sum
+# over rows gets zeros added.
 
-_SMALLEST_GROUP = 8
+_FEWEST_ROWS = 8
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows as which a group is multiplied: 16, or less than a third more than it has.
+    """Return the number of rows as which so many are multiplied: at most an eighth more, or 7.
 
-    There are four such numbers from a power of two to the next.
+    There are eight such numbers from a power of two to the next, and fewer below 64.
     """
-    step = max(_SMALLEST_GROUP, 1 << max(0, (rows - 1).bit_length() - 4))
+    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 4))
     return -(-rows // step) * step
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Return what `torch.nn.functional.grouped_mm` returns, in half precision on a CPU without keeping each group's size.
+    """Return what `torch.nn.functional.grouped_mm` returns; half precision on a CPU leaves nothing behind for each size.
 
     Args:
         left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
@@ -103,7 +103,7 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [R, N] or [e, N, K], in the dtype of both operands, rounded once.
     """
-    # The form of torch's own is for what looks at operations one by one: a compiler, an audit, a plan.
+    # A compiler, an audit or a plan looks at operations one by one, and at torch's form, as with the kernels in C.
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     if watched or left.is_meta or left.dtype not in _INSTRUCTIONS or not hardware.on_cpu(left):
         return F.grouped_mm(left, right, offs=offsets)
@@ -121,11 +121,9 @@ def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) 
     products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
     for (start, end), matrix in zip(groups, matrices.unbind(0)):
         behind = start + padded_rows(end - start)
-        if start == end:
-            continue
         if behind <= rows.shape[0]:
             torch.mm(rows[start:behind], matrix, out=products[start:behind])
-        else:
+        elif start < end:
             products[start:end] = torch.mm(_padded(rows[start:end]), matrix)[: end - start]
     return products
 
