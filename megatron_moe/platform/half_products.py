@@ -75,10 +75,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 # ---- Products of groups of rows, natively.
 #
-# oneDNN keeps up to 1,024 products and torch as many descriptions of them, half a megabyte each: a gigabyte, and time to
-# make them, for shapes of which most do not come again (docs/precision.md). A group is therefore multiplied as one of a
-# number of rows that comes again. What fills it up changes no bit: a row of a product depends on no other row, and a sum
-# over rows gets zeros added.
+# oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
+# which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
+# model's step (docs/precision.md). A group is therefore multiplied as one of a number of rows that comes again. What
+# fills it up changes no bit: a row of a product depends on no other row, and a sum over rows gets zeros added.
 
 _FEWEST_ROWS = 8
 
@@ -93,7 +93,7 @@ def padded_rows(rows: int) -> int:
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Return what `torch.nn.functional.grouped_mm` returns; half precision on a CPU leaves nothing behind for each size.
+    """Return what `torch.nn.functional.grouped_mm` returns; on a CPU few sizes of half-precision groups are multiplied.
 
     Args:
         left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
