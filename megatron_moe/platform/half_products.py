@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 # oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
 # which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
 # model's step (docs/precision.md). A group is therefore multiplied as one of a number of rows that comes again. What
-# fills it up changes no bit: a row of a product depends on no other row, and a sum over rows gets zeros added.
+# fills it up changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
 
 _FEWEST_ROWS = 8
 

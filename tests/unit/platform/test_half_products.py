@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,19 @@ def test_groups_of_any_size_are_rounded_once(counts: list[int], dtype: torch.dty
     assert_rounded_once(products, torch.cat([x @ m for (x, _), m in zip(groups, matrices.double())]), 32)
     sums = half_products.grouped_product(grad.t(), rows, offsets)
     assert_rounded_once(sums, torch.stack([dy.t() @ x for x, dy in groups]), 257)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(dtype: torch.dtype) -> None:
+    """An audit, or a probe of a step's health, sees torch's form, and may change no bit of a run."""
+    generator = torch.Generator().manual_seed(3)
+    for counts in GROUPS[:-1]:
+        offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+        rows, grad = (torch.randn(sum(counts), size, generator=generator).to(dtype) for size in (96, 64))
+        weights = torch.randn(len(counts), 64, 96, generator=generator).to(dtype)
+        for left, right in ((rows, weights.transpose(-2, -1)), (grad, weights), (grad.t(), rows)):
+            ours = half_products.grouped_product(left, right, offsets)
+            assert torch.equal(ours, F.grouped_mm(left, right, offs=offsets))
 
 
 def test_what_is_not_a_number_stays_in_its_group() -> None:
