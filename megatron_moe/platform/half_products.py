@@ -84,11 +84,11 @@ _FEWEST_ROWS = 8
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows as which so many are multiplied: at most an eighth more, or 7.
+    """Return the number of rows as which so many are multiplied: at most a quarter more, or 7.
 
-    There are eight such numbers from a power of two to the next, and fewer below 64.
+    Below 64 it is a multiple of 8, and there are four such numbers from a power of two to the next above.
     """
-    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 4))
+    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 3))
     return -(-rows // step) * step
 
 

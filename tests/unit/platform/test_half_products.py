@@ -163,8 +163,8 @@ def test_what_is_not_a_number_stays_in_its_group() -> None:
 
 def test_few_numbers_of_rows_stand_for_all() -> None:
     padded = [half_products.padded_rows(rows) for rows in range(1, 4097)]
-    assert all(rows <= more <= max(rows + 7, rows * 9 / 8) for rows, more in enumerate(padded, 1))
-    assert len(set(padded)) <= 64
+    assert all(rows <= more <= max(rows + 7, rows * 5 / 4) for rows, more in enumerate(padded, 1))
+    assert len(set(padded)) <= 32
 
 
 # Every eighth size first, which is to be all that a process remembers: the others may not add to it.
