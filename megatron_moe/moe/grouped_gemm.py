@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.platform import numerics
-from megatron_moe.platform.half_products import multiply_in_fp32
+from megatron_moe.platform.half_products import grouped_product, multiply_in_fp32
 from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
@@ -211,7 +211,7 @@ class _GroupedMM(torch.autograd.Function):
 def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor:
     if wide:
         return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
-    return F.grouped_mm(left, right, offs=offsets)
+    return grouped_product(left, right, offsets)
 
 
 @dataclass(frozen=True)

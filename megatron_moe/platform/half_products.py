@@ -5,6 +5,9 @@ multiplying in fp32 and rounding the result once gives the same numbers to fp32 
 in fp32 anyhow), and the casts are cheap next to the product. Tensors kept for the backward pass stay in half precision.
 
 The processor's instructions decide, unless MEGATRON_MOE_CPU_HALF_PRODUCTS is set (`switches.py`).
+
+A processor that has the instructions multiplies in oneDNN, which generates code for each shape and keeps it. The groups
+of an MoE layer have other numbers of rows in every step, so `grouped_product` rounds these numbers up to a few.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.platform import hardware, switches
-from megatron_moe.platform.isolation import unaffected_by_autocast
+from megatron_moe.platform.isolation import unaffected_by_autocast, without_autocast
 
 # Any of these makes torch's own product of that dtype fast. x86 names first, then those of 64-bit Arm.
 _INSTRUCTIONS = {
@@ -67,3 +71,72 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if multiply_in_fp32(x):
         return _Linear.apply(x, weight)
     return torch.nn.functional.linear(x, weight)
+
+
+# ---- Products of groups of rows, natively.
+#
+# oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
+# which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
+# model's step (docs/precision.md). A group is therefore multiplied as one of a number of rows that comes again. What
+# fills it up changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
+
+_FEWEST_ROWS = 8
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows as which so many are multiplied: at most a quarter more, or 7.
+
+    Below 64 it is a multiple of 8, and there are four such numbers from a power of two to the next above.
+    """
+    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Return what `torch.nn.functional.grouped_mm` returns; on a CPU few sizes of half-precision groups are multiplied.
+
+    Args:
+        left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
+            each group.
+        offsets: [e] int32, the end of each group's rows, of which the last is R.
+
+    Returns:
+        [R, N] or [e, N, K], in the dtype of both operands, rounded once.
+    """
+    # A compiler, an audit or a plan looks at operations one by one, and at torch's form, as with the kernels in C.
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if watched or left.is_meta or left.dtype not in _INSTRUCTIONS or not hardware.on_cpu(left):
+        return F.grouped_mm(left, right, offs=offsets)
+    ends = offsets.tolist()
+    groups = list(zip([0, *ends], ends))
+    with without_autocast(left.device.type):
+        return _by_matrices(left, right, groups) if right.dim() == 3 else _over_rows(left.t(), right, groups)
+
+
+def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """Return the products of each group [start, end) of rows [R, K] with its matrix [K, N]: [R, N].
+
+    A group is multiplied with the rows behind it, whose products those of their own groups overwrite afterwards.
+    """
+    products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
+    for (start, end), matrix in zip(groups, matrices.unbind(0)):
+        behind = start + padded_rows(end - start)
+        if behind <= rows.shape[0]:
+            torch.mm(rows[start:behind], matrix, out=products[start:behind])
+        elif start < end:
+            products[start:end] = torch.mm(_padded(rows[start:end]), matrix)[: end - start]
+    return products
+
+
+def _over_rows(left: Tensor, right: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """Return left^T right, [R, N] and [R, K], summed over each group [start, end) of rows: [e, N, K]."""
+    products = left.new_zeros((len(groups), left.shape[1], right.shape[1]))
+    for (start, end), product in zip(groups, products.unbind(0)):
+        if start < end:
+            torch.mm(_padded(left[start:end]).t(), _padded(right[start:end]), out=product)
+    return products
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Return rows [R, K] with zeros behind them, [padded_rows(R), K]."""
+    return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[0]) - rows.shape[0]))
