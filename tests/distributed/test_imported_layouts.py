@@ -1,7 +1,7 @@
 """A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export.
 
-The second engine has every model on one rank, and at each layout two of them: how a table's tensors are cut for a layout
-is our code's alone.
+The second engine has every model on one rank, and two of them at each layout: how a table's tensors are cut for one is
+our code's alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
-from tests.helpers import imported_cases as cases
 from tests.helpers import engines, tiny_models
+from tests.helpers import imported_cases as cases
 from tests.helpers.errors import largest, worst
 
 ALL = tuple(tiny_models.CASES)
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     cases: tuple[str, ...] = ALL
 
     def either_engine(self) -> list[str]:
-        """The models that are imported at it with either engine: with each kind of attention, or all of a short list."""
+        """The models that are imported at it with either engine: one with each kind of attention, or a short list's."""
         return [case for case in self.cases if self.cases is not ALL or case in ("deepseek-v3", "qwen2-moe")]
 
 

@@ -133,6 +133,7 @@ def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
 
 
 @pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
+@pytest.mark.one_engine
 def test_a_spawned_child_has_an_adapted_engine():
     ran = python(
         """
