@@ -284,7 +284,6 @@ def overtaken(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.one_engine
 def test_a_job_that_lost_its_folder_leaves_alone_what_the_other_one_writes(gloo, tmp_path):
     (message,) = gloo.run(1, overtaken, flags={**EVERY, "save": str(tmp_path)})
     assert "was taken over by process" in message and "on far" in message
@@ -308,7 +307,6 @@ def moved(flags: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.one_engine
 def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, tmp_path):
     (message,) = gloo.run(1, moved, flags={**EVERY, "save": str(tmp_path / "c")})
     assert "moved or deleted while this job ran" in message
