@@ -100,7 +100,7 @@ def test_a_run_is_loaded_without_tensorboard_and_the_engines_timers_write_into_i
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         timers = Timers(log_level=0, log_option="max")
         def write(writer):
-            timers("of a test").start()
+            timers("of a test", log_level=0).start()
             timers("of a test").stop()
             timers.write(["of a test"], writer, iteration=1)
         write([])  # which is no writer
