@@ -42,7 +42,7 @@ from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
 
 _FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION = 2000, 25
-"""Of made-up data; a split of a thousandth still has two documents."""
+"""Of made-up data; each of the three splits has a third of the documents."""
 
 
 class EpochsOfSamples(MegatronDataset):
@@ -104,8 +104,8 @@ class EpochsOfSamples(MegatronDataset):
 class MadeUpDocuments(MockGPTLowLevelDataset):
     """The engine's made-up documents, of 1 to 4095 tokens: fewer where samples are short.
 
-    The engine has 100,000 whatever the length. Samples of 16 tokens would be 13 million an epoch, whose order takes
-    150 MB and a third of a second on every rank before the first step.
+    The engine has 100,000 whatever the length. Samples of 16 tokens would be 4 million an epoch and split, whose order
+    takes 50 MB and a tenth of a second on every rank before the first step.
     """
 
     def __init__(self, tokenizer: Any, sequence_length: int) -> None:
@@ -114,7 +114,7 @@ class MadeUpDocuments(MockGPTLowLevelDataset):
 
 
 class EpochsOfMadeUpSamples(EpochsOfSamples):
-    """The same dataset of made-up tokens. An epoch has some 50,000 samples or more."""
+    """The same dataset of made-up tokens. An epoch of up to 4096 tokens a sample has more than 16,000 samples."""
 
     epoch_class = MockGPTDataset
 
