@@ -109,7 +109,7 @@ class MadeUpDocuments(MockGPTLowLevelDataset):
     """
 
     def __init__(self, tokenizer: Any, sequence_length: int) -> None:
-        self.size = min(self.size, max(_FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION * sequence_length))
+        self.size = min(MockGPTLowLevelDataset.size, max(_FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION * sequence_length))
         super().__init__(tokenizer)
 
 
