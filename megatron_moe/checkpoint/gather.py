@@ -54,7 +54,7 @@ def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]
     parts = [part for part in chain if hasattr(part, "get_parameter_state_dp_zero")]
     # The engine collects garbage after each optimizer, which takes the longer the more objects there are. What somebody
     # has frozen before stays so: there is no freezing of some objects alone.
-    freezing = not gc.get_freeze_count()
+    freezing = bool(parts) and not _frozen_by_the_program()
     if freezing:
         gc.freeze()
     try:
@@ -66,6 +66,19 @@ def into(optimizer: Any, buffers: Buffers, *, later: bool) -> Iterator[Gathered]
             gc.unfreeze()
         for part in parts:
             del part.get_parameter_state_dp_zero
+
+
+_frozen_before: list[bool] = []
+
+
+def _frozen_by_the_program() -> bool:
+    """Return whether somebody else has frozen objects; where they did once it is taken to stay so.
+
+    The collector goes through all of them to count them.
+    """
+    if not _frozen_before and gc.get_freeze_count():
+        _frozen_before.append(True)
+    return bool(_frozen_before)
 
 
 def _gathering(

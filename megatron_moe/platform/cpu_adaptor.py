@@ -11,8 +11,9 @@ The engine names the device in its source: `device="cuda"`, `tensor.type() == "t
    nothing while they are loaded.
 
 With CUDA none of this happens. Independent of the device (`_ALWAYS`), where the engine finds neither Transformer Engine
-nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, and its recomputation compiles nothing. A
-Transformer Engine or apex that cannot be used is hidden from it (`optional_libraries.py`).
+nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, its recomputation compiles nothing, and its
+timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it
+(`optional_libraries.py`).
 
 File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
 otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
@@ -35,6 +36,7 @@ from typing import Any
 from megatron_moe.platform import optional_libraries
 
 _ENGINE = "megatron.core"
+_TIMERS, _TENSORBOARD = "megatron.core.timers", "torch.utils.tensorboard"
 
 
 def install() -> None:
@@ -103,7 +105,8 @@ class _EngineLoader(importlib.machinery.SourceFileLoader):
         return _map_constants(code) if self._without_cuda and code is not None else code
 
     def exec_module(self, module: ModuleType) -> None:
-        with _nothing_compiled() if self._without_cuda else nullcontext():
+        tensorboard = _tensorboard_hidden() if module.__name__ == _TIMERS else nullcontext()
+        with tensorboard, _nothing_compiled() if self._without_cuda else nullcontext():
             super().exec_module(module)
         if module.__name__ in _ALWAYS:
             _ALWAYS[module.__name__](module)
@@ -129,6 +132,22 @@ def _nothing_compiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compiler
+
+
+@contextmanager
+def _tensorboard_hidden() -> Iterator[None]:
+    """Make an import of torch's writer for TensorBoard fail within the block, unless it is loaded already.
+
+    timers.py imports it for the class of what it may be given, which costs every process a quarter of a second.
+    """
+    hidden = _TENSORBOARD not in sys.modules
+    if hidden:
+        sys.modules[_TENSORBOARD] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[_TENSORBOARD]
 
 
 # "cuda": device literals in schedules.py, clip_grads.py, optimizer.py, grad_scaler.py, tensor_parallel/data.py,
@@ -277,7 +296,21 @@ def _adjust_distrib_optimizer(module: ModuleType) -> None:
         vars(module).update(Adam=Adam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
 
 
+class _OfTensorboard(type):
+    """A class whose instances are torch's writers for TensorBoard. There are none while their module is not loaded."""
+
+    def __instancecheck__(cls, writer: Any) -> bool:
+        loaded = sys.modules.get(_TENSORBOARD)
+        return loaded is not None and isinstance(writer, loaded.SummaryWriter)
+
+
+def _adjust_timers(module: ModuleType) -> None:
+    """Adjust timers.py: it knows a writer for TensorBoard without having imported its class."""
+    vars(module).update(SummaryWriter=_OfTensorboard("SummaryWriter", (), {}))
+
+
 _ALWAYS: dict[str, Callable[[ModuleType], None]] = {
+    _TIMERS: _adjust_timers,
     "megatron.core.optimizer": _adjust_optimizer,
     "megatron.core.optimizer.distrib_optimizer": _adjust_distrib_optimizer,
     "megatron.core.tensor_parallel.random": _adjust_recomputation,

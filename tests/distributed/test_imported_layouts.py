@@ -1,4 +1,8 @@
-"""A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export."""
+"""A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export.
+
+The second engine has every model on one rank, and two of them at each layout: how a table's tensors are cut for one is
+our code's alone.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import pytest
 import torch
 
 from megatron_moe.parallel.sequence import in_order
+from tests.helpers import engines, tiny_models
 from tests.helpers import imported_cases as cases
-from tests.helpers import tiny_models
 from tests.helpers.errors import largest, worst
 
 ALL = tuple(tiny_models.CASES)
@@ -27,6 +31,10 @@ class Layout(NamedTuple):
     flags: dict[str, Any]
     seeds: tuple[int, ...]
     cases: tuple[str, ...] = ALL
+
+    def either_engine(self) -> list[str]:
+        """The models that are imported at it with either engine: one with each kind of attention, or a short list's."""
+        return [case for case in self.cases if self.cases is not ALL or case in ("deepseek-v3", "qwen2-moe")]
 
 
 LAYOUTS = {
@@ -86,18 +94,30 @@ def reference(case: str, seed: int, folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory) -> dict[tuple[str, int], Reference]:
+def asked(request) -> dict[str, list[tuple[str, int]]]:
+    """Layout -> the (case, seed) that the selected tests look at."""
+    own = [item.callspec.params for item in request.session.items if item.path == request.path]
+    chosen = {(params["layout"], params["case"]) for params in own}
+    return {
+        name: wanted
+        for name, layout in LAYOUTS.items()
+        if (wanted := [(case, seed) for case in layout.cases for seed in layout.seeds if (name, case) in chosen])
+    }
+
+
+@pytest.fixture(scope="module")
+def references(asked, tmp_path_factory) -> dict[tuple[str, int], Reference]:
     folder = tmp_path_factory.mktemp("imported")
-    wanted = sorted({(case, seed) for layout in LAYOUTS.values() for case in layout.cases for seed in layout.seeds})
+    wanted = sorted({key for keys in asked.values() for key in keys})
     return {(case, seed): reference(case, seed, folder / f"{case}-{seed}") for case, seed in wanted}
 
 
 @pytest.fixture(scope="module")
-def steps(gloo, references) -> dict[str, dict[tuple[str, int], list[dict[str, Any]]]]:
+def steps(gloo, asked, references) -> dict[str, dict[tuple[str, int], list[dict[str, Any]]]]:
     """Layout -> (case, seed) -> what each rank saw."""
     found = {}
-    for name, layout in LAYOUTS.items():
-        wanted = [(case, seed) for case in layout.cases for seed in layout.seeds]
+    for name, wanted in asked.items():
+        layout = LAYOUTS[name]
         folders = [references[key].folder for key in wanted]
         by_rank = gloo.run_within(600, layout.ranks, cases.imported, folders=folders, layout=layout.flags)
         found[name] = {key: [rank[number] for rank in by_rank] for number, key in enumerate(wanted)}
@@ -105,7 +125,9 @@ def steps(gloo, references) -> dict[str, dict[tuple[str, int], list[dict[str, An
 
 
 def pairs() -> list[Any]:
-    return [pytest.param(layout, case, id=f"{layout}-{case}") for layout in LAYOUTS for case in LAYOUTS[layout].cases]
+    every = [(layout, case) for layout in LAYOUTS for case in LAYOUTS[layout].cases]
+    both = [(layout, case) for layout, case in every if layout == "one" or case in LAYOUTS[layout].either_engine()]
+    return engines.cases(every, both=both)
 
 
 def assembled(ranks: list[dict[str, Any]], quantity: str) -> dict[str, torch.Tensor]:

@@ -241,19 +241,19 @@ def name_of(model: str, ranks: int, layout: dict[str, Any]) -> str:
     return f"{model.replace(' ', '_')}-{ranks}-{'-'.join(layout).replace(' ', '_')}"
 
 
-def with_either_engine() -> list[str]:
+ROWS = {name_of(*row): row for row in MATRIX}
+HALF_ROWS = {name_of("bf16", *row): row for row in HALF_MATRIX}
+
+
+def with_either_engine(rows: dict[str, Any]) -> list[str]:
     """The rows, largest first, that have a model or a part of a layout which no larger one has: all of them once."""
     known: set[str] = set()
     names = []
-    for model, ranks, layout in reversed(MATRIX):
-        if {model, *layout} - known:
-            names.append(name_of(model, ranks, layout))
-            known |= {model, *layout}
+    for name, (*model, _, layout) in reversed(rows.items()):
+        if {*model, *layout} - known:
+            names.append(name)
+            known |= {*model, *layout}
     return names
-
-
-ROWS = {name_of(*row): row for row in MATRIX}
-HALF_ROWS = {name_of("bf16", *row): row for row in HALF_MATRIX}
 
 
 class Measured:
@@ -289,7 +289,7 @@ def measured(request: pytest.FixtureRequest, gloo: Any, tmp_path_factory: Any) -
         for name, (model, ranks, layout) in ROWS.items()
         if name in asked
     }
-    half = {name: (half_request(layout, ranks), ranks) for name, (ranks, layout) in HALF_ROWS.items()}
+    half = {name: (half_request(layout, ranks), ranks) for name, (ranks, layout) in HALF_ROWS.items() if name in asked}
     half[name_of("bf16", 1, {})] = half_request({}, 1), 1
     everything = {**oracles, **layouts, **half}
     found.measure(4, {name: one for name, one in everything.items() if one[1] <= 4})
@@ -326,7 +326,7 @@ def test_no_choice_of_an_expert_is_left_to_rounding(oracle: Any, model: str) -> 
 
 
 @pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
-@pytest.mark.parametrize("row", engines.cases(ROWS, both=with_either_engine()))
+@pytest.mark.parametrize("row", engines.cases(ROWS, both=with_either_engine(ROWS)))
 def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: str) -> None:
     wanted = oracle(ROWS[row][0])
     assert all(step["committed"] for step in wanted.steps)
@@ -335,7 +335,7 @@ def test_a_layout_trains_the_same_model(oracle: Any, measured: Measured, row: st
 
 
 @pytest.mark.claim("The layouts of the matrix have the losses, gradients, counts and biases of one process.")
-@pytest.mark.parametrize("row", HALF_ROWS)
+@pytest.mark.parametrize("row", engines.cases(HALF_ROWS, both=with_either_engine(HALF_ROWS)))
 def test_a_layout_trains_the_same_model_in_bf16(oracle: Any, measured: Measured, row: str) -> None:
     # 0.077 for a gradient (measured: 0.031)
     comparison = compare(measured.whole(row), oracle("bf16"), tolerances_of(run_of(HALF, {}, 1)))

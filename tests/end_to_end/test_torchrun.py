@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
     ]  # fmt: skip
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     files = ["--metrics-file", str(whole), "--summary-file", str(tmp_path / "whole.json")]
-    undisturbed = Forked(rank_parent)
+    undisturbed = Forked(rank_parent)  # as what goes on to the end after the stops: torchrun's part is how a run stops
     undisturbed.start([*base, *files], 2, ROOT, tmp_path / "0.log")
     assert undisturbed.wait(300) == 0, (tmp_path / "0.log").read_text()
 
@@ -161,8 +161,8 @@ def test_a_run_that_is_stopped_three_ways_repeats_every_bit_of_an_undisturbed_on
         assert words.get(how, "") in launch.output()
         # torchrun itself leaves with one; the ranks have nothing to add
         assert launch.output().count("Traceback") <= 1, launch.output()
-    launch = Launch(flags, tmp_path / "4.log")
-    assert launch.wait() == 0, launch.output()
+    undisturbed.start(flags, 2, ROOT, tmp_path / "4.log")
+    assert undisturbed.wait(300) == 0, (tmp_path / "4.log").read_text()
 
     expected, repeated = steps(whole), steps(parts)
     assert [step["iteration"] for step in repeated] == list(range(1, ITERATIONS + 1))

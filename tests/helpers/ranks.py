@@ -115,6 +115,7 @@ def alive(pid: int) -> bool:
 
 def serve() -> None:
     """Answer requests until standard input ends; then end all ranks."""
+    import pytest  # noqa: F401  which the files of cases import
     import torch._dynamo  # noqa: F401  which the first optimizer would load
 
     import megatron_moe.training.run  # noqa: F401  the engine with it

@@ -79,7 +79,7 @@ class Plant:
 
 def plants() -> list[Plant]:
     """The list, in its order: by area."""
-    rows: dict[str, list[dict[str, Any]]] = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    rows: dict[str, list[dict[str, Any]]] = yaml.load(LIST.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     return [Plant(area=area, **{key.replace(" ", "_"): row[key] for key in row}) for area in rows for row in rows[area]]
 
 

@@ -68,6 +68,7 @@ experts.weighted_swiglu = lambda gate_up, probs: right(gate_up, probs * 1.02)
 """
 
 
+@pytest.mark.one_engine
 def test_a_wrong_operator_fails_its_stage_and_the_run(tmp_path):
     status, said, found = dry_run(tmp_path, "--only", "3", module="operators", code=WRONG_SWIGLU)
     assert status == 1 and found["stages"][0]["status"] == "fail", said
@@ -142,6 +143,7 @@ def test_the_wheels_are_those_that_are_tested_and_never_torch():
     assert wheels.missing() == []
 
 
+@pytest.mark.one_engine
 def test_what_is_missing_and_has_no_wheel_is_named(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(wheels.NEEDED, "not-there-at-all", "not_there_at_all")
     with pytest.raises(SystemExit, match=r"not-there-at-all.*gpu-wheels"):

@@ -49,6 +49,7 @@ def test_what_was_written_is_read_and_sound(step):
 
 
 @pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
+@pytest.mark.one_engine
 def test_every_flipped_bit_of_the_manifest_is_seen(step):
     path = step / manifest.NAME
     good = path.read_bytes()

@@ -74,6 +74,7 @@ def test_a_resumed_mixed_run_goes_on_bit_for_bit(gloo, tmp_path, optimizer):
     assert roundtrip.differing(roundtrip.tensors(through), roundtrip.tensors(resumed)) == []
 
 
+@pytest.mark.one_engine
 def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_path):
     flags = {"bf16": True, "keep_fp32": ["norms"]}
     full, bare = str(tmp_path / "full"), str(tmp_path / "bare")
@@ -95,7 +96,7 @@ def test_other_kept_modules_need_the_main_weights_and_go_on_from_them(gloo, tmp_
     assert all(key.endswith(("norm.weight", "router.weight")) for key in differ)
 
 
-@pytest.mark.parametrize("start", ["finetune", "no_load_optim"])
+@pytest.mark.parametrize("start", engines.cases(["finetune", "no_load_optim"], both=["finetune"]))
 def test_weights_alone_are_rounded_once_from_the_main_weights(gloo, tmp_path, start):
     flags = {"data_path": (reshard_cases.corpus(tmp_path),), "train_iters": 2}
     gloo.run(1, reshard_cases.trained, flags={**flags, "bf16": True, "save": str(tmp_path / "0")})
@@ -109,6 +110,7 @@ def test_weights_alone_are_rounded_once_from_the_main_weights(gloo, tmp_path, st
         assert torch.equal(weight, original[f"optimizer.state.param.{key}"].half()), key
 
 
+@pytest.mark.one_engine
 def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
     large = {"bf16": True, "save": str(tmp_path), "init_method_std": 40000.0, "train_iters": 1, "on_nan": "skip"}
     gloo.run(2, roundtrip.trained, flags=large)
@@ -118,6 +120,7 @@ def test_a_weight_beyond_fp16_is_refused_by_its_name(gloo, tmp_path):
     gloo.run(2, roundtrip.trained, flags={"load": str(tmp_path), "train_iters": 1})
 
 
+@pytest.mark.one_engine
 def test_a_step_without_main_weights_is_refused_with_the_flags_that_decide_its_dtypes(gloo, tmp_path):
     gloo.run(1, roundtrip.trained, flags={"bf16": True, "save": str(tmp_path), "no_save_optim": True})
     (message,) = gloo.run(1, roundtrip.refusal, flags={"fp16": True, "load": str(tmp_path), "finetune": True})

@@ -28,7 +28,11 @@ ALONE = (1, {})
 
 @pytest.mark.claim("Runs with multi-token prediction resume bit for bit, and their checkpoints fit any layout.")
 @pytest.mark.parametrize(
-    ("tied", "readers"), [(False, [TP2, PP2]), (True, [ALONE])], ids=["two tables", "one table, three copies"]
+    ("tied", "readers"),
+    [
+        pytest.param(False, [TP2, PP2], id="two tables", marks=pytest.mark.one_engine),
+        pytest.param(True, [ALONE], id="one table, three copies"),
+    ],
 )
 def test_a_checkpoint_travels_through_layouts_and_comes_back_equal(gloo, tmp_path, tied, readers):
     flags = {**MTP, "bf16": True, "use_distributed_optimizer": True, "untie_embeddings_and_output_weights": not tied}

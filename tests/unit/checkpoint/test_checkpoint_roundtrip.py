@@ -42,6 +42,7 @@ def test_buckets_do_not_shift_what_a_distributed_optimizer_saves(gloo, tmp_path)
         assert main.dtype == torch.float32 and torch.equal(main.to(torch.bfloat16), weight), key
 
 
+@pytest.mark.one_engine
 def test_weights_alone_start_a_new_run(gloo, tmp_path):
     flags = {"bf16": True, "use_distributed_optimizer": True}
     saved = gloo.run(1, trained, flags={**flags, "save": str(tmp_path / "0")})[0]["checkpoint"]
@@ -89,6 +90,7 @@ def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
         writer.stage = stage
 
 
+@pytest.mark.one_engine
 def test_a_rounded_bias_is_loaded_with_a_loud_warning_that_stays_on_record(gloo, tmp_path, capfd):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     gloo.run(1, saved_with_a_rounded_bias, flags={"bf16": True, "save": str(first)})

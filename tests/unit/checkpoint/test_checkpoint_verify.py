@@ -104,6 +104,7 @@ def test_every_rank_hashes_a_share_and_all_agree(gloo, root):
     assert results[0][0] == "iter_0000100" and "__1_0.distcp" in results[0][1][0]
 
 
+@pytest.mark.one_engine
 def test_ranks_that_finish_early_wait_for_the_others_in_rounds_and_progress_is_told(gloo, root):
     results = gloo.run(2, found, flags={"load": str(root)}, round_seconds=0.0)
     assert [step for step, *_ in results] == ["iter_0000150"] * 2
@@ -115,6 +116,7 @@ def seen_by_rank(roots: list[str]) -> str:
     return str(found({"load": roots[torch.distributed.get_rank()]})[0])
 
 
+@pytest.mark.one_engine
 def test_ranks_that_see_different_folders_all_stop(gloo, root, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     make_step(other, 150, seed=7)
@@ -133,6 +135,7 @@ def complaint(root: Path, damaged: damage.Damage) -> str | None:
 
 
 @pytest.mark.claim("A damaged file of a checkpoint is found and named before a weight is used.")
+@pytest.mark.one_engine
 def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     step, rng = root / "iter_0000150", random.Random(4)
     sound, earlier = damage.content(step), damage.content(root / "iter_0000100")
@@ -148,6 +151,7 @@ def test_every_kind_of_damage_is_found_and_its_file_named(alone, root):
     assert found({"load": str(root)}) == ("iter_0000150", [], [])
 
 
+@pytest.mark.one_engine
 def test_the_trials_of_damage_can_fail(alone, root, monkeypatch):
     """Without the content check most flipped bits go unseen."""
     monkeypatch.setattr(manifest, "checked_content", lambda step, names: iter(()))

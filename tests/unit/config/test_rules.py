@@ -25,7 +25,7 @@ BASES = {
     "DENSE": "--mock-data --vocab-size 256 --train-iters 5",
     "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
 }
-ROWS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+ROWS = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
 
 
 @pytest.fixture(autouse=True)

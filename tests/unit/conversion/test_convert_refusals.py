@@ -311,6 +311,7 @@ def die(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.claim("A conversion that was killed goes on and ends with the same bytes.")
+@pytest.mark.one_engine
 def test_a_conversion_that_was_killed_goes_on_and_ends_the_same_to_the_byte(tmp_path, capsys, monkeypatch):
     hf, whole, save = tmp_path / "hf", tmp_path / "whole", tmp_path / "native"
     tiny_models.make("glm4-moe", 1, hf)
@@ -356,6 +357,7 @@ def test_wherever_it_dies_the_next_start_ends_the_same(tmp_path, capsys, hf, mon
     assert "was complete already" in capsys.readouterr().out or moment != "discard"
 
 
+@pytest.mark.one_engine
 def test_other_options_or_another_source_start_over(tmp_path, capsys, hf, monkeypatch):
     save, whole = tmp_path / "native", tmp_path / "whole"
     with monkeypatch.context() as patch:

@@ -197,6 +197,15 @@ def test_mock_data_is_the_same_every_time_and_within_the_vocabulary(caplog: pyte
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.parametrize(("length", "documents"), [(8, 2000), (128, 3200), (4000, 100_000), (8192, 100_000)])
+def test_short_samples_of_made_up_data_are_not_many_more_than_long_ones(length: int, documents: int) -> None:
+    splits = build_datasets(make_run(mock_data=True, seq_length=length), NullTokenizer(99), 2, 2, 2)
+    for split in splits:
+        assert len(split.dataset) == documents
+        tokens = documents / 3 * 2048
+        assert len(split) == pytest.approx(tokens / length, rel=0.1)
+
+
 @pytest.mark.claim("The order of samples does not depend on the ranks, on --train-iters or on a growing batch.")
 @pytest.mark.parametrize("blend", [1, 2])
 def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(

@@ -15,7 +15,7 @@ from megatron_moe.model import loss, rotary
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.helpers.compiled_kernels import all_kernels
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.one_engine]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

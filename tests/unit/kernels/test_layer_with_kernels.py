@@ -53,6 +53,7 @@ def test_without_kernels_it_launches_twice_as_many() -> None:
 
 @pytest.mark.triton
 @pytest.mark.claim("Our kernels compile for sm_80, sm_90 and sm_100 within a budget of registers and memory.")
+@pytest.mark.one_engine
 def test_the_kernels_compile_within_their_budget(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

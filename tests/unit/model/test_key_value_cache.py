@@ -14,6 +14,7 @@ from megatron_moe.model.build import build_model
 from megatron_moe.model.generate import Sampling, generate, next_token_logits
 from megatron_moe.model.key_value_cache import cached, continuation
 from megatron_moe.parallel import groups
+from tests.helpers import engines
 
 VOCAB, LENGTH = 97, 14
 LATENT = {
@@ -59,6 +60,8 @@ CASES = {
     },
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
+# With either engine: each kind of attention, and what an engine puts behind the last layer.
+EITHER = ["latent attention", "latent, yarn", "latent, more predictions", "grouped-query"]
 DENSE = {"num_experts": None, "moe_layer_freq": 1, "moe_router_enable_expert_bias": False}
 
 
@@ -93,9 +96,9 @@ def whole(model, ids, prompt):
 
 
 @pytest.mark.claim("One token per pass, with the key/value cache, has the logits of whole passes.")
-@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
-def test_one_token_per_pass_gives_the_logits_of_whole_passes(build, flags):
-    model = build(flags)
+@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
+def test_one_token_per_pass_gives_the_logits_of_whole_passes(build, case):
+    model = build(CASES[case])
     for batch, prompt in ((1, 1), (3, 2), (2, 9)):
         ids = tokens(batch)
         got, wanted = one_by_one(model, ids, prompt), whole(model, ids, prompt)
@@ -181,6 +184,7 @@ def test_a_continuation_is_what_whole_passes_generate(build):
         assert list(got) == wanted
 
 
+@pytest.mark.one_engine
 def test_draws_repeat_with_their_seed_and_end_with_the_end(build):
     model = build({})
     prompt = tokens(1)[0, :5].tolist()

@@ -128,6 +128,7 @@ def test_an_operation_takes_the_kernel_and_not_while_something_watches_torch(dty
 
 
 @needs_c
+@pytest.mark.one_engine
 def test_an_openmp_library_of_another_package_is_passed_over(compiled_anew):
     importlib.import_module("sentencepiece")  # has one of its own
     assert compiled.why_not() is None
@@ -135,6 +136,7 @@ def test_an_openmp_library_of_another_package_is_passed_over(compiled_anew):
 
 @needs_c
 @pytest.mark.claim("The kernels in C are compiled once for a user, and never taken from a file that others can write.")
+@pytest.mark.one_engine
 def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(compiled_anew, monkeypatch):
     assert compiled.why_not() is None
     (kept,) = compiled_anew.iterdir()
@@ -148,6 +150,7 @@ def test_a_compiled_library_is_kept_and_one_that_others_can_write_is_not_loaded(
 
 
 @needs_c
+@pytest.mark.one_engine
 def test_without_a_cache_that_can_be_written_it_is_compiled_for_this_process(compiled_anew, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert compiled.why_not() is None
@@ -175,6 +178,7 @@ def test_without_a_compiler_torch_computes_and_the_run_says_so_once(compiled_ane
 
 
 @needs_c
+@pytest.mark.one_engine
 def test_a_compiler_that_fails_is_a_reason_and_no_error(compiled_anew, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="cc1: out of memory")
     monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: failed)

@@ -33,6 +33,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
 from megatron_moe.platform import switches
 from tests.distributed.test_planned_memory import LAYOUTS, MLA, PROPOSED
+from tests.helpers import engines
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"vocab_size": 1000, "bf16": True, "global_batch_size": 16, "micro_batch_size": 1}
@@ -98,7 +99,7 @@ ESTIMATED = {
 
 
 @pytest.mark.claim("What `--fit` estimates from parts is the memory of the whole plan, to 10 %.")
-@pytest.mark.parametrize("model", ESTIMATED)
+@pytest.mark.parametrize("model", engines.cases(ESTIMATED, both=["predictions", "on a CPU", "dense"]))
 def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
     flat, world_size, device, cases = ESTIMATED[model]
     if device == "cpu" or model == "dense":
@@ -179,6 +180,7 @@ def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(sizes, module
     assert found.host == pytest.approx(2 * host / on.host_bandwidth / 1e9, rel=0.01)
 
 
+@pytest.mark.one_engine
 def test_the_faster_ones_that_it_names_are_too_large_and_the_others_slower(tmp_path, capsys):
     path = tmp_path / "fit.json"
     typed = "--preset tiny --vocab-size 1000 --bf16 --micro-batch-size 1 --global-batch-size 16"
@@ -203,6 +205,7 @@ def test_the_faster_ones_that_it_names_are_too_large_and_the_others_slower(tmp_p
     assert "layouts; estimating the time of each" in err
 
 
+@pytest.mark.one_engine
 def test_where_nothing_fits_the_least_is_planned_and_the_exit_status_says_so(tmp_path, capsys):
     path = tmp_path / "fit.json"
     flags = "--preset tiny --vocab-size 1000 --world-size 2 --fit 0.0001 --expert-model-parallel-size 2 --json"
@@ -216,6 +219,7 @@ def test_where_nothing_fits_the_least_is_planned_and_the_exit_status_says_so(tmp
     assert all(one["max_memory_gib"] >= plan["max_memory_gib"] for one in plan["fit"]["others"])
 
 
+@pytest.mark.one_engine
 def test_no_more_is_offloaded_than_a_machine_holds(capsys):
     flat = {**GQA, "num_layers": 2, "optimizer_cpu_offload": True}
     typed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "recompute_granularity")
@@ -339,6 +343,7 @@ def test_activations_are_offloaded_where_the_link_to_the_host_is_fast(capsys):
 
 
 @pytest.mark.parametrize("half_products", ["native", "fp32"])
+@pytest.mark.one_engine
 def test_the_layout_whose_real_step_is_measured_is_one_that_the_search_proposes(half_products, monkeypatch):
     # A processor that multiplies bf16 in fp32 holds copies, 0.7 MB here; this limit has room for them.
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)

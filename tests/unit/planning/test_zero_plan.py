@@ -74,6 +74,7 @@ def test_where_none_fits_the_smallest_is_named(peaks: dict[str, float], known: d
     assert not piped["fits"] and piped["strategy"] == "optim", "pipelines have no stage above"
 
 
+@pytest.mark.one_engine
 def test_switches_are_for_ranks_on_several_machines(peaks: dict[str, float], known: dict[Any, RankTrace]) -> None:
     machine = Machine(memory_gib=0.95 * peaks["optim_grads"] / 0.9, gpus_per_node=4)
     run = run_of(data_parallel_sharding_strategy="optim_grads_params")

@@ -89,6 +89,32 @@ def test_without_cuda_a_run_is_loaded_without_torchs_compiler():
     assert ran.stdout == "torch\n", ran.stderr
 
 
+def test_a_run_is_loaded_without_tensorboard_and_the_engines_timers_write_into_it_all_the_same(tmp_path):
+    ran = python(
+        f"""
+        import sys
+        import megatron_moe.training.run
+        from megatron.core.timers import Timers
+        assert "tensorboard" not in sys.modules
+        import torch
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        timers = Timers(log_level=0, log_option="max")
+        def write(writer):
+            timers("of a test", log_level=0).start()
+            timers("of a test").stop()
+            timers.write(["of a test"], writer, iteration=1)
+        write([])  # which is no writer
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter({str(tmp_path)!r})
+        said = []
+        writer.add_scalar = lambda *args: said.append(args[0])
+        write(writer)
+        print(*said)
+        """
+    )
+    assert ran.stdout == "of a test-time\n", ran.stderr
+
+
 def test_with_cuda_reported_nothing_is_changed_but_adam_and_recomputation():
     ran = python(
         """
@@ -133,6 +159,7 @@ def test_the_bytecode_cache_stays_as_published(tmp_path, monkeypatch):
 
 
 @pytest.mark.claim("Without CUDA megatron-core runs on the CPU, and torch still reports that there is no CUDA.")
+@pytest.mark.one_engine
 def test_a_spawned_child_has_an_adapted_engine():
     ran = python(
         """

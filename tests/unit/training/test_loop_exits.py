@@ -71,6 +71,7 @@ def evaluations_of(flags: dict[str, Any], stopped_at: int | None) -> None:
         loop.exit_reason = decide
 
 
+@pytest.mark.one_engine
 def test_an_evaluation_that_a_signal_has_left_out_is_made_up_for(gloo, tmp_path):
     small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_interval": 2, "eval_iters": 1}
     flags = {**small, "train_iters": 4, "exit_signal_handler": True}
@@ -115,6 +116,7 @@ def run_without_a_token(flags: dict[str, Any], first: int) -> tuple[list[str], s
 
 
 @pytest.mark.claim("A batch whose tokens are all masked changes nothing, and the log says so.")
+@pytest.mark.one_engine
 def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_run(gloo, tmp_path):
     small = {"num_layers": 1, "moe_layer_freq": "[1]", "seq_length": 16, "eval_iters": 0, "on_nan": "stop"}
     flags = {**small, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 60, "log_interval": 1000}

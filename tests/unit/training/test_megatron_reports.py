@@ -116,6 +116,7 @@ def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_pat
     assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in steps)
 
 
+@pytest.mark.one_engine
 def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> None:
     (ran,) = gloo.run(1, run, flags={"tensorboard_dir": str(tmp_path)})
     assert ran == {"collections": [], "on": [True] * 4, "after": True}
@@ -131,6 +132,7 @@ def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> Non
         ({"manual_gc_eval": False}, [(0, 2)]),
     ],
 )
+@pytest.mark.one_engine
 def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], collections: list[Any]) -> None:
     (ran,) = gloo.run(1, run, flags={"manual_gc": True, **flags})
     # And around the evaluation at the end, which Megatron-LM's flag is about too.

@@ -82,6 +82,7 @@ def test_a_moment_that_turned_bf16_stops_the_run_by_name(gloo):
 
 
 @pytest.mark.claim("A tensor of a wrong dtype stops the run by name.")
+@pytest.mark.one_engine
 def test_a_gradient_buffer_that_turned_bf16_stops_the_run_by_name(gloo):
     (told,) = gloo.run(1, stopped, what="gradient", at=3, flags={"fp16": True})
     wanted = "decoder.final_layernorm.weight (accumulated gradient) is torch.bfloat16, must be torch.float32: " + SINCE
@@ -97,6 +98,7 @@ def test_a_switch_that_was_set_in_the_middle_stops_the_run_by_name(gloo, switch)
     assert told.endswith(SINCE)
 
 
+@pytest.mark.one_engine
 def test_a_bias_that_was_cast_is_not_computed_with(gloo):
     (told,) = gloo.run(1, stopped, what="bias", at=3, flags={"bf16": True})
     assert told.startswith("after 3 steps") and "expert_bias is torch.float16, must be torch.float32" in told

@@ -156,9 +156,9 @@ def masked_steps(flags: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.one_engine),
         (1, {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 2}),
-        (1, {"bf16": True, "calculate_per_token_loss": True}),
+        pytest.param(1, {"bf16": True, "calculate_per_token_loss": True}, marks=pytest.mark.one_engine),
         (2, {**EP2, "use_distributed_optimizer": True, "bf16": True}),
         (2, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}),
         (2, {"context_parallel_size": 2, "cross_entropy_loss_fusion": True}),
