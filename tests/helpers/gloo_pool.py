@@ -271,7 +271,6 @@ def _clean_up() -> None:
         if isinstance(thing, DistributedDataParallel):
             vars(thing).clear()
     gc.collect()
-    gc.freeze()  # what is left, modules, need not be gone through after every case
     # Hundreds of cases later a rank would else hold three times what it needs, in pieces that are free.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
