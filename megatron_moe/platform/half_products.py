@@ -103,8 +103,10 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [R, N] or [e, N, K], in the dtype of both operands, rounded once.
     """
-    # A compiler, an audit or a plan looks at operations one by one, and at torch's form, as with the kernels in C.
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    # A compiler, an audit, a plan or a count of what the host waits for looks at operations one by one, and at torch's
+    # form, as with the kernels in C.
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    watched = torch.compiler.is_compiling() or modes
     if watched or left.is_meta or left.dtype not in _INSTRUCTIONS or not hardware.on_cpu(left):
         return F.grouped_mm(left, right, offs=offsets)
     ends = offsets.tolist()

@@ -50,7 +50,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
         dataset, *_ = build_datasets(run, tokenizer, 4 * batch, 0, 0, pg_collection=pg_collection)
         batches = batch_iterators(dataset, run, pg_collection=pg_collection)
-        peaks, update_peaks = [], []
+        peaks, update_peaks, held = [], [], []
         prepare = optimizer.prepare_grads
 
         def prepared() -> bool:
@@ -76,7 +76,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
             assert result.committed
             update_peaks.append(live.peak)
             optimizer.zero_grad()
-            held = live.live
+            held.append(live.live)
             live.restart_peak()
         weights = [local(parameter) for chunk in model for parameter in chunk.parameters()]
         own = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -95,7 +95,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(p.main_grad for chunk in model for p in chunk.parameters()),
         "optimizer": storage_bytes(m for m in masters + moments if hasattr(m, "numel")),
-        "held": held,
+        "held": min(held),
         "host": live.label_peaks[HOST],
         "peak": min(peaks[1:]),
         "update_peak": min(update_peaks[1:]),

@@ -38,6 +38,7 @@ AREAS = (
     "sharding",
     "kernels",
     "gpu",
+    "offload",
 )
 SECONDS = 600
 
