@@ -222,7 +222,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _submodule(layer: torch.nn.Module, path: str) -> torch.nn.Module | None:
-    """Return a module of a layer by its path; None if it has none, or one without parameters or work to do."""
+    """Return a module of a layer by its path; None where the layer has none there."""
     module: Any = layer
     for name in path.split("."):
         module = getattr(module, name, None)

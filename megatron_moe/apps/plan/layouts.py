@@ -164,6 +164,7 @@ def _exists(run: Run, modules: tuple[str, ...]) -> bool:
         for rule in (
             activations.recomputed_modules_exist,
             activations.offloaded_modules_exist,
+            activations.offloaded_products_keep_their_input,
             activations.recomputed_modules_do_not_nest,
             activations.offloaded_modules_are_kept,
         ):

@@ -162,6 +162,7 @@ RULES: tuple[Rule, ...] = (
     activations.recomputed_modules_do_not_nest,
     activations.offload_names_modules,
     activations.offloaded_modules_exist,
+    activations.offloaded_products_keep_their_input,
     activations.offloaded_modules_are_kept,
     activations.offload_takes_whole_layers,
     model.softmax_flag_is_read,

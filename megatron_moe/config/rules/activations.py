@@ -109,7 +109,7 @@ def offload_names_modules(run: Run, world_size: int) -> None:
 
 
 def offloaded_modules_exist(run: Run, world_size: int) -> None:
-    """Refuse to offload modules that the model does not have, or that keep something else."""
+    """Refuse to offload modules that the model does not have, or whose input another one keeps."""
     modules = _offloaded(run)
     of_experts = [name for name in modules if name in ("expert_fc1", "moe_act")]
     if of_experts and run.moe.num_experts is None:
@@ -120,14 +120,23 @@ def offloaded_modules_exist(run: Run, world_size: int) -> None:
             ("offload_modules",),
             "core_attn keeps the same tensor on the device, its output; add core_attn, or drop attn_proj",
         )
-    by_te = run.model.transformer_impl == "transformer_engine" or run.moe.moe_expert_backend == "te"
-    products = [name for name in modules if name in ("qkv_linear", "attn_proj", "expert_fc1")]
-    if products and by_te and run.precision.fp8_format is not None:
-        raise refuse(
-            run,
-            ("offload_modules", "fp8_format", "transformer_impl", "moe_expert_backend"),
-            f"Transformer Engine keeps other tensors than the inputs of these in FP8; drop {' and '.join(products)}",
-        )
+
+
+def offloaded_products_keep_their_input(run: Run, world_size: int) -> None:
+    """Refuse to offload inputs of products that Transformer Engine makes in FP8: it keeps other tensors."""
+    in_fp8 = run.precision.fp8_modules if run.precision.fp8_format is not None else ()
+    linear, experts = run.model.transformer_impl == "transformer_engine", run.moe.moe_expert_backend == "te"
+    for field, by_te, kind, names in (
+        ("transformer_impl", linear, "attention", ("qkv_linear", "attn_proj")),
+        ("moe_expert_backend", experts, "experts", ("expert_fc1",)),
+    ):
+        stray = [name for name in names if name in _offloaded(run)]
+        if stray and by_te and kind in in_fp8:
+            raise refuse(
+                run,
+                ("offload_modules", "fp8_format", field),
+                f"Transformer Engine keeps other tensors than the inputs in FP8; drop {' and '.join(stray)}",
+            )
 
 
 def offloaded_modules_are_kept(run: Run, world_size: int) -> None:

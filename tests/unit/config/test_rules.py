@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shlex
 import traceback
@@ -13,6 +14,7 @@ import yaml
 from megatron_moe.config import cli, rules, schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.rules import activations
 from megatron_moe.config.rules.ranges import RANGES
 
 BARE = "--preset tiny"
@@ -139,3 +141,21 @@ def test_checking_leaves_the_folders_alone(tmp_path):
     save = tmp_path / "a" / "b"
     rules.check(cli.parse(shlex.split(f"{TINY} --save {save} --tensorboard-dir {tmp_path / 'tb'}")), 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "modules", "refused"),
+    [
+        ({"transformer_impl": "transformer_engine"}, ("core_attn", "attn_proj"), True),
+        ({"transformer_impl": "transformer_engine"}, ("expert_fc1",), False),
+        ({"transformer_impl": "transformer_engine", "fp8_modules": ("experts",)}, ("qkv_linear",), False),
+        ({"moe_expert_backend": "te"}, ("expert_fc1",), True),
+        ({"moe_expert_backend": "te"}, ("qkv_linear", "moe_act"), False),
+        ({}, ("qkv_linear", "expert_fc1"), False),
+    ],
+)
+def test_inputs_of_products_are_offloaded_but_where_transformer_engine_makes_them_in_fp8(changes, modules, refused):
+    offload = {"fine_grained_activation_offloading": True, "offload_modules": modules, "fp8_format": "hybrid"}
+    rule = activations.offloaded_products_keep_their_input
+    with pytest.raises(ConfigError, match=modules[-1]) if refused else contextlib.nullcontext():
+        rule(schema.replace(schema.Run(), **offload, **changes), 1)
