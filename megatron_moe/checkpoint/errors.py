@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import torch
 
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io.files import free_bytes
+from megatron_moe.io.places import place_of
 from megatron_moe.io.texts import size_text
 
 T = TypeVar("T")
@@ -18,6 +20,33 @@ T = TypeVar("T")
 
 class SaveError(RunFault):
     """A step could not be saved. What was there before is as it was; the same on every rank."""
+
+
+class SharedError(RuntimeError):
+    """An error that some ranks raised by themselves, and then, because these told the others of it, every rank.
+
+    Attributes:
+        cause: which ranks raised it, where in the code, and with what message.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank tells the others of its error. expected: an OSError. place: of an error that is not expected."""
+
+    expected: bool
+    message: str
+    place: str
+
+    @classmethod
+    def of(cls, error: Exception, describe: Callable[[OSError], str] = str) -> _Failure:
+        if isinstance(error, OSError):
+            return cls(True, describe(error), "")
+        return cls(False, f"{type(error).__name__}: {error}", place_of(error))
 
 
 def refusal(error: OSError, root: Path, needed_bytes: int) -> str:
@@ -40,15 +69,15 @@ def on_rank_zero(work: Callable[[], T]) -> T | None:
     """Do something on rank 0 and return its result there, None on the other ranks. Collective.
 
     Raises:
-        SaveError: on every rank, where rank 0 raised an OSError. RuntimeError: where it raised something else.
+        SaveError: on every rank, where rank 0 raised an OSError. SharedError: where it raised something else.
     """
     result, failure = None, None
     if torch.distributed.get_rank() == 0:
         result, failure = attempted(work)
-    outcome = [None if failure is None else (isinstance(failure, OSError), _message(failure))]
+    outcome = [None if failure is None else _Failure.of(failure)]
     torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
-        _raise(outcome[0], failure)
+        raise _shared({0: outcome[0]}, outcome[0].message) from failure
     return result
 
 
@@ -60,26 +89,18 @@ def gathered(result: T | None, failure: Exception | None, describe: Callable[[OS
         describe: returns the message of an OSError.
 
     Raises:
-        SaveError: on every rank, where some rank raised an OSError. RuntimeError: where one raised something else.
+        SaveError: on every rank, where some rank raised an OSError. SharedError: where one raised something else.
     """
-    mine: tuple[T | None, tuple[bool, str] | None] = (result, None)
-    if failure is not None:
-        expected = isinstance(failure, OSError)
-        mine = (None, (expected, describe(failure) if isinstance(failure, OSError) else _message(failure)))
+    mine = (result, None) if failure is None else (None, _Failure.of(failure, describe))
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parts: list | None = [None] * world_size if rank == 0 else None
     torch.distributed.gather_object(mine, parts, dst=0)
-    outcome: list[tuple[bool, str] | None] = [None]
-    if parts is not None:
-        failures = [(number, failed) for number, (_, failed) in enumerate(parts) if failed is not None]
-        if failures:
-            message = "; ".join(
-                f"rank {number}: {failed[1]}" if world_size > 1 else failed[1] for number, failed in failures
-            )
-            outcome = [(all(failed[0] for _, failed in failures), message)]
+    failures = {number: failed for number, (_, failed) in enumerate(parts or []) if failed is not None}
+    outcome = [failures]
     torch.distributed.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        _raise(outcome[0], failure)
+    if outcome[0]:
+        texts = [f"rank {number}: {f.message}" if world_size > 1 else f.message for number, f in outcome[0].items()]
+        raise _shared(outcome[0], "; ".join(texts)) from failure
     return None if parts is None else [part for part, _ in parts]
 
 
@@ -117,10 +138,8 @@ def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _raise(outcome: tuple[bool, str], own: Exception | None) -> None:
-    expected, message = outcome
-    raise (SaveError if expected else RuntimeError)(message) from own
+def _shared(failures: dict[int, _Failure], message: str) -> SaveError | SharedError:
+    if all(failure.expected for failure in failures.values()):
+        return SaveError(message)
+    unexpected = {rank: failure for rank, failure in failures.items() if not failure.expected}
+    return SharedError(message, "; ".join(f"rank {r} failed at {f.place}: {f.message}" for r, f in unexpected.items()))

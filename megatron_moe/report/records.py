@@ -32,7 +32,7 @@ EVENTS: dict[str, str] = {
     "start": "the run, or its next attempt, begins",
     "loaded": "weights were read; `path`",
     "saved": "a checkpoint is written; `path` and `seconds`",
-    "fault": "a value that is not finite, a loss spike, replicas that differ, a rank that died or hangs",
+    "fault": "a value that is not finite, a loss spike, replicas that differ, an error, a rank that died or hangs",
     "warning": "what the summary repeats, a checkpoint that was not written, a batch that teaches nothing",
     "stop": "a signal or flag ends the run before its last iteration; `by` names it",
     "end": "the attempt ends, as metrics.run.json says",

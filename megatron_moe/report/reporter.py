@@ -164,18 +164,22 @@ class Reporter:
         for sink in self._sinks:
             sink.flush()
 
-    def close(self, summary: dict[str, Any] | None = None, ending: str = FINISHED) -> None:
+    def close(self, summary: dict[str, Any] | None = None, ending: str = FINISHED, fault: str | None = None) -> None:
         """End the report; a second call does nothing.
 
         With a summary, summary.json is written (the values given, over `iterations`, `train_seconds` and
         `tokens_per_second`, and what the run is), the plot is drawn, and the console names every file. Without
-        one, the run was interrupted: files are closed and the terminal is given back, quickly.
+        one, the run was interrupted: files are closed and the terminal is given back, quickly. A `fault` that ends the
+        run is recorded, and not shown: who watches sees the error.
         """
         if self._closed or not self._sinks:
             return
         self._closed = True
         *files, console = self._sinks
         try:
+            with suppress(OSError):
+                if fault is not None:
+                    self.event("fault", fault, shown=False)
             self._record_end(ending)
             for sink in self._sinks:
                 sink.end(ending)
@@ -224,11 +228,9 @@ class Reporter:
         if error is None:
             self.close(None)
             return
+        is_fault = isinstance(error, Exception) and not isinstance(error, ConfigError)
         with suppress(OSError):  # a full disk, which is why the run ends or is less than that
-            if isinstance(error, RunFault):
-                self.event("fault", str(error), shown=False)
-        with suppress(OSError):
-            self.close(None, _ending_of(error))
+            self.close(None, _ending_of(error), _text_of(error) if is_fault else None)
 
     def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None, shown: bool = True) -> EventRecord:
         assert kind in EVENTS, kind
@@ -251,9 +253,14 @@ def _ending_of(error: BaseException) -> str:
     """Return how an attempt ended that an exception has ended."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT"
-    text = str(error).strip().partition("\n")[0]
-    known = isinstance(error, (ConfigError, RunFault))
-    return f"failed: {text}" if known and text else f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    return f"failed: {_text_of(error).splitlines()[0]}"
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the message of an error of ours, and the kind and message of any other."""
+    text = str(error).strip()
+    known = isinstance(error, (ConfigError, RunFault)) and text
+    return text if known else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _writable(flag: str, name: str, build: Callable[[Path], Any]) -> Any:

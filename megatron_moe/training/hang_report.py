@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
+from megatron_moe.io.places import inwards, place_in
 from megatron_moe.training.flight_recorder import GroupProgress, behind
 from megatron_moe.training.stack_reading import Frames, waiting_call
 
@@ -89,7 +90,6 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 _FOR_DEVICE = ", for the device"
 # Wrappers around a collective, which are no collectives themselves.
 _WRAPPERS = ("wrapper", "_object_to_tensor", "_tensor_to_object")
@@ -131,7 +131,7 @@ def of_error(error: BaseException) -> ThreadActivity:
 
     A line that reads from the device is no wait here: an error of a kernel before it is raised there.
     """
-    return _read(list(reversed(list(_inwards(error.__traceback__)))), on_device=False)
+    return _read(list(reversed(list(inwards(error.__traceback__)))), on_device=False)
 
 
 def stacks(ignored: tuple[int, ...] = ()) -> str:
@@ -151,18 +151,10 @@ def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int, int]]:
         frame = frame.f_back
 
 
-def _inwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno, trace.tb_lasti
-        trace = trace.tb_next
-
-
 def _read(frames: Frames, on_device: bool) -> ThreadActivity:
     collective, values = _collective(frames, on_device)
-    ours = [entry for entry in frames if entry[0].f_code.co_filename.startswith(_PACKAGE)]
-    outside = [entry for entry in frames if "/torch/" not in entry[0].f_code.co_filename]
-    shown = next(iter(ours or outside or frames), None)
-    return ThreadActivity(collective, _tensor(values), _number(values), "nowhere" if shown is None else _at(*shown[:2]))
+    at = place_in((frame, line) for frame, line, _ in frames)
+    return ThreadActivity(collective, _tensor(values), _number(values), at)
 
 
 def _collective(frames: Frames, on_device: bool) -> tuple[str | None, dict[str, Any]]:
@@ -205,17 +197,12 @@ def _number(values: dict[str, Any]) -> int | None:
         return None
 
 
-def _at(frame: FrameType, line: int) -> str:
-    file = frame.f_code.co_filename
-    short = str(Path(file).relative_to(Path(_PACKAGE).parent)) if file.startswith(_PACKAGE) else file
-    return f"{short}:{line} in {frame.f_code.co_name}"
-
-
 @dataclass(frozen=True)
 class RankStatus:
     """What a rank reports when the watchdog ends the run.
 
-    state: FAILED with an error of its own, or DOING something. text: the error. mark: how far the rank had come.
+    state: FAILED with an error, or DOING something. text: the error. told: which ranks raised the error first and where,
+    if this rank raised it because the ranks agreed to (`SharedError.cause`). mark: how far the rank had come.
     waits_in, tensor, number, at: see `ThreadActivity`. failed_at: seconds since the epoch. groups: how far it has come
     in its process groups by NCCL's flight recorder, and without_groups: why that is not known.
     """
@@ -228,6 +215,7 @@ class RankStatus:
     tensor: str | None = None
     number: int | None = None
     text: str = ""
+    told: str = ""
     failed_at: float = 0.0
     groups: tuple[GroupProgress, ...] = ()
     without_groups: str = ""
@@ -275,8 +263,8 @@ def conclusion(answers: Mapping[int, RankStatus], missing: Mapping[int, str], ma
 
 def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
     failed = sorted((s for s in answers.values() if s.state == FAILED and not s.waits_in), key=lambda s: s.failed_at)
-    if len(failed) > 1 and len(failed) == len(answers) and len({s.text for s in failed}) == 1:
-        return f"all ranks failed alike at {failed[0].at} ({failed[0].mark}): {failed[0].text}"  # and agreed to
+    if failed and failed[0].told:
+        return f"{failed[0].told} ({failed[0].mark})"
     if failed:
         return f"rank {failed[0].rank} failed at {failed[0].at} ({failed[0].mark}): {failed[0].text}"
     for kind, text in (

@@ -116,7 +116,7 @@ def test_an_attempt_that_an_error_ends_says_so(tmp_path: Path, error: BaseExcept
     assert info(tmp_path)["attempts"][-1]["ending"] == ending
     events = list(read_events(tmp_path / "metrics.jsonl"))
     assert events[-1].kind == "end" and events[-1].text == ending
-    assert ("fault" in {event.kind for event in events}) == isinstance(error, RunFault)
+    assert ("fault" in {event.kind for event in events}) == isinstance(error, Exception)
 
 
 def test_last_words_are_kept_where_the_process_ends_at_once(tmp_path: Path) -> None:
