@@ -23,7 +23,7 @@ class SaveError(RunFault):
 
 
 class SharedError(RuntimeError):
-    """An error that some ranks raised by themselves, and then, because these told the others of it, every rank.
+    """An error that some ranks raised by themselves and then, as the ranks agreed to, every rank.
 
     Attributes:
         cause: which ranks raised it, where in the code, and with what message.
@@ -36,7 +36,7 @@ class SharedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank tells the others of its error. expected: an OSError. place: of an error that is not expected."""
+    """What a rank sends the others of its error. expected: an OSError. place: of an error that is not expected."""
 
     expected: bool
     message: str

@@ -201,8 +201,8 @@ def _number(values: dict[str, Any]) -> int | None:
 class RankStatus:
     """What a rank reports when the watchdog ends the run.
 
-    state: FAILED with an error, or DOING something. text: the error. told: which ranks raised the error first and where,
-    if this rank raised it because the ranks agreed to (`SharedError.cause`). mark: how far the rank had come.
+    state: FAILED with an error, or DOING something. text: the error. cause: which ranks raised it first, and where, if
+    this rank raised it because the ranks agreed to (`SharedError.cause`). mark: how far the rank had come.
     waits_in, tensor, number, at: see `ThreadActivity`. failed_at: seconds since the epoch. groups: how far it has come
     in its process groups by NCCL's flight recorder, and without_groups: why that is not known.
     """
@@ -215,7 +215,7 @@ class RankStatus:
     tensor: str | None = None
     number: int | None = None
     text: str = ""
-    told: str = ""
+    cause: str = ""
     failed_at: float = 0.0
     groups: tuple[GroupProgress, ...] = ()
     without_groups: str = ""
@@ -263,8 +263,8 @@ def conclusion(answers: Mapping[int, RankStatus], missing: Mapping[int, str], ma
 
 def _cause(answers: Mapping[int, RankStatus], missing: Mapping[int, str], marks: Mapping[int, str]) -> str:
     failed = sorted((s for s in answers.values() if s.state == FAILED and not s.waits_in), key=lambda s: s.failed_at)
-    if failed and failed[0].told:
-        return f"{failed[0].told} ({failed[0].mark})"
+    if failed and failed[0].cause:
+        return f"{failed[0].cause} ({failed[0].mark})"
     if failed:
         return f"rank {failed[0].rank} failed at {failed[0].at} ({failed[0].mark}): {failed[0].text}"
     for kind, text in (

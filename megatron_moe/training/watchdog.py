@@ -191,13 +191,13 @@ class Watchdog:
     def _status(self) -> RankStatus:
         """Return what this rank was doing when its error was raised; without an error, what it is doing now."""
         if self._failure is None:
-            state, text, told, failed_at = DOING, "", "", 0.0
+            state, text, cause, failed_at = DOING, "", "", 0.0
             own = (threading.get_ident(), *self._own_threads())
             doing = hang_report.current_activity(own, self._on_device)
         else:
             error, failed_at = self._failure
             state, text = FAILED, _short(f"{type(error).__name__}: {str(error).strip()}")
-            told = _short(error.cause) if isinstance(error, SharedError) else ""
+            cause = _short(error.cause) if isinstance(error, SharedError) else ""
             doing = hang_report.of_error(error)
         known = (doing.at, doing.waits_in, doing.tensor, doing.number)
         groups: tuple[flight_recorder.GroupProgress, ...] = ()
@@ -205,7 +205,7 @@ class Watchdog:
         if self._recorded is not None and (state == DOING or doing.waits_in is not None):
             # Half of the time in which the others expect this rank's answer.
             groups, why_none = flight_recorder.within(self._settle / 2, self._recorded)
-        return RankStatus(self._rank, state, self._mark, *known, text, told, failed_at, groups, why_none)
+        return RankStatus(self._rank, state, self._mark, *known, text, cause, failed_at, groups, why_none)
 
     def _own_threads(self) -> tuple[int, ...]:
         return tuple(thread.ident or 0 for thread in self._threads)

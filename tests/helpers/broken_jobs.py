@@ -256,7 +256,7 @@ def _install(fault: dict[str, Any]) -> None:
         step.finalize_model_grads = first(step.finalize_model_grads)
     elif phase == "save":
         save_file.Saving._write = first(save_file.Saving._write)  # type: ignore[method-assign]
-        # The other rank, which is told of the error, ends before this one has cleared away.
+        # The other rank, which raises the same error, ends before this one has cleared away.
         discard = publish.discard
         publish.discard = lambda *of: (time.sleep(3), discard(*of))  # type: ignore[assignment, func-returns-value]
     else:
