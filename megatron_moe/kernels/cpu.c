@@ -247,7 +247,7 @@ static inline float power_of_two(int exponent) { return from_bits((u32)(exponent
 
 /* The smallest exponent of `base` (2, or 4 for squares) with which the largest of a group is within the limit. */
 static inline int exponent_for(float largest, float limit, int log_base) {
-  int exponent = ((int)(to_bits(largest) >> 23) - 127) / log_base - 20;
+  int exponent = ((int)(to_bits(largest) >> 23) - 127) / log_base - 10;
   const int smallest = -126 / log_base;
   exponent = exponent < smallest ? smallest : exponent;
   while (largest > limit * power_of_two(log_base * exponent)) exponent++;
@@ -266,8 +266,8 @@ static inline u32 coded_fp8(float value, u32 chance) { /* of 0 to 448 */
   return value < 0x1p-6f ? small : large;
 }
 
-static inline u32 coded_square(float value, u32 chance) { /* the root of 0 to 65025 */
-  float root = (float)(int)__builtin_sqrtf(value);
+static inline u32 coded_square(float value, float rounded_root, u32 chance) { /* of 0 to 65025 */
+  float root = (float)(int)rounded_root;
   root = root * root > value ? root - 1.0f : root;
   const float over = value - root * root, width = root + root + 1.0f;
   return (u32)root + (over > (float)chance * 0x1p-16f * width ? 1u : 0u);
@@ -311,6 +311,37 @@ static inline void set_ties(u8 *restrict ties, const float *restrict values, u32
     for (int i = 0; i < count; i++) ties[i / 8] |= (u8)(is_tie(to_bits(values[i])) << (i % 8));
 }
 
+/* roots: of the values, rounded; top: the bits of the largest size, which are in the order of the sizes, with what is no
+   number at the end. */
+INLINE pack_codes(const Adam *of, int which, i64 from, int count, int format, const float *restrict values,
+                  const float *restrict roots, u32 top, const u32 *restrict chances) {
+  u8 *restrict codes = (u8 *)of->moments[which] + from;
+  const int square = which == 1 && format == INT8, shift = 16 * which;
+  const int finite = top < 0x7f800000u;
+  const float limit = format == FP8 ? 448.0f : square ? 65025.0f : 127.0f;
+  const int exponent = finite ? exponent_for(from_bits(top), limit, square ? 2 : 1) : -128;
+  of->exponents[which][from / GROUP] = (i8)exponent;
+  if (!finite) {
+    for (int i = 0; i < count; i++) codes[i] = 1;
+    return;
+  }
+  const float inverse = power_of_two(-exponent);
+  u32 wide[GROUP]; /* loops over one width of numbers are faster */
+  for (int i = 0; i < count; i++) {
+    const u32 chance = (chances[i] >> shift) & 0xffffu;
+    const float size = __builtin_fabsf(values[i]) * inverse;
+    u32 code;
+    if (square) code = coded_square(size * inverse, roots[i] * inverse, chance);
+    else if (format == FP8) code = coded_fp8(size, chance);
+    else code = (u32)(int)(size + (float)(int)chance * 0x1p-16f);
+    if (which == 1) code = code == 0u && values[i] > 0.0f ? 1u : code; /* the step is divided by its root */
+    else if (format == FP8) code |= values[i] < 0.0f ? 0x80u : 0u;
+    else code = values[i] < 0.0f ? 0u - code : code;
+    wide[i] = code;
+  }
+  for (int i = 0; i < count; i++) codes[i] = (u8)wide[i];
+}
+
 INLINE unpack_moment(const Adam *of, int which, i64 from, int count, float *restrict to) {
   const void *stored = of->moments[which];
   if (of->formats[which] == FP32) {
@@ -333,48 +364,24 @@ INLINE unpack_moment(const Adam *of, int which, i64 from, int count, float *rest
 }
 
 INLINE pack_moment(const Adam *of, int which, i64 from, int count, const float *restrict values,
-                        const u32 *restrict chances) {
+                   const u32 *restrict chances) {
   void *stored = of->moments[which];
   const int shift = 16 * which, format = of->formats[which];
   if (format == FP32) {
     float *restrict wide = (float *)stored + from;
     for (int i = 0; i < count; i++) wide[i] = values[i];
-    return;
-  }
-  if (format == BF16) {
+  } else if (format == BF16) {
     u16 *restrict narrow = (u16 *)stored + from;
     for (int i = 0; i < count; i++) narrow[i] = chosen_bf16(values[i], (chances[i] >> shift) & 0xffffu);
-    return;
-  }
-  u32 top = 0; /* as bits, which are in the order of the sizes, with what is no number at the end */
-  for (int i = 0; i < count; i++) {
-    const u32 size = to_bits(values[i]) & 0x7fffffffu;
-    top = size > top ? size : top;
-  }
-  const float largest = from_bits(top);
-  if (top >= 0x7f800000u) { /* unpacked, none of the group is finite */
-    of->exponents[which][from / GROUP] = -128;
-    for (int i = 0; i < count; i++) ((u8 *)stored)[from + i] = 1;
-    return;
-  }
-  const int square = which == 1 && format == INT8;
-  const float limit = format == FP8 ? 448.0f : square ? 65025.0f : 127.0f;
-  const int exponent = exponent_for(largest, limit, square ? 2 : 1);
-  const float inverse = power_of_two(-exponent);
-  u8 *restrict codes = (u8 *)stored + from;
-  of->exponents[which][from / GROUP] = (i8)exponent;
-  for (int i = 0; i < count; i++) {
-    const u32 chance = (chances[i] >> shift) & 0xffffu;
-    const float size = __builtin_fabsf(values[i]) * inverse;
-    if (which == 1) { /* never to zero: the step is divided by its root */
-      const u32 code = square ? coded_square(size * inverse, chance) : coded_fp8(size, chance);
-      codes[i] = (u8)(code == 0u && values[i] > 0.0f ? 1u : code);
-    } else if (format == FP8) {
-      codes[i] = (u8)(coded_fp8(size, chance) | (values[i] < 0.0f ? 0x80u : 0u));
-    } else {
-      const i8 code = (i8)(int)(size + (float)chance * 0x1p-16f);
-      codes[i] = (u8)(values[i] < 0.0f ? -code : code);
+  } else {
+    float roots[GROUP];
+    u32 top = 0;
+    for (int i = 0; i < count; i++) {
+      const u32 size = to_bits(values[i]) & 0x7fffffffu;
+      roots[i] = __builtin_sqrtf(values[i]);
+      top = size > top ? size : top;
     }
+    pack_codes(of, which, from, count, format, values, roots, top, chances);
   }
 }
 
@@ -456,8 +463,8 @@ INLINE adam_group(const Adam *of, i64 from, int count) {
   pack_moment(of, 1, from, count, second, chances);
 }
 
-/* A whole group in one loop, which is twice as fast as through arrays of a group: without codes, of one row, and without
-   ties among its main weights. What is constant at a call is no branch in the loop. */
+/* A whole group, of one row and without ties among its main weights, in one loop, and one more for each moment in
+   codes, whose scale is known when all were updated. What is constant at a call is no branch in the loops. */
 INLINE adam_in_one_loop(const Adam *of, i64 from, const int packed, const int format0, const int format1) {
   float *restrict main = of->main + (packed ? 0 : from);
   u16 *restrict weight = of->weight + (packed ? from : 0);
@@ -467,20 +474,27 @@ INLINE adam_in_one_loop(const Adam *of, i64 from, const int packed, const int fo
   const float *restrict grad = of->grad + from;
   const float first_share = of->first_share, second_share = of->second_share, second_decay = of->second_decay;
   const float keep = of->keep, step_size = of->step_size, root_correction = of->root_correction, eps = of->eps;
-  const u32 seed = format0 == BF16 || format1 == BF16 ? seed_of(of, from) : 0u;
-  float values[GROUP];
-  u32 any = 0;
+  const u32 seed = format0 != FP32 || format1 != FP32 ? seed_of(of, from) : 0u;
+  float values[GROUP], firsts[GROUP], seconds[GROUP], roots[GROUP];
+  if (format0 > BF16) unpack_moment(of, 0, from, GROUP, firsts);
+  if (format1 > BF16) unpack_moment(of, 1, from, GROUP, seconds);
+  u32 chances[GROUP], any = 0, top0 = 0, top1 = 0;
   u32 place = seed;
   for (int i = 0; i < GROUP; i++, place += 0x9e3779b9u) {
     const u32 chance = mixed(place);
     const float slope = grad[i];
     const float old = packed ? from_bits(((u32)weight[i] << 16) + (u32)(int)rest[i]) : main[i];
-    const float old_first = format0 == FP32 ? first32[i] : load_bf16(first16 + i);
-    const float old_second = format1 == FP32 ? second32[i] : load_bf16(second16 + i);
+    float old_first, old_second;
+    if (format0 == FP32) old_first = first32[i];
+    else if (format0 == BF16) old_first = load_bf16(first16 + i);
+    else old_first = firsts[i];
+    if (format1 == FP32) old_second = second32[i];
+    else if (format1 == BF16) old_second = load_bf16(second16 + i);
+    else old_second = seconds[i];
     const float first = __builtin_fmaf(first_share, slope - old_first, old_first);
     const float second = __builtin_fmaf(second_share * slope, slope, old_second * second_decay);
-    const float size = __builtin_sqrtf(second) / root_correction + eps;
-    const float value = old * keep - step_size * first / size;
+    const float root = __builtin_sqrtf(second);
+    const float value = old * keep - step_size * first / (root / root_correction + eps);
     if (packed) {
       const u32 bits = to_bits(value);
       weight[i] = (u16)rounded_to_bf16(bits);
@@ -490,32 +504,59 @@ INLINE adam_in_one_loop(const Adam *of, i64 from, const int packed, const int fo
     } else {
       main[i] = value;
     }
-    if (format0 == FP32) first32[i] = first; else first16[i] = chosen_bf16(first, chance & 0xffffu);
-    if (format1 == FP32) second32[i] = second; else second16[i] = chosen_bf16(second, chance >> 16);
+    if (format0 > BF16 || format1 > BF16) chances[i] = chance;
+    if (format0 == FP32) first32[i] = first;
+    else if (format0 == BF16) first16[i] = chosen_bf16(first, chance & 0xffffu);
+    else {
+      const u32 size = to_bits(first) & 0x7fffffffu;
+      firsts[i] = first;
+      top0 = size > top0 ? size : top0;
+    }
+    if (format1 == FP32) second32[i] = second;
+    else if (format1 == BF16) second16[i] = chosen_bf16(second, chance >> 16);
+    else {
+      const u32 size = to_bits(second) & 0x7fffffffu;
+      seconds[i] = second;
+      if (format1 == INT8) roots[i] = root;
+      top1 = size > top1 ? size : top1;
+    }
   }
   if (packed) set_ties(of->ties + from / 8, values, any, GROUP);
+  if (format0 > BF16) pack_codes(of, 0, from, GROUP, format0, firsts, roots, top0, chances);
+  if (format1 > BF16) pack_codes(of, 1, from, GROUP, format1, seconds, roots, top1, chances);
 }
 
+/* A whole group of one row, of a format that has a loop, without ties among its main weights. */
 static int fits_one_loop(const Adam *of, i64 from) {
   const int codes = of->formats[0] > BF16 || of->formats[1] > BF16;
-  if (codes || of->n - from < GROUP || (of->places && (of->start + from) % of->width > of->width - GROUP)) return 0;
+  if (codes && of->formats[0] != of->formats[1]) return 0; /* each loop takes the compiler a tenth of a second */
+  if (of->n - from < GROUP || (of->places && (of->start + from) % of->width > of->width - GROUP)) return 0;
   if (of->main) return 1;
   const u64 *ties = (const u64 *)(of->ties + from / 8);
   return (ties[0] | ties[1]) == 0;
 }
 
+#define ONE_LOOP(packed, format0, format1)                                                          \
+  case 16 * (packed) + 4 * (format0 - FP32) + format1 - FP32:                                       \
+    adam_in_one_loop(of, from, packed, format0, format1);                                           \
+    break;
+#define ONE_LOOP_EACH(format0, format1) ONE_LOOP(0, format0, format1) ONE_LOOP(1, format0, format1)
+
 static void adam_groups(const Adam *of, i64 first, i64 last) {
-  const int kind = (of->main ? 0 : 4) + (of->formats[0] == BF16 ? 2 : 0) + (of->formats[1] == BF16 ? 1 : 0);
+  const int kind = (of->main ? 0 : 16) + 4 * (of->formats[0] - FP32) + of->formats[1] - FP32;
   for (i64 from = first * GROUP; from < last * GROUP; from += GROUP) {
-    if (!fits_one_loop(of, from)) adam_group(of, from, of->n - from < GROUP ? (int)(of->n - from) : GROUP);
-    else if (kind == 0) adam_in_one_loop(of, from, 0, FP32, FP32);
-    else if (kind == 1) adam_in_one_loop(of, from, 0, FP32, BF16);
-    else if (kind == 2) adam_in_one_loop(of, from, 0, BF16, FP32);
-    else if (kind == 3) adam_in_one_loop(of, from, 0, BF16, BF16);
-    else if (kind == 4) adam_in_one_loop(of, from, 1, FP32, FP32);
-    else if (kind == 5) adam_in_one_loop(of, from, 1, FP32, BF16);
-    else if (kind == 6) adam_in_one_loop(of, from, 1, BF16, FP32);
-    else adam_in_one_loop(of, from, 1, BF16, BF16);
+    if (!fits_one_loop(of, from)) {
+      adam_group(of, from, of->n - from < GROUP ? (int)(of->n - from) : GROUP);
+      continue;
+    }
+    switch (kind) {
+      ONE_LOOP_EACH(FP32, FP32)
+      ONE_LOOP_EACH(FP32, BF16)
+      ONE_LOOP_EACH(BF16, FP32)
+      ONE_LOOP_EACH(BF16, BF16)
+      ONE_LOOP_EACH(INT8, INT8)
+      ONE_LOOP_EACH(FP8, FP8)
+    }
   }
 }
 

@@ -42,6 +42,27 @@ def test_the_kernel_in_c_has_the_bits_of_torchs_form(formats: tuple[str, str], p
 
 
 @pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("fp8", "fp8"), ("fp8", "int8")], ids="-".join)
+def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, str]) -> None:
+    # The largest of a group is at, below or above a power of two or what codes end at, up to where squares overflow.
+    step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
+    exponents = torch.arange(-149, 60).double()
+    generator = torch.Generator().manual_seed(4)
+    for limit in (1.0, 127.0, 448.0, 65025.0**0.5):
+        largest = (torch.ldexp(torch.tensor(limit / 256, dtype=torch.double), exponents)).float()
+        largest = torch.stack([largest, largest.nextafter(largest * 2), largest.nextafter(largest * 0)]).flatten()
+        first = largest[:, None] * torch.rand(len(largest), packed_cases.GROUP, generator=generator)
+        first[:, 17] = largest
+        first = first.flatten()
+        drawn = packed_cases.chances(first.numel(), 4096)
+        ours, theirs = (packed_cases.state(first, first, first * first, formats, packed=True) for _ in range(2))
+        compiled.adam_update(first, ours, step, drawn)
+        adam_update.eager(first, theirs, step, drawn)  # type: ignore[attr-defined]
+        for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
 @FORMATS
 def test_the_kernel_in_c_keeps_what_is_not_finite(formats: tuple[str, str]) -> None:
     grad, *numbers = packed_cases.values(1000)
