@@ -248,22 +248,20 @@ class _FlashInFp32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         context, logsumexp = attend_block(*of_one_width(query, key, value), scale, True)
+        if context.shape[-1] > value.shape[-1]:
+            context = context[..., : value.shape[-1]].clone()  # what is kept has no zeros that only fill up
         ctx.save_for_backward(query, key, value, context, logsumexp)
         ctx.scale = scale
-        return context[..., : value.shape[-1]]
+        return context
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
-        gradients = block_gradients(
-            wide(grad, context.shape[-1] - value.shape[-1]),
-            *of_one_width(query, key, value),
-            context,
-            logsumexp,
-            ctx.scale,
-            True,
-        )
+        operands = of_one_width(query, key, value)
+        padding = operands[0].shape[-1] - value.shape[-1]
+        context = wide(context, padding) if padding else context
+        gradients = block_gradients(wide(grad, padding), *operands, context, logsumexp, ctx.scale, True)
         grad_query, grad_key, grad_value = (
             g[..., : t.shape[-1]].to(t.dtype) for g, t in zip(gradients, (query, key, value))
         )

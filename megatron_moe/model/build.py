@@ -21,6 +21,7 @@ from megatron_moe import platform
 from megatron_moe.config.module_names import frozen
 from megatron_moe.config.schema import Run
 from megatron_moe.model.activation_offload import ActivationOffload
+from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.engine_config import ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
 from megatron_moe.model.frozen import freeze
@@ -116,6 +117,11 @@ class LanguageModel(FurtherPredictions, CopiesShareGroups, GPTModel):
     ) -> dict[str, Any]:
         """Return the engine's sharded state without extra states."""
         return _without_extra_state(super().sharded_state_dict(prefix, sharded_offsets, metadata))
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the losses [B, S] fp32 of logits [S, B, V / TP], which the backward pass overwrites; labels [B, S]."""
+        losses = cross_entropy(logits.flatten(0, 1), labels.transpose(0, 1).reshape(-1), self.pg_collection.tp)
+        return losses.view(logits.shape[:2]).transpose(0, 1).contiguous()
 
     def build_schedule_plan(  # type: ignore[override]
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **options: Any

@@ -297,7 +297,7 @@ def rotary(stage: Stage, dtype: torch.dtype) -> None:
 
 
 def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model.loss import linear_cross_entropy
+    from megatron_moe.model.cross_entropy import linear_cross_entropy
 
     tokens, width, vocabulary = 50 * size, 64 * size, 401 * size
     labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(4))

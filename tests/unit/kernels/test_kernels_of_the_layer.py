@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.model import loss, rotary
+from megatron_moe.model import cross_entropy, rotary
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
 from tests.helpers.compiled_kernels import all_kernels
 
@@ -191,10 +191,10 @@ def test_what_is_not_finite_passes_sums_positions_and_the_loss(fused: Any, value
     tile[1, 3] = value
     ours, eager = ([torch.full((3,), float("-inf")), torch.zeros(3), torch.zeros(3)] for _ in range(2))
     fused.add_statistics(tile, columns, *ours)
-    loss.add_statistics.eager(tile.clone(), columns, *eager)  # type: ignore[attr-defined]
+    cross_entropy.add_statistics.eager(tile.clone(), columns, *eager)  # type: ignore[attr-defined]
     assert torch.equal(ours[1].isfinite(), eager[1].isfinite())
     arguments = (columns, *eager[:2], torch.ones(3), torch.float32)
-    wanted = loss.gradient_of_tile.eager(tile.clone(), *arguments)  # type: ignore[attr-defined]
+    wanted = cross_entropy.gradient_of_tile.eager(tile.clone(), *arguments)  # type: ignore[attr-defined]
     assert torch.equal(fused.gradient_of_tile(tile, *arguments).isfinite(), wanted.isfinite())
 
 
@@ -256,10 +256,10 @@ def test_the_statistics_and_the_gradient_of_a_tile(fused: Any, width: int, dtype
     before = (torch.randn(6, generator=generator), torch.rand(6, generator=generator) + 1, torch.zeros(6))
     found, exact = [one.clone() for one in before], [one.double() for one in before]
     fused.add_statistics(tile, columns, *found)
-    loss.add_statistics.eager(tile.double(), columns, *exact)  # type: ignore[attr-defined]
+    cross_entropy.add_statistics.eager(tile.double(), columns, *exact)  # type: ignore[attr-defined]
     for one, other in zip(found, exact, strict=True):
         assert torch.allclose(one.double(), other, rtol=2e-6)
     grad = torch.rand(6, generator=generator)
-    wide = loss.gradient_of_tile.eager(tile.double(), columns, *exact[:2], grad.double(), torch.float64)  # type: ignore[attr-defined]
+    wide = cross_entropy.gradient_of_tile.eager(tile.double(), columns, *exact[:2], grad.double(), torch.float64)  # type: ignore[attr-defined]
     narrow = fused.gradient_of_tile(tile, columns, *found[:2], grad, dtype)
     assert narrow.dtype == dtype and steps_apart(narrow, wide) <= (64 if dtype == torch.float32 else 1.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.model.loss import linear_cross_entropy
+from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.platform import switches
 

@@ -12,7 +12,7 @@ import torch
 from megatron_moe import MoELayer, TopKRouter
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.model.loss import linear_cross_entropy
+from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.platform.isolation import without_autocast

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import _Lookup
+from megatron_moe.model.cross_entropy import _NUMBERS_OF_TILE, cross_entropy, linear_cross_entropy
 from megatron_moe.model.engine_config import transformer_config
-from megatron_moe.model.loss import _WithoutPadding, linear_cross_entropy
+from megatron_moe.model.loss import _WithoutPadding
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.model.rotary import _JoinPositions
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
@@ -55,7 +56,8 @@ HELD = {
     "moe/grouped_gemm.py _GroupedMM": "unit/platform/test_half_products.py: test_grouped_products_are_rounded_once",
     "moe/grouped_gemm_fp8.py _GroupedFp8": "unit/moe/test_fp8_products.py: "
     "test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles",
-    "model/loss.py _LinearCrossEntropy": "test_the_fused_loss",
+    "model/cross_entropy.py _LinearCrossEntropy": "test_the_fused_loss",
+    "model/cross_entropy.py _CrossEntropy": "test_the_loss_of_logits",
     "model/loss.py _WithoutPadding": "test_the_padding_of_the_vocabulary",
     "model/build.py _Lookup": "test_the_embedding",
     "model/norm.py _RMSNormFunction": "test_the_norm",
@@ -160,7 +162,7 @@ def test_copies_and_sums_of_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_moe.model.loss.BLOCK_ROWS", 16)
+    monkeypatch.setattr("megatron_moe.model.cross_entropy.BLOCK_ROWS", 16)
     labels = torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(3))
     assert_as_in_fp64(
         lambda h, w: linear_cross_entropy(h, w, labels, chunk_tokens=chunk_tokens),
@@ -168,6 +170,21 @@ def test_the_fused_loss(dtype: torch.dtype, chunk_tokens: int | None, monkeypatc
         [randn(64, 16, seed=0, dtype=dtype), randn(50, 16, seed=1, dtype=dtype)],
         randn(64, seed=2),
         terms=64,
+    )
+
+
+@pytest.mark.claim("The gradients of our own operations are those of fp64, rounded once.")
+@pytest.mark.parametrize("tokens_of_tile", [1, 7, 64])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_the_loss_of_logits(dtype: torch.dtype, tokens_of_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_NUMBERS_OF_TILE, "on a CPU", tokens_of_tile * 50)
+    labels = torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(3))
+    assert_as_in_fp64(
+        lambda logits: cross_entropy(logits.clone(), labels),
+        lambda logits: F.cross_entropy(logits, labels, reduction="none"),
+        [randn(64, 50, seed=0, dtype=dtype)],
+        randn(64, seed=2),
+        terms=4,
     )
 
 
