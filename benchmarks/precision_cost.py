@@ -151,10 +151,6 @@ def _work(args: argparse.Namespace) -> int:
     from megatron_moe.training.optimizer import parts
 
     weights = list(model[0].parameters())
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
-    kept = _Kept(own)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
-        step()
     step()  # buffers are built, kernels chosen
     seconds = []
     for _ in range(args.steps):
@@ -162,6 +158,10 @@ def _work(args: argparse.Namespace) -> int:
         step()
         seconds.append(time.perf_counter() - begin)
     peak = platform.max_memory_bytes() - before
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    kept = _Kept(own)  # which keeps them alive through the backward pass, so the peak was read before
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        step()
     masters = [master for part in parts(optimizer) for master in part.get_parameters()]
     states = [item for part in parts(optimizer) for state in part.optimizer.state.values() for item in state.items()]
     of_masters = [value for name, value in states if name in ("rest", "ties")]

@@ -28,7 +28,7 @@ from megatron_moe.training.plan import check_start
 
 SCRIPT = "profile_step.py"
 
-OPERATIONS = {"_VocabParallelCrossEntropy": "loss"}
+OPERATIONS = {"_CrossEntropy": "loss"}
 """Operation -> its station, where no function or module of ours is around it."""
 ELSEWHERE = "elsewhere"
 _BACKWARD = "autograd::engine::evaluate_function: "

@@ -140,8 +140,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the cross entropy of each token, in nats; the backward pass writes the gradient over the logits.
 
-    It is computed in fp32 (fp64 for fp64), a tile at a time, so that there are neither logits nor a softmax in fp32
-    next to half-precision ones: the engine's loss keeps a softmax, and one of three tensors of this size at its peak.
+    It is computed in fp32 (fp64 for fp64), a tile at a time, and keeps nothing but the logits: the engine's loss keeps
+    a softmax in fp32.
 
     Args:
         logits: [T, V / size of the group], contiguous, this rank's columns.

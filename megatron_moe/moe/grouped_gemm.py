@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.kernels.choice import has_kernel
-from megatron_moe.platform import numerics
-from megatron_moe.platform.half_products import grouped_product, multiply_in_fp32
+from megatron_moe.platform import half_products, numerics
+from megatron_moe.platform.half_products import grouped_product
 from megatron_moe.platform.isolation import unaffected_by_autocast
 from megatron_moe.precision.main_grad import add_product, main_grad_of, no_gradient
 
@@ -153,17 +153,26 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     Args:
         weights: [e, ..., K], with N rows for an expert.
         left, right, offsets: of `add_grouped_product`.
-        fused: None: where that costs nothing, which is in fp32 on a CPU.
+        fused: None: where that costs nothing, which is on a CPU. There products in half precision are rounded before
+            they are added, as those are that autograd adds; what is saved is the gradient of all experts.
 
     Returns:
         Whether it was added.
     """
+    for_nothing = platform.on_cpu(weights) and not platform.has_cuda()
+    rounded = fused is None and for_nothing and half_products.multiplies_group_by_group(left)
     if fused is None:
-        fused = weights.dtype == torch.float32 and platform.on_cpu(weights) and not platform.has_cuda()
-    total = main_grad_of(weights) if fused else None
-    if total is not None:
-        add_grouped_product(total.view(total.shape[0], -1, total.shape[-1]), left, right, offsets)
-    return total is not None
+        fused = for_nothing and weights.dtype == torch.float32
+    total = main_grad_of(weights) if fused or rounded else None
+    if total is None:
+        return False
+    experts = total.view(total.shape[0], -1, total.shape[-1])
+    if rounded:
+        for expert, product in half_products.products_over_rows(left.t(), right, offsets):
+            experts[expert] += product
+    else:
+        add_grouped_product(experts, left, right, offsets)
+    return True
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -178,40 +187,34 @@ class _GroupedMM(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
         ctx.parameter = weights
-        ctx.wide, ctx.fused, ctx.leave_out = multiply_in_fp32(rows), fused, leave_out
+        ctx.fused, ctx.leave_out = fused, leave_out
         matrices = weights.flatten(1, -2)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernel refuses empty operands
             return rows.new_zeros((0, matrices.shape[1]))
-        return _product(rows, matrices.transpose(-2, -1), offsets, ctx.wide)
+        return grouped_product(rows, matrices.transpose(-2, -1), offsets)
 
     @staticmethod
     @unaffected_by_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
-        grad, wide, fused = grad.contiguous(), ctx.wide, ctx.fused
+        grad, fused = grad.contiguous(), ctx.fused
 
         def of_weights(weights: Tensor) -> Tensor:
             if rows.shape[0] == 0:
                 return torch.zeros_like(weights)
             if added_to_main_grad(weights, grad, rows, offsets, fused):
                 return no_gradient(weights)
-            return _product(grad.t(), rows, offsets, wide).view(weights.shape)
+            return grouped_product(grad.t(), rows, offsets).view(weights.shape)
 
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             matrices = weights.flatten(1, -2)
-            grad_rows = _product(grad, matrices, offsets, wide) if rows.shape[0] else torch.zeros_like(rows)
+            grad_rows = grouped_product(grad, matrices, offsets) if rows.shape[0] else torch.zeros_like(rows)
         if ctx.leave_out is not None:
             ctx.leave_out(of_weights)
         elif ctx.needs_input_grad[1]:
             grad_weights = of_weights(ctx.parameter)
         return grad_rows, grad_weights, None, None, None
-
-
-def _product(left: Tensor, right: Tensor, offsets: Tensor, wide: bool) -> Tensor:
-    if wide:
-        return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
-    return grouped_product(left, right, offsets)
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class TorchProduct:
 
     Attributes:
         fused: whether the weights' gradients are added to their fp32 sums by their product, where there are sums; None:
-            in fp32 on a CPU.
+            on a CPU, see `added_to_main_grad`.
     """
 
     fused: bool | None = False

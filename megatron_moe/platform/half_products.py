@@ -13,6 +13,7 @@ of an MoE layer have other numbers of rows in every step, so `grouped_product` r
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,8 +74,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
-# ---- Products of groups of rows, natively.
+# ---- Products of groups of rows.
 #
+# In fp32 each group has copies of its own, so that those of all rows and matrices are never there together. Natively,
 # oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
 # which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
 # model's step (docs/precision.md). A group is therefore multiplied as one of a number of rows that comes again. What
@@ -93,7 +95,7 @@ def padded_rows(rows: int) -> int:
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Return what `torch.nn.functional.grouped_mm` returns; on a CPU few sizes of half-precision groups are multiplied.
+    """Return what `torch.nn.functional.grouped_mm` returns, by the faster way on the operands' device.
 
     Args:
         left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
@@ -103,16 +105,63 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [R, N] or [e, N, K], in the dtype of both operands, rounded once.
     """
-    # A compiler, an audit, a plan or a count of what the host waits for looks at operations one by one, and at torch's
-    # form, as with the kernels in C.
+    in_fp32 = multiply_in_fp32(left)
+    if not multiplies_group_by_group(left):
+        if in_fp32:
+            return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
+        return F.grouped_mm(left, right, offs=offsets)
+    if right.dim() == 2:
+        sums = left.new_zeros((offsets.shape[0], left.shape[0], right.shape[1]))
+        for group, product in products_over_rows(left, right, offsets):
+            sums[group] = product
+        return sums
+    with without_autocast(left.device.type):
+        groups = _groups(offsets)
+        return _by_matrices_in_fp32(left, right, groups) if in_fp32 else _by_matrices(left, right, groups)
+
+
+def multiplies_group_by_group(operand: Tensor) -> bool:
+    """Return whether `grouped_product` multiplies one group after the other, in half precision on a CPU.
+
+    A compiler, an audit, a plan or a count of what the host waits for looks at operations one by one, and at torch's
+    form, as with the kernels in C.
+    """
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     watched = torch.compiler.is_compiling() or modes
-    if watched or left.is_meta or left.dtype not in _INSTRUCTIONS or not hardware.on_cpu(left):
-        return F.grouped_mm(left, right, offs=offsets)
+    return not watched and not operand.is_meta and operand.dtype in _INSTRUCTIONS and hardware.on_cpu(operand)
+
+
+def products_over_rows(left: Tensor, right: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each group that has rows, and its left right [N, K] in the operands' dtype, rounded once.
+
+    Args:
+        left, right: [N, R] and [R, K].
+        offsets: see `grouped_product`.
+    """
+    rows, in_fp32 = left.t(), multiply_in_fp32(left)
+    for group, (start, end) in enumerate(_groups(offsets)):
+        one, other = rows[start:end], right[start:end]
+        if start < end:
+            with without_autocast(left.device.type):
+                if in_fp32:
+                    product = torch.mm(one.float().t(), other.float()).to(left.dtype)
+                else:
+                    product = torch.mm(_padded(one).t(), _padded(other))
+            yield group, product
+
+
+def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     ends = offsets.tolist()
-    groups = list(zip([0, *ends], ends))
-    with without_autocast(left.device.type):
-        return _by_matrices(left, right, groups) if right.dim() == 3 else _over_rows(left.t(), right, groups)
+    return list(zip([0, *ends], ends))
+
+
+def _by_matrices_in_fp32(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """Return what `_by_matrices` returns, from fp32 copies of one group after the other."""
+    products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
+    for (start, end), matrix in zip(groups, matrices.unbind(0)):
+        if start < end:
+            products[start:end] = torch.mm(rows[start:end].float(), matrix.float())
+    return products
 
 
 def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) -> Tensor:
@@ -127,15 +176,6 @@ def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) 
             torch.mm(rows[start:behind], matrix, out=products[start:behind])
         elif start < end:
             products[start:end] = torch.mm(_padded(rows[start:end]), matrix)[: end - start]
-    return products
-
-
-def _over_rows(left: Tensor, right: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """Return left^T right, [R, N] and [R, K], summed over each group [start, end) of rows: [e, N, K]."""
-    products = left.new_zeros((len(groups), left.shape[1], right.shape[1]))
-    for (start, end), product in zip(groups, products.unbind(0)):
-        if start < end:
-            torch.mm(_padded(left[start:end]).t(), _padded(right[start:end]), out=product)
     return products
 
 

@@ -119,11 +119,17 @@ def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: s
     assert errors[0] > 20 * errors[1]
 
 
-def test_by_default_experts_are_fused_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(switches.HALF_PRODUCTS, "fp32")
-    for dtype in (torch.float32, torch.bfloat16):
-        trained, _ = summed("experts, down", None, dtype, 1)
-        assert (trained.handed_on[0].layout == torch.sparse_coo) == (dtype == torch.float32)
+@pytest.mark.parametrize("way", ["native", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["experts, gate and up", "experts, down"])
+def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, way: str
+) -> None:
+    monkeypatch.setenv(switches.HALF_PRODUCTS, way)
+    for number in (1, 3) if dtype != torch.float32 else (1,):
+        by_autograd, by_default = (summed(name, one, dtype, number)[0] for one in (False, None))
+        assert torch.equal(by_autograd.weight.main_grad, by_default.weight.main_grad)
+        assert {one.layout for one in by_default.handed_on} == {torch.sparse_coo}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

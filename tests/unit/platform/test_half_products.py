@@ -126,7 +126,7 @@ GROUPS = [[5, 3], [0, 40, 0, 9, 100, 0], [130, 1, 257, 64, 0], [0, 0, 0]]
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("counts", GROUPS)
-def test_groups_of_any_size_are_rounded_once(counts: list[int], dtype: torch.dtype) -> None:
+def test_groups_of_any_size_are_rounded_once(way: str, counts: list[int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     rows, grad = (torch.randn(sum(counts), size, generator=generator).to(dtype) for size in (32, 24))
@@ -139,7 +139,7 @@ def test_groups_of_any_size_are_rounded_once(counts: list[int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(dtype: torch.dtype) -> None:
+def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(way: str, dtype: torch.dtype) -> None:
     """An audit, or a probe of a step's health, sees torch's form, and may change no bit of a run."""
     generator = torch.Generator().manual_seed(3)
     for counts in GROUPS[:-1]:
@@ -148,10 +148,25 @@ def test_groups_of_any_size_have_the_bits_of_torchs_grouped_product(dtype: torch
         weights = torch.randn(len(counts), 64, 96, generator=generator).to(dtype)
         for left, right in ((rows, weights.transpose(-2, -1)), (grad, weights), (grad.t(), rows)):
             ours = half_products.grouped_product(left, right, offsets)
-            assert torch.equal(ours, F.grouped_mm(left, right, offs=offsets))
+            with _Products() as products:
+                theirs = half_products.grouped_product(left, right, offsets)
+            assert torch.equal(ours, theirs) and products.dtypes == {torch.float32 if way == "fp32" else dtype}
 
 
-def test_what_is_not_a_number_stays_in_its_group() -> None:
+def test_copies_in_fp32_are_of_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switches.HALF_PRODUCTS, "fp32")
+    mm, multiplied = torch.mm, []
+    monkeypatch.setattr(torch, "mm", lambda one, other: multiplied.append((one, other)) or mm(one, other))  # type: ignore[func-returns-value]
+    rows, matrices = torch.ones(200, 8).bfloat16(), torch.ones(3, 8, 16).bfloat16()
+    offsets = torch.tensor([50, 50, 200], dtype=torch.int32)
+    half_products.grouped_product(rows, matrices, offsets)
+    half_products.grouped_product(torch.ones(16, 200).bfloat16(), rows, offsets)
+    shapes = [(tuple(one.shape), tuple(other.shape)) for one, other in multiplied]
+    assert shapes == [((50, 8), (8, 16)), ((150, 8), (8, 16)), ((16, 50), (50, 8)), ((16, 150), (150, 8))]
+    assert {tensor.dtype for pair in multiplied for tensor in pair} == {torch.float32}
+
+
+def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
     rows = torch.ones(12, 8, dtype=torch.bfloat16)
     rows[5:] = torch.nan
     offsets = torch.tensor([5, 12], dtype=torch.int32)

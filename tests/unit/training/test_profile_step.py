@@ -21,7 +21,7 @@ BACKWARD = {
     "experts": "_GroupedMMBackward",
     "combine": "_SumCopiesBackward",
     "norms": "_RMSNormFunctionBackward",
-    "loss": "_VocabParallelCrossEntropyBackward",
+    "loss": "_CrossEntropyBackward",
     "embedding": "_LookupBackward",
 }
 
