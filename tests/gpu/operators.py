@@ -297,7 +297,7 @@ def rotary(stage: Stage, dtype: torch.dtype) -> None:
 
 
 def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
-    from megatron_moe.model.cross_entropy import linear_cross_entropy
+    from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 
     tokens, width, vocabulary = 50 * size, 64 * size, 401 * size
     labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(4))
@@ -310,6 +310,9 @@ def loss(stage: Stage, dtype: torch.dtype, size: int) -> None:
         return F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
 
     compare(stage, "fused loss", ours, inputs, truth)
+    of_logits: Any = lambda logits, labels: cross_entropy(logits.clone(), labels)  # noqa: E731
+    plain: Any = lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")  # noqa: E731
+    compare(stage, "loss of logits", of_logits, [_draw(tokens, vocabulary, dtype=dtype), labels], plain)
 
 
 def gate(stage: Stage, dtype: torch.dtype, size: int) -> None:
