@@ -38,7 +38,7 @@ SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
 _FLAGS += "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _COMPILER_SECONDS = 60
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
 _NUMBERS_PER_THREAD = 32768
 

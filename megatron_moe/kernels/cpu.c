@@ -36,6 +36,23 @@ static inline void store_bf16(u16 *at, float value) {
   *at = (u16)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : even); /* a NaN stays one */
 }
 
+/* fp16: its exponent's bias is 112 less than fp32's, and its subnormal numbers are normal ones in fp32 */
+static inline float load_fp16(const u16 *at) {
+  const u32 size = (*at & 0x7fffu) << 13, sign = (*at & 0x8000u) << 16;
+  const u32 tiny = to_bits(from_bits(size + (113u << 23)) - from_bits(113u << 23));
+  const u32 normal = size + (size < 0x7c00u << 13 ? 112u << 23 : 224u << 23); /* infinity and NaN */
+  return from_bits(sign | (size < 0x400u << 13 ? tiny : normal));
+}
+
+static inline void store_fp16(u16 *at, float value) {
+  const u32 bits = to_bits(value), size = bits & 0x7fffffffu;
+  const u32 tiny = to_bits(from_bits(size) + 0.5f) - (126u << 23); /* 0.5 has 2^-24, fp16's least, as its last place */
+  const u32 normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+  const u32 nan = 0x7e00u | ((size >> 13) & 0x3ffu);
+  const u32 large = size > 0x7f800000u ? nan : 0x7c00u;
+  *at = (u16)(bits >> 16 & 0x8000u) | (u16)(size < 113u << 23 ? tiny : size < 143u << 23 ? normal : large);
+}
+
 static inline float exponential(float x) {
   float whole = __builtin_rintf(x * 0x1.715476p+0f); /* 1 / ln 2 */
   whole = whole > 150.0f ? 150.0f : whole;
@@ -220,8 +237,10 @@ static float sum_of(const float *row, i64 width) {
 
 NORMS(fp32, float, load_float, store_float)
 NORMS(bf16, u16, load_bf16, store_bf16)
+NORMS(fp16, u16, load_fp16, store_fp16)
 OPERATIONS(fp32, float, load_float, store_float)
 OPERATIONS(bf16, u16, load_bf16, store_bf16)
+OPERATIONS(fp16, u16, load_fp16, store_fp16)
 
 /* ---- AdamW on state that is stored in fewer bytes (precision/packed_state.py has the same in torch)
 

@@ -268,6 +268,26 @@ def _adjust_layers(module: ModuleType) -> None:
         vars(module)[name] = adjusted(vars(module)[name])
 
 
+def _adjust_buffers(module: ModuleType) -> None:
+    """Adjust distributed/param_and_grad_buffer.py: nothing is sent within a group of one rank.
+
+    gloo copies a whole bucket of gradients, or of weights, to add up or gather the parts of one rank. They are in
+    their place already: the rank's part is the bucket itself.
+    """
+
+    def adjusted(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def collective(output: Any, input: Any, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == input.data_ptr():
+                return None
+            return stock(output, input, group=group, **options)
+
+        return collective
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        vars(module)[name] = adjusted(vars(module)[name])
+
+
 def _adjust_moe_utils(module: ModuleType) -> None:
     """Adjust transformer/moe/moe_utils.py, for the engine's own MoE layer, with which ours is compared."""
 
@@ -317,6 +337,7 @@ _ALWAYS: dict[str, Callable[[ModuleType], None]] = {
 }
 
 _WITHOUT_CUDA: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.distributed.param_and_grad_buffer": _adjust_buffers,
     # torch.compile needs a C++ compiler and seconds per process, for element-wise functions.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.models.common.embeddings.rope_utils": _adjust_rope,

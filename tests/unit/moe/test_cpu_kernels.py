@@ -20,7 +20,7 @@ from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
 
 needs_c = pytest.mark.skipif(compiled._loaded()[0] is None, reason=f"no kernels in C here: {compiled._loaded()[1]}")
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +90,12 @@ def test_a_norm_computes_the_bits_of_torchs_form(shape, dtype, threads, monkeypa
 
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_does_so_for_every_gate_that_bf16_has_and_passes_nan_and_infinity_on(dtype):
-    gates = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
-    gate_up = torch.cat([gates, torch.full_like(gates, 1.5)], dim=1).to(dtype)
-    ours, theirs = both_forms(gate_up, torch.full((64,), 0.75), torch.full((64, 1024), -0.5, dtype=dtype))
+@pytest.mark.parametrize(("up", "prob"), [(1.5, 0.75), (1.0, 1.0)])  # the latter: ties among subnormal numbers
+def test_it_does_so_for_every_gate_of_16_bits_and_passes_nan_and_infinity_on(up, prob, dtype):
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(64, 1024)
+    gates = bits.view(dtype if dtype.itemsize == 2 else torch.bfloat16).to(dtype)
+    gate_up = torch.cat([gates, torch.full_like(gates, up)], dim=1)
+    ours, theirs = both_forms(gate_up, torch.full((64,), prob), torch.full((64, 1024), -0.5, dtype=dtype))
     for mine, other in zip(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     assert theirs[0].isnan().any() and theirs[0].isinf().any()

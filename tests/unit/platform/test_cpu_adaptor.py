@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_moe.config.schema import Run
+from megatron_moe.parallel import groups
 from megatron_moe.platform import cpu_adaptor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -263,3 +266,19 @@ def test_the_engines_gate_multiplies_without_transformer_engine():
     logits.sum().backward()
     torch.testing.assert_close(logits, x @ weight.t())
     torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(3, 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptor does nothing with CUDA")
+@pytest.mark.usefixtures("one_process")
+def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is():
+    from megatron.core.distributed import param_and_grad_buffer as engine
+
+    groups.initialize(Run())
+    bucket = torch.arange(8.0)
+    for collective in (engine.dist_all_gather_func, engine.dist_reduce_scatter_func):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert collective(bucket[:], bucket, group=dist.group.WORLD) is None
+        assert not [one.name for one in profile.events() if "c10d" in one.name or "gloo" in one.name]
+        elsewhere = torch.zeros(8)
+        collective(elsewhere, bucket, group=dist.group.WORLD)
+        assert torch.equal(elsewhere, bucket) and torch.equal(bucket, torch.arange(8.0))
