@@ -62,6 +62,9 @@ class OptimizerConfig:
     )
     muon_extra_scale_factor: float = flag(0.2, "Muon: and by this; with spectral, 0.2 gives updates AdamW's size")
     muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are three matrices, not one")
+    muon_split_qkv_per_head: bool = flag(
+        False, "Muon: the queries, keys and values of each attention head are matrices of their own"
+    )
     qk_clip: bool = flag(False, "scale down queries and keys of heads whose attention logits exceed a threshold")
     qk_clip_alpha: float = flag(0.5, "qk-clip: the share, as a power of the factor, that falls to the queries")
     qk_clip_threshold: float = flag(100.0, "qk-clip: the largest logit that is left alone")

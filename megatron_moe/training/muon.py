@@ -119,6 +119,21 @@ def _queries_keys_values(whole: Tensor, groups: int, head: int) -> list[Tensor]:
     return list(of_group.split([of_group.shape[1] - 2 * head, head, head], 1))
 
 
+def _heads(whole: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Return views [w, H] of a projection to heads [n sum(widths), H], for each w of each head."""
+    of_head = whole.view(-1, sum(widths), whole.shape[-1])
+    return [part for head in of_head.unbind(0) for part in head.split(list(widths))]
+
+
+def _head_widths(run: Run) -> dict[str, tuple[int, ...]]:
+    """Return projection to attention heads -> the rows of each matrix of a head."""
+    m = run.model
+    if not m.multi_latent_attention:
+        return {"linear_qkv": (run.derived.head_size,)}
+    query, key_value = (m.qk_head_dim + m.qk_pos_emb_head_dim,), (m.qk_head_dim, m.v_head_dim)
+    return {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
+
+
 def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
     """Return the weights of an unwrapped chunk that Muon updates, by name.
 
@@ -126,12 +141,15 @@ def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
     and the gate of a shared expert, which are no maps between hidden states, tables, norms and biases are AdamW's.
     """
     found: dict[str, MatrixLayout] = {}
+    widths = _head_widths(run) if run.optimizer.muon_split_qkv_per_head else {}
     for name, (_, split) in placement(chunk).items():
         module, parameter = name.split(".")[-2:]
         if parameter == "weight" and (module.startswith("linear_") or module == "eh_proj"):
             found[name] = MatrixLayout(split, False, _one)
             if split.stride == 2:
                 found[name] = MatrixLayout(split, False, _halves)
+            elif module in widths:
+                found[name] = MatrixLayout(split, False, partial(_heads, widths=widths[module]))
             elif module == "linear_qkv" and run.optimizer.muon_split_qkv:
                 groups, head = run.derived.num_query_groups, run.derived.head_size
                 found[name] = MatrixLayout(split, False, partial(_queries_keys_values, groups=groups, head=head))

@@ -24,11 +24,16 @@ MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 # Parts of a matrix that several ranks have, in odd shares or along two axes.
 GROUPED: dict[str, Any] = {"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
 GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2}
+OF_MODEL = (*GROUPED, "muon_split_qkv_per_head")
 OWN: dict[str, tuple[int, dict[str, Any]]] = {
     "DP4, distributed optimizer": (4, {"use_distributed_optimizer": True}),
     "TP2 x DP2, ZeRO 3": (
         4,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_torch_fsdp2": True},
+    ),
+    "TP2, each head": (
+        2,
+        {"muon_split_qkv_per_head": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     ),
     "TP2, query groups": (2, {**GROUPED, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "TP2 x DP2, distributed optimizer": (
@@ -45,7 +50,7 @@ EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
 @pytest.mark.parametrize("layout", engines.cases(ALL, both=EITHER))
 def test_a_layout_trains_as_one_rank_does(gloo: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
-    one = gloo.run(1, trained, flags={**MUON, **{name: changes[name] for name in GROUPED if name in changes}})
+    one = gloo.run(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
     many = gloo.run(ranks, trained, flags={**MUON, **changes})
     assert many[0][0] == pytest.approx(one[0][0], rel=1e-5)
     wanted, found = whole(one), whole(many)

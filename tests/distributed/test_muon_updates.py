@@ -33,11 +33,26 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "experts, DP2, fp16": (EXPERTS, 2, {"fp16": True}),
     "query groups": (GROUPED, 1, {"muon_nesterov": True}),
     "query groups, one matrix": (GROUPED, 1, {"muon_split_qkv": False, "muon_scale_mode": "unit_rms_norm"}),
+    "query groups, each head": (GROUPED, 1, {"muon_split_qkv_per_head": True}),
+    "latent heads": (EXPERTS, 1, {"muon_split_qkv_per_head": True, "qk_head_dim": 10, "v_head_dim": 6}),
+    "latent heads without a query's latent": (
+        {**EXPERTS, "q_lora_rank": None},
+        1,
+        {"muon_split_qkv_per_head": True, "muon_scale_mode": "unit_rms_norm"},
+    ),
     "query groups, DP2": (GROUPED, 2, {"muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0}),
     "biases and norms": (MODELS["grouped, biased"], 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
 }
 EITHER = ["experts, DP2, distributed optimizer", "query groups"]
 TOLERANCE = {"bf16": 2e-3, "fp16": 2e-3}
+
+
+def rows_of_heads(run: Run) -> dict[str, list[int]]:
+    if not run.model.multi_latent_attention:
+        return {"linear_qkv": [run.derived.head_size]}
+    query = [run.model.qk_head_dim + run.model.qk_pos_emb_head_dim]
+    key_value = [run.model.qk_head_dim, run.model.v_head_dim]
+    return {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
 
 
 @pytest.mark.claim("A step of Muon is that of singular values in fp64, of AdamW for what is no matrix.")
@@ -52,6 +67,8 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
     steps = steps[: options.muon_num_ns_steps]
     sizes = {"query_groups": run.derived.num_query_groups, "head": run.derived.head_size}
     sizes["split_qkv"] = options.muon_split_qkv
+    if options.muon_split_qkv_per_head:
+        sizes["of_heads"] = rows_of_heads(run)
     for result in gloo.run(ranks, trained, run=run):
         start = {name: weight.double() for name, weight in result["start"].items()}
         adam = AdamW(start, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)

@@ -92,8 +92,19 @@ def scale(rows: int, columns: int, mode: str = "spectral", extra: float = 0.2) -
     return extra * math.sqrt(max(1.0, rows / columns))
 
 
-def matrices(name: str, weight: Tensor, *, query_groups: int, head: int, split_qkv: bool = True) -> list[Tensor]:
-    """The matrices in a weight of one rank, as views whose last axis is the input; none where AdamW updates it."""
+def matrices(
+    name: str,
+    weight: Tensor,
+    *,
+    query_groups: int,
+    head: int,
+    split_qkv: bool = True,
+    of_heads: dict[str, list[int]] | None = None,
+) -> list[Tensor]:
+    """The matrices in a weight of one rank, as views whose last axis is the input; none where AdamW updates it.
+
+    of_heads: module -> rows of the matrices of a head, where each head is orthogonalized by itself.
+    """
     if name.endswith("experts.weight1"):  # [e, 2, F, H]
         return [half for expert in weight for half in expert]
     if name.endswith("experts.weight2"):  # [e, H, F]
@@ -103,6 +114,9 @@ def matrices(name: str, weight: Tensor, *, query_groups: int, head: int, split_q
         return []
     if module == "linear_fc1":
         return list(weight.chunk(2))
+    if of_heads and module in of_heads:
+        rows = len(weight) // sum(of_heads[module]) * of_heads[module]
+        return list(weight.split(rows))
     if module == "linear_qkv" and split_qkv:
         by_group = weight.view(query_groups, -1, weight.shape[1])
         return [by_group[:, : -2 * head], by_group[:, -2 * head : -head], by_group[:, -head:]]

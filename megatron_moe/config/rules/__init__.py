@@ -140,6 +140,7 @@ RULES: tuple[Rule, ...] = (
     precision.audit_needs_a_second_step,
     training.learning_rates_are_ordered,
     training.muon_flags_need_muon,
+    training.heads_are_split_apart,
     training.muon_keeps_fp32_state_on_the_device,
     param_groups.decoupled_rates_are_ordered,
     training.samples_have_a_batch,

@@ -52,6 +52,7 @@ _MUON_FLAGS = (
     "muon_scale_mode",
     "muon_extra_scale_factor",
     "muon_split_qkv",
+    "muon_split_qkv_per_head",
 )
 
 
@@ -60,6 +61,13 @@ def muon_flags_need_muon(run: Run, world_size: int) -> None:
     stray = set_among(run, _MUON_FLAGS)
     if stray and run.optimizer.optimizer != "muon":
         raise refuse(run, (*stray, "optimizer"), "are settings of Muon's; add --optimizer muon, or drop them")
+
+
+def heads_are_split_apart(run: Run, world_size: int) -> None:
+    """Refuse a matrix for each head where queries, keys and values are to be one."""
+    o = run.optimizer
+    if o.muon_split_qkv_per_head and not o.muon_split_qkv:
+        raise refuse(run, ("muon_split_qkv_per_head", "muon_split_qkv"), "contradict each other; drop one of them")
 
 
 def muon_keeps_fp32_state_on_the_device(run: Run, world_size: int) -> None:
