@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,23 @@ def test_the_average_is_that_of_the_main_weights_after_each_step(gloo: Any, case
             torch.testing.assert_close(value.double(), wanted[key], rtol=1e-6, atol=1e-8, msg=f"step {number}: {key}")
     moved = [key for key, value in averages(steps[-1]).items() if not value.equal(of_main_weights(steps[-1], key))]
     assert len(moved) > 0.9 * len(moments)
+
+
+def test_an_average_over_many_steps_is_not_off_by_the_rounding_of_its_decay() -> None:
+    from megatron_moe.training.optimizer import OwnedPart
+    from megatron_moe.training.weight_average import AveragedWeight, WeightAverage
+
+    generator, decay = torch.Generator().manual_seed(3), 0.9999
+    parameter = torch.nn.Parameter(0.5 + torch.rand(256, generator=generator))
+    average = WeightAverage(decay, [], SimpleNamespace(is_stub_optimizer=True))  # type: ignore[arg-type]
+    values, middle = parameter.detach().clone(), parameter.detach().clone()
+    average.weights.append(AveragedWeight(parameter, OwnedPart(None, 0, 256), parameter, values))
+    exact = values.double()
+    for _ in range(15_000):
+        parameter.data = middle + 0.02 * torch.randn(256, generator=generator)
+        average.update()
+        exact = decay * exact + (1 - decay) * parameter.detach().double()
+    assert abs(float((values / exact - 1).mean())) < 1e-6  # 1e-4 where the decay is rounded to fp32
 
 
 def skipped() -> tuple[bool, Saved, Saved]:
