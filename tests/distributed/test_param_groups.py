@@ -188,7 +188,7 @@ MOVES = {
     "changed, ZeRO 1 to EP2": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **BF16, "expert_model_parallel_size": 2})),
     "changed, ZeRO 1 to 3": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **ZERO_3})),
     # Groups of which the first or the last stage has no parameter.
-    "changed, PP2 in bf16": ((2, {**FLAGS, **PP2, "bf16": True}), (2, {**OTHER, **PP2, "bf16": True})),
+    "changed, PP2 in bf16": ((2, {**OTHER, **PP2, "bf16": True}), (2, {**FLAGS, **PP2, "bf16": True})),
     "no norm of the first stage, PP2 in bf16": ((2, FROZEN_NORMS), (2, FROZEN_NORMS)),
     "changed, ZeRO 3 to packed ZeRO 1": (
         (2, {**FLAGS, **ZERO_3}),

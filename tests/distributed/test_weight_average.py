@@ -68,15 +68,19 @@ def tensors_of(trainer: Any) -> Saved:
     return found
 
 
-def stepped(flags: dict[str, Any], steps: int = 3) -> list[Saved]:
-    """The tensors at the start and after each step."""
+def stepped(flags: dict[str, Any], steps: int = 3, piece: int | None = None) -> list[Saved]:
+    """The tensors at the start and after each step; at most `piece` elements are averaged at once."""
+    from megatron_moe.training import weight_average
     from tests.helpers.stepped_trainer import Trainer
 
-    trainer = Trainer({**AVERAGED, **flags})
-    found = [tensors_of(trainer)]
-    for _ in range(steps):
-        assert trainer.step().committed
-        found.append(tensors_of(trainer))
+    with pytest.MonkeyPatch.context() as patch:
+        if piece is not None:
+            patch.setattr(weight_average, "_PIECE", piece)
+        trainer = Trainer({**AVERAGED, **flags})
+        found = [tensors_of(trainer)]
+        for _ in range(steps):
+            assert trainer.step().committed
+            found.append(tensors_of(trainer))
     return found
 
 
@@ -128,6 +132,13 @@ def test_an_average_over_many_steps_is_not_off_by_the_rounding_of_its_decay() ->
         average.update()
         exact = decay * exact + (1 - decay) * parameter.detach().double()
     assert abs(float((values / exact - 1).mean())) < 1e-6  # 1e-4 where the decay is rounded to fp32
+
+
+def test_what_is_averaged_piece_by_piece_is_what_is_averaged_at_once(gloo: Any) -> None:
+    flags = {**BF16, **PACKED, **OFFLOAD}
+    at_once, in_pieces = (gloo.run(1, stepped, flags=flags, piece=piece) for piece in (None, 256))
+    wanted, found = (averages(together([result[0][-1]])) for result in (at_once, in_pieces))
+    assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
 
 
 def skipped() -> tuple[bool, Saved, Saved]:
