@@ -101,7 +101,8 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
                     factor = own_rate * reference_muon.scale(
                         *rows, options.muon_scale_mode, options.muon_extra_scale_factor
                     )
-                    wanted = earlier * (1 - own_rate * 0.3 * decay) - factor * reference_muon.orthogonalized(matrix, steps)
+                    wanted = earlier * (1 - own_rate * 0.3 * decay)
+                    wanted -= factor * reference_muon.orthogonalized(matrix, steps)
                     most = 3.0 if unit > 1e-3 else 10.0
                     expected = reference_muon.expected_error(matrix, steps, max(unit, blur))
                     expected += unit * min(rows) ** 0.5  # the scaled result is rounded once more
