@@ -38,7 +38,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[st
         state = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         for tensor in sharded_parts(state):
             tensor.data = tensor.data.detach()  # of what was unpacked, which goes back at the block's end
-    _set_empty_groups_apart(state)
+    _leave_empty_groups_out(state)
     for part, own in _parts(optimizer, state):
         _to_common(part, own)
         if loading:
@@ -46,18 +46,20 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], metadata: dict[st
     return state
 
 
-def _set_empty_groups_apart(state: Any) -> None:
-    """Keep groups without a parameter on this rank out of the files.
+def _leave_empty_groups_out(state: Any) -> None:
+    """Drop groups without a parameter on this rank from the lists of main weights; `_from_common` puts them back.
 
     Plain values are saved once, by the first rank. If that has no experts (a pipeline whose first stage is dense) its
     empty list of main weights would be everyone's, and no stage with experts could be loaded.
     """
     if isinstance(state, dict):
         if _MAIN_WEIGHTS in state:
-            state[_MAIN_WEIGHTS] = [group if group else not_saved(group) for group in state[_MAIN_WEIGHTS]]
+            groups = [group for group in state.pop(_MAIN_WEIGHTS) if group]
+            if groups:
+                state[_MAIN_WEIGHTS] = groups
         else:
             for part in state.values():
-                _set_empty_groups_apart(part)
+                _leave_empty_groups_out(part)
 
 
 @torch.no_grad()
@@ -105,7 +107,7 @@ def _to_common(part: Any, own: dict[str, Any]) -> None:
             if hasattr(weight, "orthogonalized"):
                 own["param_state"][number]["exp_avg_sq"] = not_saved(_zeros(weight))
     elif _has_main_weights(part):
-        for tensor in sharded_parts(own[_MAIN_WEIGHTS]):
+        for tensor in sharded_parts(own.get(_MAIN_WEIGHTS, [])):
             tensor.key = _COMMON_PREFIX + tensor.key.removeprefix(_OWN_PREFIX)
     else:
         own["optimizer"] = {name: own.pop(name) for name in ("param_groups", "state")}
@@ -128,7 +130,11 @@ def _from_common(part: Any, common: dict[str, Any]) -> None:
         return
     # Of an optimizer without a parameter on this rank: what is empty is in no file.
     common["optimizer"].setdefault("state", {})
-    if not _has_main_weights(part):
+    if _has_main_weights(part):
+        loaded = iter(common.get(_MAIN_WEIGHTS, ()))
+        groups = common["optimizer"]["param_groups"]
+        common[_MAIN_WEIGHTS] = [next(loaded) if group["params"] else [] for group in groups]
+    else:
         common.update(common.pop("optimizer"))
 
 

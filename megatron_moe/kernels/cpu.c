@@ -354,7 +354,7 @@ INLINE pack_codes(const Adam *of, int which, i64 from, int count, int format, co
     else if (format == FP8) code = coded_fp8(size, chance);
     else code = (u32)(int)(size + (float)(int)chance * 0x1p-16f);
     if (which == 1) code = code == 0u && values[i] > 0.0f ? 1u : code; /* the step is divided by its root */
-    else if (format == FP8) code |= values[i] < 0.0f ? 0x80u : 0u;
+    else if (format == FP8) code |= to_bits(values[i]) >> 24 & 0x80u; /* of a zero too */
     else code = values[i] < 0.0f ? 0u - code : code;
     wide[i] = code;
   }

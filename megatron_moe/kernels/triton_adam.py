@@ -101,7 +101,7 @@ def _pack(
         if SECOND:
             code = tl.where((code == 0) & (values > 0.0), 1, code)
         elif FORMAT == 4:
-            code = tl.where(values < 0.0, code | 0x80, code)
+            code = code | ((values.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.int32)  # of a zero too
         else:
             code = tl.where(values < 0.0, -code, code)
         tl.store(stored + at, (tl.where(whole, code, 1) & 0xFF).to(tl.uint8), mask=inside)

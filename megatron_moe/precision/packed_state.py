@@ -240,7 +240,7 @@ def pack_moment(values: Tensor, stored: Tensor, exponents: Tensor | None, chance
     if second:
         codes = torch.where((codes == 0) & (values > 0.0), 1, codes)
     elif stored.dtype == torch.float8_e4m3fn:
-        codes = torch.where(values < 0.0, codes | 0x80, codes)
+        codes = torch.where(values.signbit(), codes | 0x80, codes)  # of a zero too
     else:
         codes = torch.where(values < 0.0, -codes, codes)
     codes = torch.where(finite.repeat_interleave(GROUP)[: values.numel()], codes, 1)

@@ -1,6 +1,6 @@
 """The exponential moving average of the main weights, with `--ema-decay`.
 
-It follows each committed step in fp32: average = decay x average + (1 - decay) x weight. It begins with the weights
+It follows each committed step in fp32: average + (1 - decay) x (weight - average). It begins with the weights
 that a run starts from, and a checkpoint has it as `optimizer.state.ema` of each weight (`checkpoint/average.py`).
 """
 
@@ -64,10 +64,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights of a committed step."""
+        """Move the average towards the weights of a committed step.
+
+        Not as decay x average + (1 - decay) x weight: fp32 has no number for most decays near 1, the two factors would
+        not add up to 1, and an average over many steps would be off by parts in ten thousand at 0.9999.
+        """
         for weight in self.weights:
             for target, near in _pieces(weight):
-                target.mul_(self.decay).add_(near, alpha=1.0 - self.decay)
+                target.lerp_(near, 1.0 - self.decay)
 
 
 def build_average(run: Run, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> WeightAverage | None:

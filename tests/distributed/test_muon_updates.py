@@ -7,6 +7,8 @@ make a small error of the gradient large.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -24,6 +26,10 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 EXPERTS = {**MODELS["experts"], "moe_shared_expert_gate": True, "mtp_num_layers": 1}
 GROUPED = {**MODELS["experts"], "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": None}
 GROUPED |= {"group_query_attention": True, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 12}
+BY_NAME = {
+    "lr_mult": ("*.linear_qkv.weight=2", "*.experts.weight1=0.5"),
+    "weight_decay_mult": ("*.linear_qkv.weight=0", "*.experts.weight2=3"),
+}
 # model, ranks, flags
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "experts": (EXPERTS, 1, {}),
@@ -40,6 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         1,
         {"muon_split_qkv_per_head": True, "muon_scale_mode": "unit_rms_norm"},
     ),
+    "query groups, rates and decays by name": (GROUPED, 1, BY_NAME),
     "query groups, DP2": (GROUPED, 2, {"muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 1.0}),
     "biases and norms": (MODELS["grouped, biased"], 1, {"muon_coefficient_type": "simple", "muon_num_ns_steps": 4}),
 }
@@ -53,6 +60,12 @@ def rows_of_heads(run: Run) -> dict[str, list[int]]:
     query = [run.model.qk_head_dim + run.model.qk_pos_emb_head_dim]
     key_value = [run.model.qk_head_dim, run.model.v_head_dim]
     return {"linear_q_proj": query, "linear_q_up_proj": query, "linear_kv_up_proj": key_value}
+
+
+def multiple(words: Sequence[str] | None, name: str) -> float:
+    """The number of the word PATTERN=X that names a parameter, of which there is one at most."""
+    pairs = [word.split("=") for word in words or ()]
+    return next((float(number) for pattern, number in pairs if fnmatchcase(name, pattern)), 1.0)
 
 
 @pytest.mark.claim("A step of Muon is that of singular values in fp64, of AdamW for what is no matrix.")
@@ -100,10 +113,13 @@ def test_steps_are_those_of_singular_values(gloo: Any, case: str) -> None:
                 for matrix, after, earlier in zip(of_value, of_main, of_before):
                     rows = (matrix.shape[:-1].numel(), matrix.shape[-1])
                     matrix, after, earlier = (one.reshape(rows) for one in (matrix, after, earlier))
-                    factor = rate * reference_muon.scale(
+                    own_rate, decay = (multiple(words, name) for words in (options.lr_mult, options.weight_decay_mult))
+                    own_rate *= rate
+                    factor = own_rate * reference_muon.scale(
                         *rows, options.muon_scale_mode, options.muon_extra_scale_factor
                     )
-                    wanted = earlier * (1 - rate * 0.3) - factor * reference_muon.orthogonalized(matrix, steps)
+                    wanted = earlier * (1 - own_rate * 0.3 * decay)
+                    wanted -= factor * reference_muon.orthogonalized(matrix, steps)
                     most = 3.0 if unit > 1e-3 else 10.0
                     expected = reference_muon.expected_error(matrix, steps, max(unit, blur))
                     expected += unit * min(rows) ** 0.5  # the scaled result is rounded once more

@@ -179,6 +179,7 @@ PLAIN = {**RATES, "weight_decay": 0.5, "lr_decay_style": "linear"}
 OTHER = {**PLAIN, "lr_mult": ("router=0.5", "norms=3", "experts=2"), "weight_decay_mult": ("*=0", "output_layer=2")}
 BF16 = {"bf16": True, "use_distributed_optimizer": True}
 ZERO_3 = {"bf16": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+FROZEN_NORMS = {**PLAIN, **PP2, "bf16": True, "freeze": ("decoder.layers.0.*norm*", "decoder.layers.1.*norm*")}
 MOVES = {
     "added": ((1, PLAIN), (1, FLAGS)),
     "added, to ZeRO 1": ((1, {**PLAIN, "bf16": True}), (2, {**FLAGS, **BF16})),
@@ -186,6 +187,9 @@ MOVES = {
     "changed, TP2 to PP2": ((2, {**FLAGS, **LAYOUTS["TP2"][1]}), (2, {**OTHER, **PP2})),
     "changed, ZeRO 1 to EP2": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **BF16, "expert_model_parallel_size": 2})),
     "changed, ZeRO 1 to 3": ((2, {**FLAGS, **BF16}), (2, {**OTHER, **ZERO_3})),
+    # Groups of which the first or the last stage has no parameter.
+    "changed, PP2 in bf16": ((2, {**OTHER, **PP2, "bf16": True}), (2, {**FLAGS, **PP2, "bf16": True})),
+    "no norm of the first stage, PP2 in bf16": ((2, FROZEN_NORMS), (2, FROZEN_NORMS)),
     "changed, ZeRO 3 to packed ZeRO 1": (
         (2, {**FLAGS, **ZERO_3}),
         (2, {**OTHER, **BF16, "use_precision_aware_optimizer": True}),

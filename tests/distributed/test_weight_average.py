@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,15 +68,19 @@ def tensors_of(trainer: Any) -> Saved:
     return found
 
 
-def stepped(flags: dict[str, Any], steps: int = 3) -> list[Saved]:
-    """The tensors at the start and after each step."""
+def stepped(flags: dict[str, Any], steps: int = 3, piece: int | None = None) -> list[Saved]:
+    """The tensors at the start and after each step; at most `piece` elements are averaged at once."""
+    from megatron_moe.training import weight_average
     from tests.helpers.stepped_trainer import Trainer
 
-    trainer = Trainer({**AVERAGED, **flags})
-    found = [tensors_of(trainer)]
-    for _ in range(steps):
-        assert trainer.step().committed
-        found.append(tensors_of(trainer))
+    with pytest.MonkeyPatch.context() as patch:
+        if piece is not None:
+            patch.setattr(weight_average, "_PIECE", piece)
+        trainer = Trainer({**AVERAGED, **flags})
+        found = [tensors_of(trainer)]
+        for _ in range(steps):
+            assert trainer.step().committed
+            found.append(tensors_of(trainer))
     return found
 
 
@@ -110,6 +115,30 @@ def test_the_average_is_that_of_the_main_weights_after_each_step(gloo: Any, case
             torch.testing.assert_close(value.double(), wanted[key], rtol=1e-6, atol=1e-8, msg=f"step {number}: {key}")
     moved = [key for key, value in averages(steps[-1]).items() if not value.equal(of_main_weights(steps[-1], key))]
     assert len(moved) > 0.9 * len(moments)
+
+
+def test_an_average_over_many_steps_is_not_off_by_the_rounding_of_its_decay() -> None:
+    from megatron_moe.training.optimizer import OwnedPart
+    from megatron_moe.training.weight_average import AveragedWeight, WeightAverage
+
+    generator, decay = torch.Generator().manual_seed(3), 0.9999
+    parameter = torch.nn.Parameter(0.5 + torch.rand(256, generator=generator))
+    average = WeightAverage(decay, [], SimpleNamespace(is_stub_optimizer=True))  # type: ignore[arg-type]
+    values, middle = parameter.detach().clone(), parameter.detach().clone()
+    average.weights.append(AveragedWeight(parameter, OwnedPart(None, 0, 256), parameter, values))
+    exact = values.double()
+    for _ in range(15_000):
+        parameter.data = middle + 0.02 * torch.randn(256, generator=generator)
+        average.update()
+        exact = decay * exact + (1 - decay) * parameter.detach().double()
+    assert abs(float((values / exact - 1).mean())) < 1e-6  # 1e-4 where the decay is rounded to fp32
+
+
+def test_what_is_averaged_piece_by_piece_is_what_is_averaged_at_once(gloo: Any) -> None:
+    flags = {**BF16, **PACKED, **OFFLOAD}
+    at_once, in_pieces = (gloo.run(1, stepped, flags=flags, piece=piece) for piece in (None, 256))
+    wanted, found = (averages(together([result[0][-1]])) for result in (at_once, in_pieces))
+    assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
 
 
 def skipped() -> tuple[bool, Saved, Saved]:

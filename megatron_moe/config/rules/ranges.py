@@ -133,7 +133,8 @@ RANGES: dict[str, Range] = {
     "weight_decay": _NOT_NEGATIVE,
     "adam_beta1": _PROBABILITY,
     "adam_beta2": _PROBABILITY,
-    "adam_eps": _POSITIVE,
+    # fp32's smallest normal number: less is 0 to a kernel, and an element without a gradient would become 0 / 0.
+    "adam_eps": Range(low=2.0**-126),
     "muon_momentum": _PROBABILITY,
     "muon_num_ns_steps": Range(low=1, high=100),
     "muon_extra_scale_factor": _POSITIVE,

@@ -99,6 +99,12 @@ def test_a_number_outside_its_range_is_refused_with_flag_and_value(name):
         assert f"{field.flag} {number}:" in message
 
 
+def test_an_epsilon_that_is_zero_in_fp32_is_refused():
+    assert RANGES["adam_eps"].holds(1e-37)
+    rule, message = refusal(schema.build({**schema.flatten(cli.parse(shlex.split(TINY))), "adam_eps": 1e-50}), 1)
+    assert rule == "numbers_are_in_range" and "--adam-eps 1e-50" in message
+
+
 @pytest.mark.parametrize("name", [name for name, field in all_fields().items() if field.choices])
 def test_an_unknown_choice_is_refused_also_without_a_command_line(name):
     field = all_fields()[name]

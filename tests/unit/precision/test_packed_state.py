@@ -94,14 +94,15 @@ def test_a_moment_that_changes_by_less_than_half_a_step_still_moves() -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["first moment", "second moment"])
 @pytest.mark.parametrize("name", NARROW)
-def test_packing_what_was_unpacked_gives_the_same_numbers(name: str, second: bool) -> None:
+def test_packing_what_was_unpacked_gives_the_same_bits(name: str, second: bool) -> None:
     *_, first, squares = packed_cases.values(5000, seed=4)
+    first[1::GROUP] = -1e-7 * first[::GROUP].abs()  # rounded to zero, from below, where there are codes
     moment, exponents = stored(name, 5000, second)
     pack_moment(squares if second else first, moment, exponents, chances_of(packed_cases.chances(5000), 5000), second)
     values = unpacked_moment(moment, exponents)
     again, others = stored(name, 5000, second)
     pack_moment(values, again, others, chances_of(packed_cases.chances(5000, width=11), 5000), second)
-    assert torch.equal(unpacked_moment(again, others), values)
+    assert torch.equal(unpacked_moment(again, others).view(torch.int32), values.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
