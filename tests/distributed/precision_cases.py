@@ -37,6 +37,8 @@ DENSE = {
     "add_bias_linear": True,
     "untie_embeddings_and_output_weights": False,
 }
+SEQUENCES = 2
+"""Micro-batches of one sequence: a second one accumulates gradients, and fills an interleaved pipeline."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "TP2, SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -55,7 +57,7 @@ def run_of(base: dict[str, Any] = SMALL, **flags: Any) -> Run:
 
 
 class Trainer:
-    """A small model with its optimizer, on a fixed global batch of four sequences."""
+    """A small model with its optimizer, on a fixed global batch of SEQUENCES."""
 
     def __init__(self, run: Run, pg_collection: Any = None) -> None:
         from megatron_moe.model.build import build_model
@@ -74,10 +76,10 @@ class Trainer:
     def batches(self) -> list[Any]:
         generator = torch.Generator().manual_seed(7)
         length = self.run.model.seq_length
-        tokens = torch.randint(0, 256, (4, length + 1), generator=generator)
-        positions, mask = torch.arange(length).expand(4, length), torch.ones(4, length)
+        tokens = torch.randint(0, 256, (SEQUENCES, length + 1), generator=generator)
+        positions, mask = torch.arange(length).expand(SEQUENCES, length), torch.ones(SEQUENCES, length)
         whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
-        share = 4 // self.groups.dp.size()
+        share = SEQUENCES // self.groups.dp.size()
         rows = range(self.groups.dp.rank() * share, (self.groups.dp.rank() + 1) * share)
         return [iter([{k: v[row : row + 1] for k, v in whole.items()} for row in rows]) for _ in self.model]
 
@@ -86,7 +88,8 @@ class Trainer:
 
         return train_step(
             self.model, self.optimizer, self.scheduler, self.batches(),
-            num_micro_batches=4 // self.groups.dp.size(), micro_batch_size=1, seq_length=self.run.model.seq_length,
+            num_micro_batches=SEQUENCES // self.groups.dp.size(), micro_batch_size=1,
+            seq_length=self.run.model.seq_length,
             pg_collection=self.groups,
         )  # fmt: skip
 
@@ -94,8 +97,9 @@ class Trainer:
         from megatron_moe.training.evaluate import evaluate
 
         return evaluate(
-            self.model, self.batches(), split="valid", iteration=1, num_micro_batches=4 // self.groups.dp.size(),
-            micro_batch_size=1, seq_length=self.run.model.seq_length, pg_collection=self.groups,
+            self.model, self.batches(), split="valid", iteration=1,
+            num_micro_batches=SEQUENCES // self.groups.dp.size(), micro_batch_size=1,
+            seq_length=self.run.model.seq_length, pg_collection=self.groups,
             in_fp32=self.run.precision.eval_in_fp32,
         ).loss  # fmt: skip
 

@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, fp32": (1, {**ALL, "bf16": False}),
     "grouped-query attention": (
         1,
-        {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 2, **ALL},
+        {**PRESETS["tiny-gqa"], "moe_layer_freq": 1, "vocab_size": 100, "micro_batch_size": 4, **ALL},
     ),
     "multi-token prediction": (1, {**ALL, "mtp_num_layers": 2}),
     "FP8": (1, {**ALL, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}),
@@ -32,14 +32,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "frozen first layers": (1, {**ALL, "freeze": ("embedding.*", "decoder.layers.0.*")}),
-    "DP2, ZeRO 1": (2, {**ALL, "use_distributed_optimizer": True}),
-    "DP2, ZeRO 3": (2, {**ALL, "use_torch_fsdp2": True}),
+    "DP2, ZeRO 1": (2, {**ALL, "micro_batch_size": 2, "use_distributed_optimizer": True}),
+    "DP2, ZeRO 3": (2, {**ALL, "micro_batch_size": 2, "use_torch_fsdp2": True}),
     "TP2, sequence parallel": (2, {**ALL, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "CP2 x EP2": (4, {**ALL, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "CP2 x EP2": (
+        4,
+        {**ALL, "micro_batch_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2},
+    ),
     "PP2": (2, {**ALL, "pipeline_model_parallel_size": 2}),
     "PP4, predictions alone": (
         4,
-        {**ALL, "mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "micro_batch_size": 1}
+        {**ALL, "mtp_num_layers": 1, "pipeline_model_parallel_size": 4, "micro_batch_size": 2}
         | {"pipeline_model_parallel_layout": "Ett|tt|m|L"},
     ),
     "PP2, interleaved": (
@@ -48,11 +51,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dropout": (1, {**ALL, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
 }
+STEPS = 2
 EITHER = ["one rank", "multi-token prediction", "outputs recomputed", "DP2, ZeRO 3", "PP2, interleaved"]
 
 
 def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]]:
-    """Losses and gradient norms of three steps, digests of the state after them, and what was offloaded."""
+    """Losses and gradient norms of a few steps, digests of the state after them, and what was offloaded.
+
+    A rank has two micro-batches a step, or more: its share of eight sequences.
+    """
     from megatron_moe.model.activation_offload import ActivationOffload
     from tests.helpers.stepped_trainer import Trainer
 
@@ -67,8 +74,8 @@ def trained(flags: dict[str, Any]) -> tuple[list[Any], dict[str, str], list[str]
 
     with on_a_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ActivationOffload, "_move", counted)
-        trainer = Trainer(flags)
-        steps = [trainer.step() for _ in range(3)]
+        trainer = Trainer({"micro_batch_size": 4, **flags})
+        steps = [trainer.step() for _ in range(STEPS)]
     return [(step.loss, step.grad_norm) for step in steps], trainer.state(), sorted(set(moved))
 
 

@@ -23,6 +23,8 @@ from tests.helpers.engines import cases
 from tests.reference.reference_moe import bias_step
 
 STEPS, HIDDEN, RATE = 200, 8, 1e-3
+LAYOUT_STEPS = 80
+"""Steps of a layout: every cut of a batch is drawn anew. STEPS are what the balance takes."""
 LAST = 40
 """Steps at the end over which the balance is taken: one step's counts are noisy."""
 
@@ -85,7 +87,7 @@ def run_layout(seed: int, layout: dict[str, Any], half: bool) -> torch.Tensor:
     model = Float16Module(router.config, router) if half else router
     assert router.weight.dtype == (torch.bfloat16 if half else torch.float32)
     draw = random.Random(repr((seed, dist.get_world_size(), layout)))
-    for step in range(STEPS):
+    for step in range(LAYOUT_STEPS):
         shares = cut_up(global_batch(seed, step, num_tokens), draw, dist.get_world_size())
         for tokens, is_padding in shares[dist.get_rank()]:
             router.route(tokens.bfloat16() if half else tokens, is_padding)
@@ -93,11 +95,11 @@ def run_layout(seed: int, layout: dict[str, Any], half: bool) -> torch.Tensor:
     return router.expert_bias.clone()
 
 
-def oracle(seed: int, update: bool = True) -> tuple[torch.Tensor, list[int]]:
+def oracle(seed: int, update: bool = True, steps: int = STEPS) -> tuple[torch.Tensor, list[int]]:
     """The bias after all steps, and the counts of the last ones: no router, one batch, integers."""
     num_experts, topk, num_tokens, options = CASES[seed]
     weight, bias, late = gate_weight(seed, num_experts), [0.0] * num_experts, [0] * num_experts
-    for step in range(STEPS):
+    for step in range(steps):
         scores = torch.sigmoid(global_batch(seed, step, num_tokens) @ weight.T) + torch.tensor(bias)
         if "moe_router_num_groups" in options:
             grouped = scores.view(num_tokens, options["moe_router_num_groups"], -1)
@@ -106,7 +108,7 @@ def oracle(seed: int, update: bool = True) -> tuple[torch.Tensor, list[int]]:
             scores = torch.where(kept.unsqueeze(-1), grouped, -torch.inf).view(num_tokens, num_experts)
         counts = torch.bincount(scores.topk(topk, dim=-1).indices.flatten(), minlength=num_experts).tolist()
         assert sum(counts) == num_tokens * topk
-        if step >= STEPS - LAST:
+        if step >= steps - LAST:
             late = [total + count for total, count in zip(late, counts)]
         if update and options.get("moe_router_bias_center"):
             bias = updated_expert_bias(torch.tensor(bias), torch.tensor(counts), RATE, center=True).tolist()
@@ -124,7 +126,7 @@ def max_violation(counts: list[int]) -> float:
 def test_any_cut_on_any_ranks_gives_the_bits_of_the_oracle(
     gloo: Any, seed: int, half: bool, two: dict[str, Any], four: dict[str, Any]
 ) -> None:
-    bias, _ = oracle(seed)
+    bias, _ = oracle(seed, steps=LAYOUT_STEPS)
     assert bias.abs().max() > 0.02 and bias.unique().numel() > 4
     for world, layout in ((1, {}), (2, two), (4, four)):
         for rank, found in enumerate(gloo.run(world, run_layout, seed=seed, layout=layout, half=half)):

@@ -17,6 +17,7 @@ from megatron_moe.parallel.sequence import in_order
 from megatron_moe.precision import table
 from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, VPP2, oracle, relative_error  # noqa: F401
 from tests.distributed.test_model_layouts import test_a_layout_agrees_with_one_rank as agrees
+from tests.helpers import engines
 from tests.helpers import model_cases as cases
 from tests.unit.model.test_attention import WIDTHS, inputs, reference
 
@@ -41,10 +42,22 @@ LAYOUTS = [
     ("experts", 4, {**CP2, **PP2}),
     ("experts", 4, CP2),  # and DP2
 ]
+EITHER = [
+    ("dense mla", 4, CP4),
+    ("dense mla", 2, {**CP2, **SHARDED}),
+    ("grouped, biased", 4, {**CP2, **SP2}),
+    ("experts", 2, {**CP2, "cross_entropy_loss_fusion": True, "calculate_per_token_loss": True}),
+    ("experts", 4, {**CP2, **SP2, **EP2, "expert_tensor_parallel_size": 2}),
+    ("experts", 4, {**CP2, **PP2}),
+]
 
 
 @pytest.mark.claim("Context parallelism, with the other kinds of parallelism, trains as one rank does.")
-@pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS])
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    engines.cases(LAYOUTS, both=EITHER),
+    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
+)
 def test_a_layout_with_split_sequences_agrees_with_one_rank(gloo, oracle, model, ranks, layout):  # noqa: F811
     agrees(gloo, oracle, model, ranks, layout)
 

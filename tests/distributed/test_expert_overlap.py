@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_moe.config.schema import Run, replace
 from tests.distributed import mtp_cases
 from tests.distributed.test_model_layouts import EP2, MODELS, SP2, VPP2
-from tests.helpers import deep_ep_stub
+from tests.helpers import deep_ep_stub, engines
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 LATER = {**OVERLAP, "delay_wgrad_compute": True}
@@ -139,6 +139,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "DeepEP": (2, {**EP2, "moe_token_dispatcher_type": "flex"}, OVERLAP),
     "HybridEP": (2, {**EP2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, LATER),
 }
+EITHER = [
+    "all-to-all",
+    "bf16 with an fp32 residual, overlapped reduction",
+    "TP2 with sequence parallelism, ETP2, dropout",
+    "PP2 in two chunks each, multi-token prediction",
+    "HybridEP",
+]
 
 
 # What a layer's forward pass of one micro-batch and another's backward pass of the one before are put together to.
@@ -158,7 +165,7 @@ def test_exchanges_of_one_micro_batch_are_queued_next_to_the_products_of_another
 
 
 @pytest.mark.claim("--overlap-moe-expert-parallel-comm and --delay-wgrad-compute change no bit of a step.")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", engines.cases(CASES, both=EITHER))
 def test_losses_gradients_and_counts_are_those_of_one_micro_batch_after_the_other(gloo: Any, case: str) -> None:
     ranks, flags, how = CASES[case]
     plain = gloo.run(ranks, steps, run=replace(Run(), **{**MODEL, **flags}))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import engines
 from tests.helpers.fault_cases import DAMAGE, NAMED, SITES, faulty_steps, poisoned_saves, stopped_run
 
 KINDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
@@ -14,6 +15,12 @@ TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": Tru
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 
 STEADY_SCALE: dict[str, Any] = {"initial_loss_scale": 1024.0, "min_loss_scale": 1024.0}
+
+SPREAD: list[dict[str, Any]] = [
+    {"data_parallel_sharding_strategy": "optim_grads", "num_layers": 3, "fp16": True, **STEADY_SCALE},
+    {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, **EP2},
+]
+SPREAD = [{**flags, "global_batch_size": 4} for flags in SPREAD]  # a micro-batch of each rank
 
 
 def check(fault: tuple[str, str, str], results: list[dict[str, Any]], by_name: bool = True) -> None:
@@ -47,10 +54,7 @@ def test_every_site_is_named_and_nothing_has_changed(gloo):
 @pytest.mark.claim("NaN and infinity are found in the same step by all ranks and named; nothing of it is saved.")
 @pytest.mark.parametrize(
     "flags",
-    [
-        {"data_parallel_sharding_strategy": "optim_grads", "num_layers": 3, "fp16": True, **STEADY_SCALE},
-        {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, **EP2},
-    ],
+    engines.cases(SPREAD, both=[SPREAD[1]]),
 )
 def test_every_site_is_named_where_weights_and_gradients_are_spread(gloo, flags):
     faults = [(site, tuple(KINDS)[number % 3], ("one", "all")[number % 2]) for number, site in enumerate(SITES)]

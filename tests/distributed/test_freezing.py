@@ -12,6 +12,7 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.module_names import frozen, modules
 from megatron_moe.config.schema import build
+from tests.helpers import engines
 from tests.helpers.trained_steps import TINY, differing, refusal, tensors, trained
 
 SOME = ("embedding", "first_layer", "router", "*.input_layernorm")
@@ -19,6 +20,14 @@ SOME = ("embedding", "first_layer", "router", "*.input_layernorm")
 STEPS = {"clip_grad": 0.0, "save_interval": 1, "lr": 1e-2, "weight_decay": 0.1}
 SHARDED = {"bf16": True, "use_distributed_optimizer": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: list[tuple[int, tuple[str, ...], dict[str, Any]]] = [
+    (1, SOME, {}),
+    (1, SOME, {**SHARDED, **RECOMPUTED}),
+    (1, (*SOME, "experts"), {"fp16": True, "initial_loss_scale": 256.0}),
+    (2, SOME, {**SHARDED, "expert_model_parallel_size": 2}),
+    (2, SOME, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1}),
+    (2, (*SOME, "attention"), {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+]
 
 
 def steps_of(save: Path, flags: dict[str, Any]) -> dict[str, Any]:
@@ -44,14 +53,7 @@ def moments(step: Path) -> set[str]:
 @pytest.mark.claim("Frozen parameters keep their bits, and the others are trained as without them.")
 @pytest.mark.parametrize(
     "ranks, patterns, flags",
-    [
-        (1, SOME, {}),
-        (1, SOME, {**SHARDED, **RECOMPUTED}),
-        (1, (*SOME, "experts"), {"fp16": True, "initial_loss_scale": 256.0}),
-        (2, SOME, {**SHARDED, "expert_model_parallel_size": 2}),
-        (2, SOME, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1}),
-        (2, (*SOME, "attention"), {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    ],
+    engines.cases(CASES, both=[CASES[1], CASES[3], CASES[5]]),
     ids=["fp32", "bf16-recomputed", "fp16-experts", "EP2", "PP2", "TP2"],
 )
 def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without(

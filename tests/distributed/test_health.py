@@ -10,6 +10,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from tests.helpers import engines
 from tests.helpers import model_cases as cases
 from tests.helpers import stepped_trainer as steps
 
@@ -52,6 +53,20 @@ def norms(run: Run) -> dict[str, Any]:
     return {"split": split, "joint": float(optimizer.get_grad_norm()), "squares": squares, **counted}
 
 
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (1, DO),
+    (2, SP2),
+    (2, EP2),
+    (2, PP2),
+    (2, DO),
+    (2, {**EP2, **DO}),
+    (4, {**EP2, **PP2}),
+    (4, {**SP2, **DO}),
+    (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
+]
+
+
 @pytest.fixture(scope="module")
 def one_rank_norms(gloo: Any) -> dict[Any, float]:
     """The oracle: per parameter, on one rank, in fp64."""
@@ -62,18 +77,7 @@ def one_rank_norms(gloo: Any) -> dict[Any, float]:
 @pytest.mark.claim("Logged margins, flips and gradient norms are those computed by hand or on one rank.")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (1, {}),
-        (1, DO),
-        (2, SP2),
-        (2, EP2),
-        (2, PP2),
-        (2, DO),
-        (2, {**EP2, **DO}),
-        (4, {**EP2, **PP2}),
-        (4, {**SP2, **DO}),
-        (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
-    ],
+    engines.cases(LAYOUTS, both=[(1, DO), *LAYOUTS[-4:]]),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_norms_and_zeros_are_those_of_one_rank(

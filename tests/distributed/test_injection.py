@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.engines import cases
 
-ONE: dict[str, Any] = {"num_layers": 3, "moe_layer_freq": "[0,1,1]"}
+ONE: dict[str, Any] = {"num_layers": 2, "moe_layer_freq": "[0,1]", "micro_batch_size": 4}
 FOUR = {
     **ONE,
     "tensor_model_parallel_size": 2,

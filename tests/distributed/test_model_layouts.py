@@ -7,6 +7,7 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
+from tests.helpers import engines
 from tests.helpers import model_cases as cases
 
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "num_layers": 4}
@@ -66,6 +67,14 @@ LAYOUTS = [
     ("experts", 2, VPP2),
     ("experts", 4, {**EP2, **PP2}),
 ]
+EITHER = [
+    ("dense mla", 4, {**SP2, **PP2}),
+    ("dense mla, no query latent, tied", 2, SP2),
+    ("dense mla, no query latent, tied", 2, VPP2),
+    ("grouped, biased", 4, {**TP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
+    ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    ("experts", 4, {**EP2, **PP2}),
+]
 
 
 def cut(full, recipe):
@@ -91,7 +100,11 @@ def oracle(gloo):
 
 
 @pytest.mark.claim("TP, SP, PP, VPP, EP, ETP, DP and the distributed optimizer train as one rank does.")
-@pytest.mark.parametrize(("model", "ranks", "layout"), LAYOUTS, ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS])
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    engines.cases(LAYOUTS, both=EITHER),
+    ids=[f"{m}-{r}-{'-'.join(x)}" for m, r, x in LAYOUTS],
+)
 def test_a_layout_agrees_with_one_rank(gloo, oracle, model, ranks, layout):
     wanted = oracle(model)
     results = gloo.run(ranks, cases.one_step, run=replace(Run(), **{**MODELS[model], **layout}))

@@ -9,6 +9,7 @@ import torch
 from megatron_moe.config.schema import Run, replace
 from tests.distributed import mtp_cases as cases
 from tests.distributed.test_model_layouts import EP2, MODELS, PP2, SP2, TP2, VPP2, cut
+from tests.helpers import engines
 
 # An Adam whose step is smooth in the gradient: two layouts' rounding errors must not decide about a sign.
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7, "lr": 1e-2, "adam_eps": 1e-2, "micro_batch_size": 1}
@@ -38,6 +39,14 @@ LAYOUTS = {
         {**SP2, **PP2, "decoder_first_pipeline_num_layers": 1},
     ),
 }
+EITHER = [
+    "experts, TP2 with sequence parallelism, fused loss",
+    "experts, EP2 (DP2), per token",
+    "experts, CP2, per token",
+    "experts, DP2, distributed optimizer, overlaps",
+    "tied, PP2 in two chunks each",
+    "grouped, TP2 x PP2, one layer on the first stage",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,7 @@ def assert_same(result, wanted, rank, tolerance=1.0, gradients=True):
 
 
 @pytest.mark.claim("Multi-token prediction trains the same on every tried layout.")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", engines.cases(LAYOUTS, both=EITHER))
 def test_a_layout_trains_the_same_predictions(gloo, one_process, layout):
     model, ranks, flags = LAYOUTS[layout]
     wanted = one_process(model)

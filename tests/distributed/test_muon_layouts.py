@@ -48,9 +48,9 @@ EITHER = ["DP2, distributed optimizer", "DP2, ZeRO 3", "TP2"]
 
 @pytest.mark.claim("Muon trains on every layout as on one rank.")
 @pytest.mark.parametrize("layout", engines.cases(ALL, both=EITHER))
-def test_a_layout_trains_as_one_rank_does(gloo: Any, layout: str) -> None:
+def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = ALL[layout]
-    one = gloo.run(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
+    one = once(1, trained, flags={**MUON, **{name: changes[name] for name in OF_MODEL if name in changes}})
     many = gloo.run(ranks, trained, flags={**MUON, **changes})
     assert many[0][0] == pytest.approx(one[0][0], rel=1e-5)
     wanted, found = whole(one), whole(many)
@@ -80,8 +80,8 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp
 
 
 @pytest.mark.parametrize("layout", engines.cases(SAVED, both=["DP2, distributed optimizer"]))
-def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, tmp_path: Path, layout: str) -> None:
-    require_loaded_to_the_bit(gloo, tmp_path / "run", {"bf16": True, **MUON}, ALL[layout])
+def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
+    require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON}, ALL[layout])
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:

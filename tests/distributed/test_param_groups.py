@@ -10,6 +10,7 @@ import torch
 
 from megatron_moe.config import param_groups
 from megatron_moe.config.schema import build
+from tests.distributed.test_packed_layouts import FLAGS as SIZES
 from tests.distributed.test_packed_layouts import LAYOUTS, Saved, resumed, stopped, trained, whole
 from tests.helpers import engines
 from tests.helpers.stepped_trainer import TINY
@@ -130,10 +131,10 @@ def test_each_parameter_is_updated_as_by_torchs_adamw_with_its_own_group(gloo: A
 
 @pytest.mark.claim("Learning rates and decays by name are those of one rank on every layout and at every ZeRO stage.")
 @pytest.mark.parametrize("layout", engines.cases(CASES, both=EITHER))
-def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, layout: str) -> None:
+def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
     ranks, changes = CASES[layout]
     model = {name: value for name, value in changes.items() if name in {**TIED, **FURTHER}}
-    one = gloo.run(1, trained, flags={**FLAGS, **model})
+    one = once(1, trained, flags={**FLAGS, **model})
     many = gloo.run(ranks, trained, flags={**FLAGS, **changes})
     wanted, found = whole(one), whole(many)
     assert found.keys() == wanted.keys()
@@ -164,7 +165,6 @@ def loaded(flags: dict[str, Any], folder: str) -> tuple[dict[str, tuple[float, f
     from megatron_moe.checkpoint.load import load
     from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import Trained
-    from tests.distributed.test_packed_layouts import FLAGS as SIZES
     from tests.distributed.test_packed_layouts import optimizer_tensors
     from tests.helpers.stepped_trainer import Trainer
 
@@ -207,7 +207,7 @@ def test_the_flags_of_the_present_run_decide_after_a_load(gloo: Any, tmp_path: A
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     everything = {name: values for settings_, _ in results for name, values in settings_.items()}
-    run = build({**TINY, **flags})
+    run = build({**TINY, **SIZES, **flags})
     by_flags, decoupled = param_groups.settings(run), flags.get("decoupled_lr") is not None
     assert len(everything) > 20 and all(name in everything for name in by_flags)
     for name, (rate, decay, step) in everything.items():

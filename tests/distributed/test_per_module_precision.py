@@ -12,6 +12,8 @@ ALL = {"keep_fp32": ("*",), "fp32_residual_connection": True}
 SOME = {"keep_fp32": ("norms", "router", "decoder.layers.1", "decoder.layers.2.mlp.experts", "output_layer", "softmax")}
 FP32, BF16 = ("torch.float32", "torch.float32"), ("torch.bfloat16", "torch.float32")
 
+EITHER = ["TP2, SP", "PP2", "DP2, distributed optimizer"]
+
 
 @pytest.fixture(scope="module")
 def trained(gloo):
@@ -29,7 +31,7 @@ def trained(gloo):
 
 
 @pytest.mark.claim("A bf16 run that keeps every module in fp32 has the losses of an fp32 run, bit for bit.")
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("layout", engines.cases(cases.LAYOUTS, both=EITHER))
 def test_a_bf16_model_of_which_all_is_kept_trains_as_an_fp32_model_does(trained, layout):
     for got, wanted in zip(trained(layout, bf16=True, **ALL), trained(layout)):
         # the very same numbers: nothing anywhere passes through bf16, from the drawn weights to the second step
@@ -79,7 +81,10 @@ def _is_kept(name):
 @pytest.mark.claim("Modules kept in fp32 have fp32 weights and gradients on every tried layout.")
 @pytest.mark.parametrize(
     ("layout", "half"),
-    [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
+    engines.cases(
+        [*((layout, "bf16") for layout in cases.LAYOUTS), ("EP2", "fp16"), ("DP2, distributed optimizer", "fp16")],
+        both=[*((layout, "bf16") for layout in EITHER), ("EP2", "fp16")],
+    ),
 )
 def test_kept_weights_are_fp32_wherever_they_lie_and_the_others_are_not(trained, layout, half):
     flags = {"fp16": True, "initial_loss_scale": 256.0} if half == "fp16" else {"bf16": True}

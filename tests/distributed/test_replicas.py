@@ -13,6 +13,7 @@ from tests.helpers.replica_cases import flip, flipped_bits
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "bf16": True}
 TP2_DP2: dict[str, Any] = {
+    "global_batch_size": 4,
     "tensor_model_parallel_size": 2,
     "sequence_parallel": True,
     "expert_tensor_parallel_size": 1,

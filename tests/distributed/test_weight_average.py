@@ -20,12 +20,13 @@ ZERO_2 = {**BF16, "data_parallel_sharding_strategy": "optim_grads"}
 ZERO_3 = {**BF16, "data_parallel_sharding_strategy": "optim_grads_params"}
 OFFLOAD = {"optimizer_cpu_offload": True}
 PP2 = {"pipeline_model_parallel_size": 2}
+FOUR_LAYERS = {"num_layers": 4, "moe_layer_freq": "[0,1,1,1]"}
 TIED = {"untie_embeddings_and_output_weights": False}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, bf16": (1, BF16),
     **{f"{name}, bf16": (ranks, {**BF16, **flags}) for name, (ranks, flags) in LAYOUTS.items()},
     "fp16": (1, {"fp16": True, "initial_loss_scale": 256.0}),
-    "PP2, interleaved": (2, {**BF16, **PP2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "PP2, interleaved": (2, {**BF16, **PP2, "num_layers_per_virtual_pipeline_stage": 1, **FOUR_LAYERS}),
     # Shards begin and end within rows.
     "odd widths, distributed optimizer": (
         2,

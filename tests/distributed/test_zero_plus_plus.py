@@ -32,7 +32,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 # Each switch alone in one dtype, where its bytes are measured too; all of them in every dtype.
 CASES = [("fp32", "weights"), ("bf16", "weights"), ("fp32", "gradients"), ("fp32", "gradients, int4")]
 CASES += [("fp16", "machines"), *((dtype, "all") for dtype in DTYPES)]
-STEPS = 3
+STEPS = 2
 
 
 def trained(flags: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ TINY = {
     "mock_data": True,
     "tokenizer_type": "ByteTokenizer",
     "make_vocab_size_divisible_by": 192,
-    "train_iters": 4,
+    "train_iters": 3,  # one with a batch of four, two with one of eight
     "eval_iters": 1,
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -57,6 +57,7 @@ VARIANT = {
 }
 
 
+@pytest.mark.one_engine  # tests/distributed/test_layout_matrix.py has each part of a layout with either
 @pytest.mark.claim("TP, SP, PP, VPP, EP, ETP, DP and the distributed optimizer train as one rank does.")
 def test_every_layout_trains_as_one_rank_does(gloo, tmp_path):
     flags: dict[str, Any] = VARIANT

@@ -50,6 +50,7 @@ class EngineReach:
     def __init__(self, root: Path, distributions: set[str]) -> None:
         self.root, self._distributions = root, distributions
         self._facts: dict[Path, Facts] = {}
+        self._modules: dict[str, list[Path]] = {}
 
     @cached_property
     def _differing(self) -> set[str]:
@@ -107,6 +108,11 @@ class EngineReach:
 
     def module(self, name: str) -> list[Path]:
         """The files of this repository that `import name` runs: each package's __init__.py and the module's own."""
+        if name not in self._modules:
+            self._modules[name] = self._module(name)
+        return self._modules[name]
+
+    def _module(self, name: str) -> list[Path]:
         found, at = [], self.root
         for part in name.split("."):
             at = at / part
@@ -119,6 +125,9 @@ class EngineReach:
     def is_module(self, name: str) -> bool:
         at = self.root / Path(*name.split("."))
         return at.is_dir() or at.with_suffix(".py").exists()
+
+
+_LAST_WORDS = ("import_module", "spec_from_file_location", "__import__", *(one.split(".")[-1] for one in OPAQUE_CALLS))
 
 
 class _Reader(ast.NodeVisitor):
@@ -190,7 +199,12 @@ class _Reader(ast.NodeVisitor):
             self._because(f"{package}.{name} cannot be followed", node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        called = ast.unparse(node.func)
+        last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if last.endswith(_LAST_WORDS):  # few calls: to write out every one would take a third of the time
+            self._see_call(node, ast.unparse(node.func))
+        self.generic_visit(node)
+
+    def _see_call(self, node: ast.Call, called: str) -> None:
         if called.endswith("import_module"):
             constant = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
             if isinstance(constant, str):
@@ -199,7 +213,6 @@ class _Reader(ast.NodeVisitor):
                 self._because("a computed import", node)
         elif called.endswith(("spec_from_file_location", "__import__")) or (self._is_test and called in OPAQUE_CALLS):
             self._because(f"{called}() cannot be followed", node)
-        self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> None:
         if self._is_test and node.arg in self._reach._fixtures:

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.engines import cases
 from tests.helpers.stepped_trainer import Trainer, digest
 
-EP2 = {"expert_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "num_layers": 2, "moe_layer_freq": "[0,1]"}
 
 
 def poisoned_steps(flags: dict[str, Any]) -> dict[str, Any]:
