@@ -139,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     training.training_has_a_length,
     precision.audit_needs_a_second_step,
     training.learning_rates_are_ordered,
+    training.decay_leaves_weights,
     training.muon_flags_need_muon,
     training.heads_are_split_apart,
     training.muon_keeps_fp32_state_on_the_device,

@@ -43,6 +43,17 @@ def learning_rates_are_ordered(run: Run, world_size: int) -> None:
             raise refuse(run, (name, "lr"), f"is above the peak; use {flag} {o.lr} or less")
 
 
+def decay_leaves_weights(run: Run, world_size: int) -> None:
+    """Refuse a decay that takes all of a weight in one step, or more: a step takes rate times decay of it."""
+    o = run.optimizer
+    if o.lr * o.weight_decay >= 1.0:
+        raise refuse(
+            run,
+            ("lr", "weight_decay"),
+            f"a step takes lr x weight decay of each weight, and that is all of it; use --weight-decay below {1 / o.lr:g}",
+        )
+
+
 _MUON_FLAGS = (
     "muon_momentum",
     "muon_nesterov",
