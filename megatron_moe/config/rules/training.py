@@ -50,7 +50,7 @@ def decay_leaves_weights(run: Run, world_size: int) -> None:
         raise refuse(
             run,
             ("lr", "weight_decay"),
-            f"a step takes lr x weight decay of each weight, and that is all of it; use --weight-decay below {1 / o.lr:g}",
+            f"a step takes lr x weight decay of each weight, all of it here; use --weight-decay below {1 / o.lr:g}",
         )
 
 
