@@ -7,7 +7,7 @@ in fp32 anyhow), and the casts are cheap next to the product. Tensors kept for t
 The processor's instructions decide, unless MEGATRON_MOE_CPU_HALF_PRODUCTS is set (`switches.py`).
 
 A processor that has the instructions multiplies in oneDNN, which generates code for each shape and keeps it. The groups
-of an MoE layer have other numbers of rows in every step, so `grouped_product` rounds these numbers up to a few.
+of an MoE layer have other numbers of rows in every step, so `grouped_product` multiplies a few numbers of rows for all.
 """
 
 from __future__ import annotations
@@ -79,19 +79,35 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 # In fp32 each group has copies of its own, so that those of all rows and matrices are never there together. Natively,
 # oneDNN keeps up to 1,024 products and torch as many descriptions of them, a quarter of a megabyte each, for shapes of
 # which most do not come again; spread over the heap they cost as much again, and making them takes a fifth of a small
-# model's step (docs/precision.md). A group is therefore multiplied as one of a number of rows that comes again. What
-# fills it up changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
+# model's step (docs/precision.md). A group is therefore multiplied as numbers of rows that come again: with a matrix in
+# pieces, each a power of two; a sum over rows, which is rounded once, as one piece that is filled up. What fills it up
+# changes nothing: a row of a product depends on no other row, and a sum over rows gets zeros added.
 
 _FEWEST_ROWS = 8
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows as which so many are multiplied: at most a quarter more, or 7.
+    """Return the number of rows as which the sum over so many is computed: at most half more, or 7.
 
-    Below 64 it is a multiple of 8, and there are four such numbers from a power of two to the next above.
+    Below 32 it is a multiple of 8, and there are two such numbers from a power of two to the next above.
     """
-    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 3))
+    step = max(_FEWEST_ROWS, 1 << max(0, (rows - 1).bit_length() - 2))
     return -(-rows // step) * step
+
+
+def pieces_of_rows(rows: int) -> list[int]:
+    """Return the numbers of rows as which so many are multiplied with a matrix: at most two, both powers of two.
+
+    It is one where that is at most a third more, or 7; a second piece may be more than what is left.
+    """
+    above = _power_of_two_for(rows)
+    if above == _FEWEST_ROWS or 4 * rows >= 3 * above:
+        return [above]
+    return [above // 2, _power_of_two_for(rows - above // 2)]
+
+
+def _power_of_two_for(rows: int) -> int:
+    return max(_FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -171,11 +187,14 @@ def _by_matrices(rows: Tensor, matrices: Tensor, groups: list[tuple[int, int]]) 
     """
     products = rows.new_empty((rows.shape[0], matrices.shape[-1]))
     for (start, end), matrix in zip(groups, matrices.unbind(0)):
-        behind = start + padded_rows(end - start)
-        if behind <= rows.shape[0]:
-            torch.mm(rows[start:behind], matrix, out=products[start:behind])
-        elif start < end:
-            products[start:end] = torch.mm(_padded(rows[start:end]), matrix)[: end - start]
+        for piece in pieces_of_rows(end - start) if start < end else ():
+            behind = start + piece
+            if behind <= rows.shape[0]:
+                torch.mm(rows[start:behind], matrix, out=products[start:behind])
+            else:
+                filled = F.pad(rows[start:end], (0, 0, 0, behind - end))
+                products[start:end] = torch.mm(filled, matrix)[: end - start]
+            start = behind
     return products
 
 

@@ -176,9 +176,14 @@ def test_what_is_not_a_number_stays_in_its_group(way: str) -> None:
 
 
 def test_few_numbers_of_rows_stand_for_all() -> None:
-    padded = [half_products.padded_rows(rows) for rows in range(1, 4097)]
-    assert all(rows <= more <= max(rows + 7, rows * 5 / 4) for rows, more in enumerate(padded, 1))
-    assert len(set(padded)) <= 32
+    for most, kinds, parts_of in (
+        (3 / 2, 18, lambda rows: [half_products.padded_rows(rows)]),
+        (4 / 3, 10, half_products.pieces_of_rows),
+    ):
+        parts = {rows: parts_of(rows) for rows in range(1, 4097)}
+        assert all(rows <= sum(some) <= max(rows + 7, rows * most) for rows, some in parts.items())
+        assert all(sum(some[:-1]) < rows and len(some) <= 2 for rows, some in parts.items())
+        assert len({part for some in parts.values() for part in some}) == kinds
 
 
 # Every eighth size first, which is to be all that a process remembers: the others may not add to it.
