@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "Muon": ["--optimizer", "muon"],
     "Muon, fp32": ["--optimizer", "muon", "--muon-fp32-matmul-prec", "highest"],
     "Muon, Nesterov": ["--optimizer", "muon", "--muon-nesterov"],
+    "Muon, per head": ["--optimizer", "muon", "--muon-split-qkv-per-head"],
 }
 
 
