@@ -193,6 +193,8 @@ class Box:
             self.start,
             None,  # shards need not be equal
             replica,
+            # The padding of a vocabulary depends on TP and its flags; rows that a step does not have are zeros.
+            allow_shape_mismatch=self.whole.allow_shape_mismatch,
         )
 
 

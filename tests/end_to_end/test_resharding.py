@@ -50,6 +50,12 @@ THIRDS = {
     "moe_router_group_topk": None,
 }
 FURTHER = {"num_layers": 4, "moe_layer_freq": 1, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+
+
+def padded_to(multiple: int, tp: int = 1) -> dict[str, Any]:
+    return cases.layout(tp=tp, make_vocab_size_divisible_by=multiple, ema_decay=0.9)
+
+
 # Mode -> of each stop ZeRO's stage, the ranks and the layout; two stops beside each other are a pair.
 STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "bf16": [
@@ -69,6 +75,13 @@ STAGES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (2, 3, THIRDS),
     ],
     "fp32": [(3, 2, cases.layout()), (1, 2, cases.layout(ep=2)), (2, 4, cases.layout(ep=4)), (3, 2, cases.layout())],
+    # tables of 250, 256 and 252 rows
+    "fp32, padding": [
+        (0, 1, padded_to(1)),
+        (3, 2, padded_to(64)),
+        (2, 2, padded_to(3, tp=2)),
+        (0, 1, padded_to(1)),
+    ],
     "fp32, letters": [
         (1, 4, cases.layout(pp=4, pipeline_model_parallel_layout="Ett|tt|m|L", **FURTHER)),
         (0, 1, cases.layout(**FURTHER)),

@@ -31,6 +31,9 @@ _RESET = (
     "exit_signal_handler",
     "use_distributed_optimizer",
     "optimizer_cpu_offload",
+    # Groups of codes begin elsewhere on another layout, and are rounded otherwise.
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
     "train_samples",
     "lr_decay_iters",
     "lr_decay_samples",

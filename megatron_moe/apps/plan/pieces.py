@@ -223,7 +223,10 @@ class Pieces:
         modules = None if modules is None else ()
         if part == MOE:
             return self._stage(width, modules, part, 1)
-        width, kind = self.reference(width, part), self.kinds[0]
+        kind = self.kinds[0]
+        if part == PREDICTION and kind == MOE:  # it has experts, too
+            return self._stage(width, modules, kind, 3).beyond(self._stage(width, modules, kind, 2))
+        width = self.reference(width, part)
         if part == DENSE:
             return self._stage(width, modules, part, 1)
         if part == PREDICTION:

@@ -76,6 +76,13 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     assert changed_fields(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
 
 
+def test_the_small_copy_has_moments_that_no_layout_rounds_otherwise():
+    packed = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}
+    copy = small_copy(replace(Run(), **{**PRESETS["tiny"], **packed}))
+    rules.check(copy, 1)
+    assert (copy.optimizer.exp_avg_dtype, copy.optimizer.exp_avg_sq_dtype) == ("fp32", "fp32")
+
+
 def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
     kinds, coeffs = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     moe = {"num_experts": 8, kinds: ("seq_aux_loss", "global_aux_loss"), coeffs: (1e-4, 0.2)}

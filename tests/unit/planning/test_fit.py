@@ -78,6 +78,12 @@ ESTIMATED = {
     "predictions": ({**TINY, "mtp_num_layers": 1}, 4, "cuda", [
         ({"tp": 1, "pp": 1, "ep": 2, "zero": 1}, ("moe_act",)),
         ({"tp": 1, "pp": 2, "vpp": 1, "ep": 2}, ()),
+        ({"tp": 1, "pp": 1, "ep": 1, "zero": 1}, ()),
+    ]),
+    "experts of predictions": (
+        {**TINY, "mtp_num_layers": 1, "num_layers": 2, "moe_layer_freq": 1, "num_experts": 64}, 4, "cuda", [
+        ({"tp": 1, "pp": 1, "ep": 1, "zero": 1}, ()),
+        ({"tp": 1, "pp": 2, "vpp": 1, "ep": 1}, ("moe",)),
     ]),
     "on a CPU": (GQA, 4, "cpu", [
         ({"tp": 1, "pp": 2, "vpp": 1, "ep": 2}, ("layernorm",)),
@@ -111,6 +117,12 @@ def test_what_is_put_together_from_parts_takes_what_the_whole_plan_takes(model):
         assert looked.allowed(layout, modules), words(layout, modules)
         planned = looked.planned_gib(layout, modules)
         assert looked.estimated_gib(layout, modules) == pytest.approx(planned, rel=0.1), words(layout, modules)
+
+
+def test_without_expert_parallelism_no_exchange_takes_time_in_predictions_either():
+    looked = search({**TINY, "mtp_num_layers": 1}, 4)
+    alone, spread = (pick(looked.layouts(), tp=1, pp=1, ep=ep, zero=1) for ep in (1, 2))
+    assert looked.times.of(alone, ()).expert == 0 < looked.times.of(spread, ()).expert
 
 
 @pytest.mark.claim("No layout that fits is faster, by the same estimate, than what `--fit` names.")
