@@ -24,14 +24,14 @@ from megatron_moe.training.weight_average import build_average
 from tests.helpers.offloading import on_a_cpu
 
 
-def measured(flat: dict[str, Any], half_products: str) -> dict[str, Any]:
-    """Bytes by part, and the peak of a later step above them: until the update, and during it. Half-precision products
-    are computed in that way, whatever this processor can do."""
+def measured(flat: dict[str, Any], half_products: str, steps: int) -> dict[str, Any]:
+    """Bytes by part, and the peak above them, until the update and during it: the least of so many steps after the
+    first. Half-precision products are computed in that way, whatever this processor can do."""
     with mock.patch.dict(os.environ, {switches.HALF_PRODUCTS: half_products}):
-        return _measured(flat)
+        return _measured(flat, steps)
 
 
-def _measured(flat: dict[str, Any]) -> dict[str, Any]:
+def _measured(flat: dict[str, Any], steps: int) -> dict[str, Any]:
     run = build(flat)
     pg_collection = groups.initialize(run)
     seed_everything(run)
@@ -48,7 +48,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
         connect(model, optimizer)
         batch = run.training.global_batch_size
         tokenizer = build_tokenizer(run.data, run.model.vocab_size)
-        dataset, *_ = build_datasets(run, tokenizer, 4 * batch, 0, 0, pg_collection=pg_collection)
+        dataset, *_ = build_datasets(run, tokenizer, (1 + steps) * batch, 0, 0, pg_collection=pg_collection)
         batches = batch_iterators(dataset, run, pg_collection=pg_collection)
         peaks, update_peaks, held = [], [], []
         prepare = optimizer.prepare_grads
@@ -59,10 +59,7 @@ def _measured(flat: dict[str, Any]) -> dict[str, Any]:
             return prepare()
 
         optimizer.prepare_grads = prepared
-        # The first step allocates what stays. Gloo's threads let go of a tensor a moment after the wait for it is over,
-        # which adds up to 5 % to some steps of some ranks: what a step has to hold is the least of a few. One rank
-        # sends nothing, and its later steps are all alike.
-        for _ in range(3 if torch.distributed.get_world_size() > 1 else 2):
+        for _ in range(1 + steps):  # the first one allocates what stays
             result = train_step(
                 model,
                 optimizer,

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import engines
 
 STAGES = ("optim", "optim_grads", "optim_grads_params")
-STEPS = {"fp32": 2, "fp16": 5}
-"""Steps: fp16 finds its scale in some of them."""
+STEPS = {"fp32": 2, "fp16": 3}
+"""Steps: fp16 finds its scale in the first."""
 ONE_RANKS_EXPERTS = {
     "num_layers": 3,
     "moe_layer_freq": "[0,1,1]",
@@ -64,15 +64,15 @@ def trained(flags: dict[str, Any], crowd: bool, steps: int) -> dict[str, Any]:
 @pytest.mark.claim("Ranks whose experts get no token, with other masks, and steps that are not applied never hang.")
 @pytest.mark.parametrize("dtype", engines.cases(["fp32", "fp16"], both=["fp16"]))
 def test_all_tokens_on_one_ranks_experts_train_as_with_whole_weights(gloo: Any, dtype: str) -> None:
-    # fp16 begins at a scale at which the first steps overflow, on the ranks with tokens alone.
-    scale = {"initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2}
+    # fp16 begins at a scale at which the first step overflows, on the ranks with tokens alone.
+    scale = {"initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 2}
     flags = {**ONE_RANKS_EXPERTS, **({"fp16": True, **scale} if dtype == "fp16" else {})}
     wanted, *_ = gloo.run(4, trained, flags=flags, crowd=True, steps=STEPS[dtype])
     assert all(sum(layer[2:]) == 0 and sum(layer) > 0 for *_, counts, _ in wanted["said"] for layer in counts), (
         "the experts of one rank have all tokens"
     )
     applied = [committed for committed, *_ in wanted["said"]]
-    assert all(applied) if dtype == "fp32" else (any(applied) and not all(applied))
+    assert all(applied) if dtype == "fp32" else applied == [False, True, True]
     tolerance = 1e-6 if dtype == "fp32" else 2e-3
     for stage in STAGES:
         staged = {**flags, "data_parallel_sharding_strategy": stage}

@@ -134,7 +134,7 @@ def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Ten
     return state
 
 
-def trained(run: Run) -> dict[str, Any]:
+def trained(run: Run, steps: int = STEPS) -> dict[str, Any]:
     """The weights at the start, and of every step what it was given, said and left behind."""
     from megatron_moe.model.build import build_model
     from megatron_moe.parallel import groups
@@ -149,8 +149,8 @@ def trained(run: Run) -> dict[str, Any]:
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)
     start = {name: p.detach().float().clone() for name, p in unwrapped(model[0]).named_parameters()}
-    micro_batches, steps = batches_of(run, pg), []
-    for number in range(STEPS):
+    micro_batches, told_of_steps = batches_of(run, pg), []
+    for number in range(steps):
         scale = 1024.0 * 2 ** (number // 2) if run.precision.fp16 else 1.0
         wanted = what_a_step_should_see(unwrapped(model[0]), micro_batches, run, scale)
         result = train_step(
@@ -169,8 +169,8 @@ def trained(run: Run) -> dict[str, Any]:
         said |= {"rate": result.learning_rate, "scale": result.loss_scale}
         said |= {f"depth {n}": loss for n, loss in enumerate(result.mtp_losses)}
         told = {"said": said, "scale": scale, "weights": weights}
-        steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
-    return {"start": start, "steps": steps}
+        told_of_steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
+    return {"start": start, "steps": told_of_steps}
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -69,7 +69,7 @@ def tensors_of(trainer: Any) -> Saved:
     return found
 
 
-def stepped(flags: dict[str, Any], steps: int = 3, piece: int | None = None) -> list[Saved]:
+def stepped(flags: dict[str, Any], steps: int = 2, piece: int | None = None) -> list[Saved]:
     """The tensors at the start and after each step; at most `piece` elements are averaged at once."""
     from megatron_moe.training import weight_average
     from tests.helpers.stepped_trainer import Trainer
@@ -103,7 +103,7 @@ def together(ranks: list[Saved]) -> dict[str, torch.Tensor]:
 def test_the_average_is_that_of_the_main_weights_after_each_step(gloo: Any, case: str) -> None:
     ranks, flags = CASES[case]
     results = gloo.run(ranks, stepped, flags=flags)
-    steps = [together([result[number] for result in results]) for number in range(4)]
+    steps = [together([result[number] for result in results]) for number in range(3)]
     moments = {key.removeprefix("optimizer.state.exp_avg.") for key in steps[0] if ".exp_avg." in key}
     wanted = {key: of_main_weights(steps[0], key).double() for key in moments}
     for number, tensors in enumerate(steps):

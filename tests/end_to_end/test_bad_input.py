@@ -75,6 +75,7 @@ def test_a_dry_run_checks_and_makes_nothing(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.one_engine  # found before the engine is loaded
 @pytest.mark.claim("A mistake is printed once, also where rank 0 finds it later than the others.")
 def test_a_mistake_is_printed_where_rank_0_is_slow(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os, time\nos.environ.get('RANK') == '0' and time.sleep(2)\n")

@@ -19,6 +19,7 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.train_tokenizer import train_sentencepiece
 from megatron_moe.hf.opened import opened
 from megatron_moe.hf.source import locate
+from tests.helpers import engines
 from tests.helpers.tiny_tokenizers import TEXTS, byte_level, published
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm_eval"
@@ -102,7 +103,7 @@ def same_loglikelihoods(run: Path, tokenizer: Any, model: Any) -> None:
 
 
 @pytest.mark.claim("transformers loads an exported folder alone and generates the tokens of tools/generate.py.")
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", engines.cases(MADE, both=["HuggingFaceTokenizer"]))
 def test_transformers_generates_from_an_exported_folder_what_we_do(gloo, capsys, tmp_path, kind):
     make, preset = MADE[kind]
     file = None if make is None else make(tmp_path / "tokenizer" if make is byte_level else tmp_path)

@@ -50,6 +50,7 @@ def exported(root: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.one_engine  # the two ways in, and the way out, are taken with either engine below
 @pytest.mark.claim("An imported model is trained, restarted with the same command, exported and generates.")
 def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, source, tmp_path):
     root, there = tmp_path / "run", tmp_path / "there"

@@ -80,12 +80,12 @@ def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_p
 )
 def test_after_50_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo, tmp_path, flags):
     metrics = tmp_path / "metrics.jsonl"
-    flags = {"num_layers": 3, "moe_layer_freq": "[0,1,1]", **flags, "train_iters": 50, "eval_iters": 0}
+    flags = {"num_layers": 2, "moe_layer_freq": "[1,1]", **flags, "train_iters": 50, "eval_iters": 0}
     flags["expert_model_parallel_size"] = 2
     gloo.run_within(600, 2, trained, flags={**flags, "metrics_file": str(metrics), "save": str(tmp_path / "c")})
     steps = lines(metrics)
     assert len(steps) == 50 and any(step["skipped"] for step in steps) == ("fp16" in flags)
-    expected = {layer: torch.zeros(8, dtype=torch.float32) for layer in range(2, flags["num_layers"] + 1)}
+    expected = {layer: torch.zeros(8, dtype=torch.float32) for layer in (1, 2)}
     for step in steps:
         for layer, bias in expected.items():
             counts = torch.tensor(step["tokens_per_expert"][str(layer)], dtype=torch.int64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def measured(cases: Sequence[Case]) -> dict[str, Counts]:
     """Run the cases, those of one rank in one process; return per case and phase the waits not hidden and hidden."""
     found = _launched([case for case in cases if case.ranks == 1])
     for case in cases:
-        if case.ranks > 1:  # a launch of torchrun's has one job
+        if case.ranks > 1:  # ranks meet once
             found |= _launched([case])
     return found
 
@@ -95,12 +96,11 @@ def _launched(cases: Sequence[Case]) -> dict[str, Counts]:
     if not cases:
         return {}
     with TemporaryDirectory() as folder:
-        out, ranks = Path(folder) / "counts.json", cases[0].ranks
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        program = ["-m", "tests.helpers.host_sync_page", "--measure", str(out), *(case.what for case in cases)]
+        out = Path(folder) / "counts.json"
+        program = ["-m", "tests.helpers.host_sync_page", "--measure", str(out), str(cases[0].ranks)]
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         ran = subprocess.run(
-            [sys.executable, "-W", "ignore", *launch, *program],
+            [sys.executable, "-W", "ignore", *program, *(case.what for case in cases)],
             cwd=folder,
             env={**os.environ, **quiet},
             capture_output=True,
@@ -112,11 +112,14 @@ def _launched(cases: Sequence[Case]) -> dict[str, Counts]:
         return json.loads(out.read_text())
 
 
-def _measure(out: Path, names: Sequence[str]) -> None:
-    """Run the cases in this process, one of the ranks."""
+def _measure(out: Path, ranks: int, names: Sequence[str]) -> None:
+    """Run the cases in this process, which is rank 0; the other ranks are forked from it, with all that is loaded."""
     from tests.helpers.host_syncs import PHASES, counts_of_step, installed
 
     syncs, found = installed(), {}
+    import megatron_moe.training.run  # noqa: F401  the engine with it
+
+    others = _fork_ranks(ranks)
     for case in CASES:
         if case.what not in names:
             continue
@@ -126,6 +129,26 @@ def _measure(out: Path, names: Sequence[str]) -> None:
         found[case.what] = by_phase
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
+    for pid in others:
+        os.waitpid(pid, 0)
+
+
+def _fork_ranks(ranks: int) -> list[int]:
+    """Fork all ranks but rank 0, and give each its part of the environment; return those that this process forked."""
+    if ranks == 1:
+        return []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()}, RANK="0", LOCAL_RANK="0")
+    forked = []
+    for rank in range(1, ranks):
+        if not (pid := os.fork()):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return []
+        forked.append(pid)
+    return forked
 
 
 def rows(cases: Sequence[Case] = CASES) -> list[str]:
@@ -158,7 +181,7 @@ def written(page: str) -> str:
 def main(argv: list[str]) -> int:
     """Write or check the section."""
     if argv[:1] == ["--measure"]:
-        _measure(Path(argv[1]), argv[2:])
+        _measure(Path(argv[1]), int(argv[2]), argv[3:])
         return 0
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"# GPUs\n\n{BEGIN}\n{END}\n"
     now, before = TEXT.format(rows="\n".join(rows())), written(page)

@@ -32,7 +32,7 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
 from megatron_moe.platform import switches
-from tests.distributed.test_planned_memory import LAYOUTS, MLA, PROPOSED
+from tests.distributed.test_planned_memory import FOUR_LAYERS, LAYOUTS, MLA, PROPOSED
 from tests.helpers import engines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -360,7 +360,7 @@ def test_the_layout_whose_real_step_is_measured_is_one_that_the_search_proposes(
     # A processor that multiplies bf16 in fp32 holds copies, 0.7 MB here; this limit has room for them.
     monkeypatch.setenv(switches.HALF_PRODUCTS, half_products)
     world_size, flat = LAYOUTS[PROPOSED]
-    looked = search({**MLA, "global_batch_size": 8}, world_size, device="cpu", memory_gib=0.0125)
+    looked = search({**MLA, **FOUR_LAYERS, "global_batch_size": 8}, world_size, device="cpu", memory_gib=0.0125)
     best = looked.search(0).best
     chosen = best.layout.run(looked.run, best.modules)
     assert spelled(looked.run, chosen) == spelled(looked.run, build({**MLA, **flat}))
