@@ -35,7 +35,7 @@ SAVING = ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng
 """How a checkpoint is saved, in Megatron-LM too."""
 
 READ_WITH = {
-    "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
+    "fine_grained_activation_offloading": ("offload_modules",),
     "manual_gc": ("manual_gc_interval", "manual_gc_eval"),
     "profile": ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
     "qk_clip": ("qk_clip_alpha", "qk_clip_threshold"),

@@ -32,7 +32,6 @@ ROWS = [
     ),
     (TINY, f"{AUX} none --moe-aux-loss-coeff 0.1", "", ["--moe-aux-loss-coeff 0.1", "LEFT OUT"]),
     (TINY, "--offload-modules core_attn", "", ["--offload-modules core_attn", "--fine-grained-activation-offloading"]),
-    (TINY, "--min-offloaded-tensor-size 8", "", ["--min-offloaded-tensor-size 8", OFFLOAD.split()[0]]),
     (
         f"{TINY} --recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj",
         f"{OFFLOAD} qkv_linear moe_act core_attn",
