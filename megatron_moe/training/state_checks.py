@@ -161,4 +161,7 @@ def optimizer_dtypes(run: Run, model: Sequence[torch.nn.Module], optimizer: Mega
     }
     names = {id(p): without_wrappers(name) for chunk in model for name, p in chunk.named_parameters()}
     for parameter, kind, tensor in named_moments_and_masters(model, optimizer):
-        yield TensorDtype(names[id(parameter)], kind, tensor.dtype, wanted.get(kind, torch.float32))
+        contract = wanted.get(kind, torch.float32)
+        if kind == "master weight" and run.derived.packs_main_weights and parameter.dtype == torch.bfloat16:
+            contract = wanted["rest"]  # it has no master weight by itself
+        yield TensorDtype(names[id(parameter)], kind, tensor.dtype, contract)

@@ -28,6 +28,7 @@ from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.report.run_info import versions
 from megatron_moe.training.batch_size import batch_schedule
 from megatron_moe.training.optimizer import build_optimizer, build_scheduler
+from megatron_moe.training.state_checks import optimizer_dtypes
 from megatron_moe.training.step import connect, train_step
 
 
@@ -111,7 +112,7 @@ def audit_run(run: Run, report: Callable[[str], None] = print) -> Audit:
         # first. If this step fails, the traced one fails in the same way and is reported.
         with suppress(Exception):
             step()
-        tracer = Tracer(model, facts(run))
+        tracer = Tracer(model, facts(run), lambda: optimizer_dtypes(run, model, optimizer))
         try:
             with tracer:
                 result = step()

@@ -7,7 +7,7 @@ context: outside of it nothing is hooked and nothing is slower.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -39,7 +39,7 @@ from megatron_moe.apps.audit.operations import (
 )
 from megatron_moe.apps.audit.widening import Cause, Widening
 from megatron_moe.platform import numerics
-from megatron_moe.precision.contract import declared_fp32_state
+from megatron_moe.precision.contract import TensorDtype, declared_fp32_state
 
 
 class Tracer(TorchDispatchMode):
@@ -50,15 +50,19 @@ class Tracer(TorchDispatchMode):
     Args:
         modules: the model, or the chunks of one; names are those of `named_modules`, wrappers left out.
         about: facts for the report's head (flags, versions).
+        state: returns further tensors, whose dtypes are compared with the contract's before and after.
     """
 
     def __init__(
-        self, modules: torch.nn.Module | Sequence[torch.nn.Module], about: dict[str, Any] | None = None
+        self,
+        modules: torch.nn.Module | Sequence[torch.nn.Module],
+        about: dict[str, Any] | None = None,
+        state: Callable[[], Iterable[TensorDtype]] = tuple,
     ) -> None:
         super().__init__()
         roots = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
         self.audit = Audit(about=dict(about or {}))
-        self._roots = roots
+        self._roots, self._state = roots, state
         self._names = _names(roots)
         self._owners = owners = _owners(roots, self._names)
         self._locations = LocationFinder(
@@ -77,7 +81,7 @@ class Tracer(TorchDispatchMode):
         for root in self._roots:
             for name, tensor in declared_fp32_state(root):
                 self._states[tensor.untyped_storage().data_ptr()] = _unwrapped(name)
-                self._check_state(name, tensor, "before the step")
+        self._check_states("before the step")
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         attention = _AttentionCheck(self)
@@ -95,9 +99,7 @@ class Tracer(TorchDispatchMode):
         self.audit.wall_seconds += time.perf_counter() - self._started
         while self._undo:
             self._undo.pop()()
-        for root in self._roots:
-            for name, tensor in declared_fp32_state(root):
-                self._check_state(name, tensor, "after the step")
+        self._check_states("after the step")
         self._check_switches("after the step")
         if error is not None:
             location = self._locations.error_location(trace)
@@ -270,16 +272,20 @@ class Tracer(TorchDispatchMode):
                     location, "switch", str(value), str(wanted), order=self.audit.operations, detail=name
                 )
 
-    def _check_state(self, name: str, tensor: Tensor, when: str) -> None:
-        if tensor.dtype != torch.float32:
-            location = OperationLocation(_unwrapped(name).rpartition(".")[0], when, "forward")
+    def _check_states(self, when: str) -> None:
+        """Record declared state that is not fp32, and the further tensors that have another dtype than they must."""
+        for root in self._roots:
+            for name, tensor in declared_fp32_state(root):
+                self._check_held(_unwrapped(name), tensor.dtype, torch.float32, _unwrapped(name), when)
+        for name, what, dtype, wanted in self._state():
+            self._check_held(name, dtype, wanted, f"{name} ({what}), must be {dtype_name(wanted)}", when)
+
+    def _check_held(self, name: str, dtype: torch.dtype, wanted: torch.dtype, detail: str, when: str) -> None:
+        if dtype != wanted:
+            location = OperationLocation(name.rpartition(".")[0], when, "forward")
+            held = dtype_name(dtype)
             self.audit.fp32_state_violations.add(
-                location,
-                "held",
-                dtype_name(tensor.dtype),
-                dtype_name(tensor.dtype),
-                order=self.audit.operations,
-                detail=_unwrapped(name),
+                location, "held", held, held, order=self.audit.operations, detail=detail
             )
 
     def _check_state_cast(

@@ -13,6 +13,7 @@ from megatron_moe.apps.audit.cli import main
 from megatron_moe.model import norm
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.precision import contract
+from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 
 PLANTED = Path(__file__).parents[1] / "precision" / "planted_deepseek_fault.py"
 TINY = ["--num-layers", "2", "--moe-layer-freq", "[0,1]", "--seq-length", "16", "--global-batch-size", "2"]
@@ -86,6 +87,29 @@ def test_a_router_whose_bias_is_cast_is_a_violation(tmp_path, monkeypatch):
     one = found["fp32_state_violations"][0]
     assert one["module"] == "decoder.layers.1.mlp.router"
     assert one["detail"] == "decoder.layers.1.mlp.router.expert_bias is read through a narrower copy"
+
+
+PACKED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "int8"]
+FIRST_MOMENT, MAIN_WEIGHT = "(exp_avg), must be bfloat16", "(master weight), must be int16"
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("wrong", [None, FIRST_MOMENT, MAIN_WEIGHT])
+def test_optimizer_state_stored_otherwise_than_the_contract_says_is_a_violation(tmp_path, monkeypatch, wrong):
+    if wrong == FIRST_MOMENT:
+        init = PrecisionAwareAdam.__init__
+
+        def careless(self: PrecisionAwareAdam, params: Any, **options: Any) -> None:
+            init(self, params, **{**options, "moment_dtypes": ("fp32", "int8")})
+
+        monkeypatch.setattr(PrecisionAwareAdam, "__init__", careless)
+    if wrong == MAIN_WEIGHT:
+        monkeypatch.setattr(PrecisionAwareAdam, "pack_main_weight", lambda self, main, weight: None)
+    status, found = report(tmp_path, "--preset", "tiny", "--bf16", *TINY, *PACKED)
+    violations = found["fp32_state_violations"]
+    assert status == (1 if wrong else 0) and bool(violations) == bool(wrong)
+    assert all(one["detail"].endswith(str(wrong)) and one["dtypes"] == "float32" for one in violations)
+    assert {one["where"] for one in violations} == ({"before the step", "after the step"} if wrong else set())
 
 
 @pytest.mark.claim("A switch that lets products round stops the run by name.")
