@@ -15,7 +15,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run, build
 from megatron_moe.hf.config import Settings, settings
-from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.folder import HFFolder, configuration_alone
 
 _ALSO_FILLED_IN = ("max_position_embeddings", "moe_router_dtype")
 """Settings that may differ from the folder's; the folder's are used where none was given."""
@@ -32,13 +32,15 @@ _MEANING = {
 """Field -> name in `run.derived`."""
 
 
-def filled_in(given: dict[str, Any]) -> dict[str, Any]:
+def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     """Return settings with the architecture of the folder that they name; `cli.parse` calls this.
 
     A run that has saved a step since it was imported takes it from that step: the folder may be gone by then.
 
     Args:
         given: the settings of flags, `--config` and `--preset`, by field name.
+        weights: whether the folder has to hold them. Otherwise a config.json does, and the layers of multi-token
+            prediction are those that it names.
 
     Returns:
         The settings with the folder's architecture and vocabulary; `given` itself where it names no such folder.
@@ -61,6 +63,10 @@ def filled_in(given: dict[str, Any]) -> dict[str, Any]:
             )
     if imported is not None:
         where = f"--load-hf {imported}"
+        config = None if weights else configuration_alone(Path(imported))
+        if config is not None:
+            predicts = bool(config.get("num_nextn_predict_layers"))
+            return _merged(given, settings(config, has_prediction_layers=predicts, where=where).flat, where)
         return _merged(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
     return given
 

@@ -119,6 +119,17 @@ class HFFolder:
         return sum(stored.end - stored.begin for stored in self.tensors.values())
 
 
+def configuration_alone(path: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's config.json where there are no weights; None where it is for `HFFolder.open`."""
+    try:
+        files, _ = _listing(path)
+        if CONFIG not in files or any(name.endswith((".safetensors", *_FOREIGN)) for name in files):
+            return None
+        return parse_object(read_small(files[CONFIG], LARGEST_CONFIG), CONFIG)
+    except (FormatError, OSError):
+        return None  # which finds the same mistake, and names it
+
+
 def _checked(path: Path) -> HFFolder:
     files, notes = _listing(path)
     if CONFIG not in files:

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _OF_SEARCH = {
     "memory_bandwidth": "GB/s that a device reads or writes of its own memory",
     "host_memory_gib": "memory of a machine, of which what is offloaded leaves a tenth",
 }
+
+_architecture = partial(filled_in, weights=False)  # no weight is read, so none has to be there
 
 _logger = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ def _main(argv: list[str]) -> int:
     if flags.alternatives < 0:
         raise ConfigError(f"--alternatives {flags.alternatives}: is a number of layouts; 0 shows none")
     _require_one_size(flags)
-    given = cli.parse(rest, filled_in, flags.world_size)
+    given = cli.parse(rest, _architecture, flags.world_size)
     run = _traceable(given)
     for note in run.notes:
         say(note)
@@ -146,9 +149,9 @@ def _fit(run: Run, rest: list[str], flags: argparse.Namespace) -> dict[str, Any]
     from megatron_moe.apps.plan.fit import fitted_plan
 
     fitted, plan = fitted_plan(run, flags.world_size, machine, flags.alternatives, {})
-    added = spelled(cli.parse(rest, filled_in, flags.world_size), fitted)
+    added = spelled(cli.parse(rest, _architecture, flags.world_size), fitted)
     # What is printed is what was planned: the same parser reads it, and the rules allow it.
-    again = cli.parse([*rest, *added], filled_in, flags.world_size)
+    again = cli.parse([*rest, *added], _architecture, flags.world_size)
     assert spelled(again, fitted) == [], (added, spelled(again, fitted))
     rules.check_layout(again, flags.world_size)
     plan["fit"]["flags"] = [*rest, *added]

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.apps.plan import alternatives, cli
+from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.schema import build
+from megatron_moe.hf.config import config_of
+from megatron_moe.hf.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,6 +40,25 @@ def test_text_and_json_agree(tmp_path, capsys, recwarn):
     assert fits == sorted(fits, reverse=True)
     for words in ("nearest legal layouts", "sent by a rank per step", "pipeline bubble", "wrote "):
         assert words in text
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("predictions", ["", "--mtp-num-layers 1"])
+def test_a_config_json_is_planned_without_weights(predictions, tmp_path, capsys):
+    run = build({**PRESETS["tiny"], "vocab_size": 1000, "mtp_num_layers": 1 if predictions else None})
+    config = config_of(run, FAMILIES["deepseek-v3"], "bfloat16")
+    folder, parameters = tmp_path / "model", []
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for model in (f"--preset tiny --vocab-size 1000 {predictions}", f"--load-hf {folder}"):
+        flags = f"{model} --bf16 --seq-length 64 --world-size 1 --alternatives 0 --json {tmp_path / 'plan.json'}"
+        assert cli.main(flags.split()) == 0
+        parameters.append(json.loads((tmp_path / "plan.json").read_text())["total_params"])
+    assert parameters[0] == parameters[1]
+    capsys.readouterr()
+    (folder / "model.safetensors").write_text("half a download")
+    assert cli.main(flags.split()) == 2
+    assert "model.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
