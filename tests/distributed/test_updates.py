@@ -74,8 +74,9 @@ def what_a_step_should_see(
     named = dict(model.named_parameters())
     total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
     sums = torch.zeros(2 + 2 * (run.model.mtp_num_layers or 0), dtype=torch.float64)
+    left = {name: parameter.main_grad.clone() for name, parameter in named.items()}
     for parameter in named.values():
-        parameter.main_grad.zero_()  # of the step before
+        parameter.main_grad.zero_()
     for batch in batches:
         mask = {"loss_mask": batch["loss_mask"]} if run.model.mtp_num_layers else {}
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **mask)
@@ -92,6 +93,8 @@ def what_a_step_should_see(
                 gradient = named[name].main_grad.clone()
                 named[name].main_grad.zero_()
             total[name] += gradient.double() / scale
+    for name, parameter in named.items():
+        parameter.main_grad.copy_(left[name])  # which the step has to clear
     for tensor in (sums, *total.values()):
         dist.all_reduce(tensor)
     divisor = sums[1] if per_token else dist.get_world_size()
@@ -149,7 +152,7 @@ def trained(run: Run, steps: int = STEPS) -> dict[str, Any]:
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)
     start = {name: p.detach().float().clone() for name, p in unwrapped(model[0]).named_parameters()}
-    micro_batches, told_of_steps = batches_of(run, pg), []
+    micro_batches, of_steps = batches_of(run, pg), []
     for number in range(steps):
         scale = 1024.0 * 2 ** (number // 2) if run.precision.fp16 else 1.0
         wanted = what_a_step_should_see(unwrapped(model[0]), micro_batches, run, scale)
@@ -169,8 +172,8 @@ def trained(run: Run, steps: int = STEPS) -> dict[str, Any]:
         said |= {"rate": result.learning_rate, "scale": result.loss_scale}
         said |= {f"depth {n}": loss for n, loss in enumerate(result.mtp_losses)}
         told = {"said": said, "scale": scale, "weights": weights}
-        told_of_steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
-    return {"start": start, "steps": told_of_steps}
+        of_steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
+    return {"start": start, "steps": of_steps}
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
