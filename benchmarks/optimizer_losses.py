@@ -15,12 +15,14 @@ from collections.abc import Sequence
 
 from benchmarks.demo_trainings import add_arguments, train
 
+PACKED = ["--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "bf16", "--exp-avg-dtype"]
 OPTIMIZERS = {
     "AdamW": [],
     "Muon": ["--optimizer", "muon"],
     "Muon, fp32": ["--optimizer", "muon", "--muon-fp32-matmul-prec", "highest"],
     "Muon, Nesterov": ["--optimizer", "muon", "--muon-nesterov"],
     "Muon, per head": ["--optimizer", "muon", "--muon-split-qkv-per-head"],
+    **{f"Muon, {dtype} momentum": ["--optimizer", "muon", *PACKED, dtype] for dtype in ("bf16", "int8", "fp8")},
 }
 
 

@@ -109,7 +109,7 @@ def put_optimizer_state(model: torch.nn.Module, optimizer: Any, state: Any, opti
         with part.optimizer.unpacked(keep=True) if packed else nullcontext():
             for name, master, boxes in _of_part(model, part, options):
                 state = {"param": master, **part.optimizer.state[master]}
-                for kind in (*kinds, *(_MOMENTS if packed else ())):
+                for kind in (*kinds, *(_moments_of(part, master) if packed else ())):
                     for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
                         box.part_of(state[kind]).copy_(dist.values_of(values))
 

@@ -371,14 +371,10 @@ class DerivedSettings:
     def moment_bytes(self, numel: int, matrices: int = 0) -> int:
         """Return the bytes of Adam's two moments of `numel` weights, and of Muon's one of those that are matrices."""
         options = self._run.optimizer
-        if options.optimizer == "muon":
-            return 8 * numel - 4 * matrices
-        if not options.use_precision_aware_optimizer:
-            return 8 * numel
-        sizes = {"fp32": 4 * numel, "bf16": 2 * numel}
-        return sum(
-            sizes.get(name, numel + -(-numel // 128)) for name in (options.exp_avg_dtype, options.exp_avg_sq_dtype)
-        )
+        second = numel - matrices if options.optimizer == "muon" else numel
+        moments = ((options.exp_avg_dtype, numel), (options.exp_avg_sq_dtype, second))
+        sizes = {"fp32": 4, "bf16": 2}
+        return sum(sizes[name] * each if name in sizes else each + -(-each // 128) for name, each in moments)
 
     def average_bytes(self, numel: int) -> int:
         """Return the bytes of the average of `numel` weights; none without `--ema-decay`."""

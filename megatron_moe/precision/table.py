@@ -48,7 +48,7 @@ _BACKWARD_AND_FILES = (
     TensorClass("gradient norm", "fp32", "fp32", "fp32", "fp32"),
     TensorClass("master weights", "{master_storage}", "fp32", saved="fp32", note="{masters}"),
     TensorClass("Adam moments", "{moment_storage}", "fp32", saved="fp32", note="{moments}"),
-    TensorClass("momentum of Muon", "fp32", "fp32", saved="fp32", when=_is_muon),
+    TensorClass("momentum of Muon", "{momentum_storage}", "fp32", saved="fp32", note="{momentum}", when=_is_muon),
     TensorClass("orthogonalization", NONE, "{orthogonalized}", "fp32", note="of momenta", when=_is_muon),
     TensorClass(
         "loss scale", "fp32", "fp32", saved="fp32", note="one for all gradients", when=lambda run: run.precision.fp16
@@ -70,6 +70,7 @@ def contract(run: Run) -> tuple[TensorClass, ...]:
     stored = (run.optimizer.exp_avg_dtype, run.optimizer.exp_avg_sq_dtype)
     words["moment_storage"] = ", ".join(dict.fromkeys(stored))
     words["moments"] = "" if set(stored) == {"fp32"} else "rounded at random"
+    words["momentum_storage"], words["momentum"] = stored[0], "" if stored[0] == "fp32" else "rounded at random"
     words["orthogonalized"] = {"medium": "bf16", "highest": "fp32"}[run.optimizer.muon_fp32_matmul_prec]
     words["tf32"] = ", fp32 by TF32 on CUDA but for routers" if run.precision.allow_tf32 else "; no TF32"
     words["per_micro_batch"] = _rounded_per_micro_batch(run, words["model"])

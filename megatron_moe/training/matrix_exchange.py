@@ -222,7 +222,7 @@ class MatrixExchange:
             for piece, place in zip(parcels[0], places[0], strict=True):
                 place.copy_(piece.reshape(place.shape))
             return
-        sent = [piece.to(self.dtype).reshape(-1) for pieces in parcels for piece in pieces]
+        sent = [piece.to(platform.device(), self.dtype).reshape(-1) for pieces in parcels for piece in pieces]
         counts = [[sum(piece.numel() for piece in pieces) for pieces in side] for side in (parcels, places)]
         flat = torch.cat(sent) if sent else self._empty((0,))
         received = all_to_all_rows(flat, *counts, group)

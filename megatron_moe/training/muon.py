@@ -57,15 +57,30 @@ class Muon(Adam):
             for param in group["params"]:
                 self._state_of(param)
 
+    @torch.no_grad()
+    def add_gradients(self, beta: float, *, nesterov: bool) -> None:
+        """Add the gradients of matrices to their momenta, and put what is orthogonalized in the gradients' places."""
+        for group in self.param_groups:
+            for param in self._matrices_in(group):
+                add_gradient(param.grad, self.state[param]["exp_avg"], beta, nesterov)
+
+    def _matrices_in(self, group: dict[str, Any]) -> list[Any]:
+        return [param for param in group["params"] if param in self.matrices and param.grad is not None]
+
     def _step_group(self, group: dict[str, Any]) -> None:
-        updated = [param for param in group["params"] if param in self.matrices and param.grad is not None]
-        if updated:
-            torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(updated, [param.grad for param in updated], alpha=-group["lr"])
+        self._update_matrices(self._matrices_in(group), 1 - group["lr"] * group["weight_decay"], group["lr"])
         super()._step_group({**group, "params": [param for param in group["params"] if param not in self.matrices]})
         for param in group["params"]:
             if param in self.after_update:
-                self.after_update[param](param)
+                self._finish(param)
+
+    def _update_matrices(self, updated: list[Any], keep: float, rate: float) -> None:
+        if updated:
+            torch._foreach_mul_(updated, keep)
+            torch._foreach_add_(updated, [param.grad for param in updated], alpha=-rate)
+
+    def _finish(self, param: Tensor) -> None:
+        self.after_update[param](param)
 
     def _state_of(self, param: Tensor) -> dict[str, Tensor]:
         if param in self.matrices and not self.state[param]:
@@ -87,6 +102,15 @@ class Muon(Adam):
         finally:
             for param in self.matrices:
                 self._drop_second_moment(param)
+
+
+def add_gradient(grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> None:
+    """Add a gradient to its momentum, fp32, and put what is orthogonalized of them in the gradient's place."""
+    momentum.lerp_(grad, 1 - beta)
+    if nesterov:
+        grad.lerp_(momentum, beta)
+    else:
+        grad.copy_(momentum)
 
 
 class MatrixLayout(NamedTuple):
@@ -201,7 +225,7 @@ class Orthogonalizer:
         self._steps = steps_of(options.muon_coefficient_type, options.muon_num_ns_steps)
         self._beta, self._nesterov = options.muon_momentum, options.muon_nesterov
         self._factor = partial(scale, mode=options.muon_scale_mode, extra=options.muon_extra_scale_factor)
-        self._adams = {one.main: one.adam for one in weights if one.main is not None}
+        self._adams = {id(one.adam): one.adam for one in weights if one.adam is not None}
         self._exchanges = [
             MatrixExchange(_blocks_of_all(some, dp, tp.size()), dp, tp, DTYPES[options.muon_fp32_matmul_prec])
             for some, dp, tp in (
@@ -213,18 +237,14 @@ class Orthogonalizer:
     @torch.no_grad()
     def apply(self) -> None:
         """Add the gradients to the momenta, and put the updates in the gradients' places. Collective."""
-        for main in self._adams:
-            self._momentum(main).lerp_(main.grad, 1 - self._beta)
+        for adam in self._adams.values():
+            adam.add_gradients(self._beta, nesterov=self._nesterov)
         for exchange in self._exchanges:
-            exchange.run(self._value, self._compute, self._place)
+            exchange.run(self._of_gradient, self._compute, self._of_gradient)
 
-    def _momentum(self, main: Tensor) -> Tensor:
-        return self._adams[main].state[main]["exp_avg"]  # another tensor after each load
-
-    def _value(self, block: MatrixBlock) -> Tensor:
+    def _of_gradient(self, block: MatrixBlock) -> Tensor:
         assert block.main is not None and block.main.grad is not None
-        momentum = block.of_main(self._momentum(block.main))
-        return block.of_main(block.main.grad).lerp(momentum, self._beta) if self._nesterov else momentum
+        return block.of_main(block.main.grad)
 
     def _compute(self, blocks: list[tuple[MatrixBlock, Tensor]]) -> None:
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -236,10 +256,6 @@ class Orthogonalizer:
             results = orthogonalized(stack, self._steps, stack.dtype).mul_(self._factor(rows, columns))
             for matrix, result in zip(matrices, results):
                 matrix.copy_(result.reshape(matrix.shape))
-
-    def _place(self, block: MatrixBlock) -> Tensor:
-        assert block.main is not None and block.main.grad is not None
-        return block.of_main(block.main.grad)
 
 
 def orthogonalize_gradients(optimizer: MegatronOptimizer) -> None:

@@ -32,6 +32,7 @@ from megatron_moe.platform.adam import Adam, AdamWithMomentsOnHost
 from megatron_moe.precision.packed_state import Chances
 from megatron_moe.training import param_groups
 from megatron_moe.training.muon import MatrixWeight, Muon, Orthogonalizer, mark_matrices
+from megatron_moe.training.packed_muon import PackedMuon
 from megatron_moe.training.param_groups import Schedule
 from megatron_moe.training.precision_aware_adam import PrecisionAwareAdam
 from megatron_moe.training.qk_clip import QKClip, clipped_weights
@@ -72,7 +73,7 @@ def build_optimizer(
         if isinstance(part.optimizer, (AdamWithMomentsOnHost, Muon, PrecisionAwareAdam)):
             part.optimizer.allocate()  # the engine would allocate them next to the weights, in fp32
         part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, PrecisionAwareAdam):
+        if run.optimizer.use_precision_aware_optimizer:
             _pack(part)
         # An fp32 optimizer has no loss scale at all, a bf16 one has None.
         if getattr(part, "grad_scaler", None) is not None:
@@ -90,18 +91,17 @@ def _adam_of(run: Run) -> Iterator[None]:
     whole; below that, the moments are.
     """
     options, fully_sharded = run.optimizer, run.derived.zero_stage >= 2
+    packed, on_host = options.use_precision_aware_optimizer, options.optimizer_cpu_offload and not fully_sharded
     kind: Any = None
     if options.optimizer == "muon":
-        kind = Muon
-    elif options.use_precision_aware_optimizer:
-        kind = partial(
-            PrecisionAwareAdam,
-            moment_dtypes=(options.exp_avg_dtype, options.exp_avg_sq_dtype),
-            seed=run.training.seed,
-            on_host=options.optimizer_cpu_offload and not fully_sharded,
-        )
+        kind = PackedMuon if packed or on_host else Muon
+    elif packed:
+        kind = PrecisionAwareAdam
     elif options.optimizer_cpu_offload:
         kind = Adam if fully_sharded else AdamWithMomentsOnHost
+    if kind in (PackedMuon, PrecisionAwareAdam):
+        moment_dtypes = (options.exp_avg_dtype, options.exp_avg_sq_dtype)
+        kind = partial(kind, moment_dtypes=moment_dtypes, seed=run.training.seed, on_host=on_host)
     with mock.patch.object(engine_optimizer, "Adam", kind) if kind is not None else nullcontext():
         yield
 

@@ -53,11 +53,11 @@ def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances
         grad: [n] fp32, contiguous.
         chances: None where both moments are fp32.
     """
-    for begin, end in _pieces(grad.numel(), grad):
+    for begin, end in pieces(grad.numel(), grad):
         _update_piece(grad[begin:end], state.part(begin, end), step, None if chances is None else chances.at(begin))
 
 
-def _pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
+def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
     """Yield the ranges in which torch packs and unpacks: a whole weight would take several times its size."""
     piece = _PIECE_ON_CPU if near.device.type == "cpu" else _PIECE
     for begin in range(0, numel, piece):
@@ -114,11 +114,16 @@ class PrecisionAwareAdam(Adam):
         """Whether a moment is rounded at random."""
         return self._dtypes != (torch.float32, torch.float32)
 
+    def moments_of(self, param: Tensor) -> tuple[str, ...]:
+        """Return the moments that a parameter has."""
+        return MOMENTS
+
     def allocate(self) -> None:
         """Allocate the moments of all parameters, zeros, in one form for main weights of any kind."""
         for param in self._params():
             state = self.state[param]
-            for name, dtype in zip(MOMENTS, self._dtypes):
+            for name in self.moments_of(param):
+                dtype = self._dtypes[MOMENTS.index(name)]
                 state[name] = self._zeros(param, param.numel(), dtype)
                 if has_codes(dtype):
                     state[f"{name}_exponents"] = self._zeros(param, -(-param.numel() // GROUP), torch.int8)
@@ -155,16 +160,21 @@ class PrecisionAwareAdam(Adam):
         for param in group["params"]:
             if param.grad is None or not param.numel():
                 continue
-            state, grad = self._stored(param), param.grad.reshape(-1)
-            chances = self._chances(param, group)
-            piece = self.piece_numel if self._on_host else grad.numel()
-            for begin in range(0, grad.numel(), piece):
-                end = min(begin + piece, grad.numel())
-                part = state.part(begin, end)
-                near = part.to(grad.device) if self._on_host else part
+            grad, chances = param.grad.reshape(-1), self._chances(param, group)
+            for begin, end, near in self._near(self._stored(param), param):
                 adam_update(grad[begin:end], near, step, None if chances is None else chances.at(begin))
-                if self._on_host:
-                    part.copy_(near)
+
+    def _near(self, state: AdamState, param: Tensor) -> Iterator[tuple[int, int, AdamState]]:
+        """Yield ranges of a parameter with their state on its device, and take each back to where it is stored."""
+        numel = param.numel()
+        piece = self.piece_numel if self._on_host else max(numel, 1)
+        for begin in range(0, numel, piece):
+            end = min(begin + piece, numel)
+            part = state.part(begin, end)
+            near = part.to(param.device) if self._on_host else part
+            yield begin, end, near
+            if self._on_host:
+                part.copy_(near)
 
     def _chances(self, param: Tensor, group: dict[str, Any]) -> Chances | None:
         if not self.draws:
@@ -174,12 +184,13 @@ class PrecisionAwareAdam(Adam):
     def _stored(self, param: Tensor) -> AdamState:
         state = self.state[param]
         weight = self._weights.get(param)
+        none = torch.zeros((), device=param.device).expand(param.numel())  # of a moment that it does not have
         return AdamState(
             param.detach().view(-1) if weight is None else None,
             None if weight is None else weight.detach().view(-1),
             state.get("rest"),
             state.get("ties"),
-            (state[MOMENTS[0]], state[MOMENTS[1]]),
+            (state.get(MOMENTS[0], none), state.get(MOMENTS[1], none)),
             (state.get(f"{MOMENTS[0]}_exponents"), state.get(f"{MOMENTS[1]}_exponents")),
         )
 
@@ -188,7 +199,7 @@ class PrecisionAwareAdam(Adam):
     def values_of(self, param: Tensor, kind: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return a part of a main weight ("param") or moment as fp32 [end - begin], on its weight's device.
 
-        What is stored in fp32 there is not copied.
+        What is stored in fp32 there is not copied. A moment that the weight does not have is zeros without memory.
         """
         first, last = begin // GROUP * GROUP, param.numel() if end is None else end
         stored = self._stored(param).part(first, last)
@@ -196,7 +207,7 @@ class PrecisionAwareAdam(Adam):
         if wide is not None and wide.dtype == torch.float32:
             return wide[begin - first :].to(param.device)
         values = torch.empty(last - first, device=param.device)
-        for one, two in _pieces(last - first, param):
+        for one, two in pieces(last - first, param):
             piece = stored.part(one, two).to(param.device)
             if kind == "param":
                 values[one:two] = unpacked_main(piece)
@@ -213,8 +224,9 @@ class PrecisionAwareAdam(Adam):
         """Yield tensors of floating dtypes, one of which is not finite where the stored state is not."""
         for param in self._params():
             yield self._weights.get(param, param).detach()
-            stored = self._stored(param)
-            for moment, exponents in zip(stored.moments, stored.exponents):
+            state = self.state[param]
+            for name in self.moments_of(param):
+                moment, exponents = state[name], state.get(f"{name}_exponents")
                 yield moment if exponents is None else torch.where(exponents == NOT_FINITE, torch.nan, 0.0)
 
     @contextmanager
@@ -227,11 +239,13 @@ class PrecisionAwareAdam(Adam):
         """
         stored = {param: self.state[param] for param in self._params()}
         for param in stored:
-            kinds = ("param", *MOMENTS) if param in self._weights else MOMENTS
-            near = {kind: self.values_of(param, kind).to(param.device if keep else "cpu") for kind in kinds}
-            self.state[param] = {name: near[name].view(param.shape) for name in MOMENTS}
+            device = param.device if keep else torch.device("cpu")
+            kinds = (*self.moments_of(param), *(("param",) if param in self._weights else ()))
+            near = {kind: self.values_of(param, kind).to(device).view(param.shape) for kind in kinds}
+            none = torch.zeros(param.shape if keep else (), device=device).expand(param.shape)
+            self.state[param] = {name: near.get(name, none) for name in MOMENTS}
             if param in self._weights:
-                param.data = near["param"].view(param.shape)
+                param.data = near["param"]
         try:
             yield
             if keep:
@@ -244,19 +258,21 @@ class PrecisionAwareAdam(Adam):
                     self._put_away(param)
 
     def _pack(self, param: Tensor, kept: dict[str, Any]) -> None:
-        moments = [self.state[param][name].reshape(-1) for name in MOMENTS]
+        moments = {name: self.state[param][name].reshape(-1) for name in self.moments_of(param)}
         self.state[param] = kept
         group = next(group for group in self.param_groups if any(param is one for one in group["params"]))
         chances = self._chances(param, group)
         stored, main = self._stored(param), param.data.reshape(-1)
-        for begin, end in _pieces(param.numel(), param):
+        for begin, end in pieces(param.numel(), param):
             part = stored.part(begin, end)
             near = part.to(param.device)
             drawn = None if chances is None else chances_of(chances.at(begin), end - begin)
             if near.main is None:
                 pack_main(main[begin:end], near)
-            for number, values in enumerate(moments):
-                pack_moment(values[begin:end], near.moments[number], near.exponents[number], drawn, second=number == 1)
+            for number, name in enumerate(moments):
+                pack_moment(
+                    moments[name][begin:end], near.moments[number], near.exponents[number], drawn, second=number == 1
+                )
             part.copy_(near)
 
     def _params(self) -> list[Tensor]:

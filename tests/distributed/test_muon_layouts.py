@@ -10,9 +10,14 @@ import torch
 
 from megatron_moe.config.errors import ConfigError
 from tests.distributed.test_packed_layouts import (
+    BF16_MOMENTS,
+    CODES,
     LAYOUTS,
+    PACKED,
     require_loaded_to_the_bit,
     require_resumed_to_the_bit,
+    require_rounded_alike,
+    require_same_bits,
     resumed,
     stopped,
     trained,
@@ -62,6 +67,46 @@ def test_a_layout_trains_as_one_rank_does(gloo: Any, once: Any, layout: str) -> 
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5, msg=key)
 
 
+ROUNDED = ["DP2, distributed optimizer", "DP2, ZeRO 2", "PP2", "TP2 x DP2, ZeRO 3", "TP2 x DP2, distributed optimizer"]
+
+
+@pytest.mark.claim("Muon's momentum is rounded on every layout as on one rank.")
+@pytest.mark.parametrize("layout", engines.cases(ROUNDED, both=["DP2, distributed optimizer"]))
+def test_a_layout_rounds_momenta_as_one_rank_does(gloo: Any, once: Any, layout: str) -> None:
+    ranks, changes = ALL[layout]
+    one = once(1, trained, flags={**MUON, **BF16_MOMENTS})
+    require_rounded_alike(one, gloo.run(ranks, trained, flags={**MUON, **BF16_MOMENTS, **changes}))
+
+
+CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.02}
+# ranks, flags, and those that should change no bit
+SAME_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "packed, clipped": (1, CLIPPED, PACKED),
+    "packed, distributed optimizer, clipped": (2, {"use_distributed_optimizer": True, **CLIPPED}, PACKED),
+    "packed, Nesterov": (1, {"muon_nesterov": True}, PACKED),
+    "offload": (1, {}, {"optimizer_cpu_offload": True}),
+    "offload, codes": (1, CODES, {"optimizer_cpu_offload": True}),
+    "packed, offload, distributed optimizer": (
+        2,
+        {"use_distributed_optimizer": True},
+        {**PACKED, "optimizer_cpu_offload": True},
+    ),
+}
+
+
+@pytest.mark.claim("With Muon, packed main weights and state in host memory have the bits of fp32 state on the device.")
+@pytest.mark.parametrize("name", engines.cases(SAME_BITS, both=["packed, distributed optimizer, clipped"]))
+def test_how_state_is_stored_changes_no_bit(gloo: Any, once: Any, name: str) -> None:
+    ranks, flags, stored = SAME_BITS[name]
+    flags = {**MUON, "bf16": True, **flags}
+    plain = gloo.run(ranks, trained, flags=flags)
+    found = gloo.run(ranks, trained, flags={**flags, **stored})
+    assert found[0][0] == plain[0][0]
+    require_same_bits(plain, found)
+    if "qk_clip" in flags:  # the threshold is below some logits
+        assert once(1, trained, flags={**flags, "qk_clip": False})[0][0] != plain[0][0]
+
+
 RESUMED = {
     "one rank": (1, {}),
     "bf16": (1, {"bf16": True, "muon_fp32_matmul_prec": "medium"}),
@@ -69,11 +114,16 @@ RESUMED = {
     "fp16": (2, {"fp16": True, "initial_loss_scale": 256.0}),
     "ZeRO 2": (2, {"data_parallel_sharding_strategy": "optim_grads"}),
     "ZeRO 3, bf16": (2, {"bf16": True, "use_torch_fsdp2": True}),
+    "distributed optimizer, codes": (2, {"bf16": True, "use_distributed_optimizer": True, **CODES}),
+    "codes": (1, {"bf16": True, **CODES}),
+    "ZeRO 2, codes": (2, {"bf16": True, "data_parallel_sharding_strategy": "optim_grads", **CODES}),
+    "offload": (1, {"bf16": True, "optimizer_cpu_offload": True}),
+    "ZeRO 3, offload": (2, {"bf16": True, "use_torch_fsdp2": True, "optimizer_cpu_offload": True}),
 }
 
 
 @pytest.mark.claim("A run with Muon goes on from a checkpoint to the bit.")
-@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, bf16", "ZeRO 3, bf16"]))
+@pytest.mark.parametrize("name", engines.cases(RESUMED, both=["distributed optimizer, codes", "ZeRO 3, bf16"]))
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp_path: Path, name: str) -> None:
     ranks, flags = RESUMED[name]
     require_resumed_to_the_bit(gloo, tmp_path / "run", ranks, {**MUON, **flags})
@@ -82,6 +132,17 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(gloo: Any, tmp
 @pytest.mark.parametrize("layout", engines.cases(SAVED, both=["DP2, distributed optimizer"]))
 def test_a_checkpoint_is_the_same_to_the_bit_on_every_layout(gloo: Any, once: Any, folder: Path, layout: str) -> None:
     require_loaded_to_the_bit(gloo, once, folder, {"bf16": True, **MUON}, ALL[layout])
+
+
+@pytest.mark.parametrize(
+    "layout", engines.cases(["DP2, distributed optimizer", "TP2", "TP2 x DP2, ZeRO 3"], both=["TP2"])
+)
+def test_rounded_momenta_are_the_same_to_the_bit_on_every_layout(
+    gloo: Any, once: Any, folder: Path, layout: str
+) -> None:
+    rounded = folder / "rounded"
+    rounded.mkdir(exist_ok=True)
+    require_loaded_to_the_bit(gloo, once, rounded, {"bf16": True, **MUON, **BF16_MOMENTS}, ALL[layout])
 
 
 def refusal(flags: dict[str, Any], folder: str) -> str:

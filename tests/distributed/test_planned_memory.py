@@ -205,6 +205,15 @@ MUON_LAYOUTS = {
     "EP2, distributed optimizer": (2, {**MUON, "use_distributed_optimizer": True, "expert_model_parallel_size": 2}),
     "DP4, ZeRO 2": (4, {**MUON, "data_parallel_sharding_strategy": "optim_grads"}),
     "TP2": (2, {**MUON, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "one rank, packed state": (1, {**MUON, **PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "bf16"}),
+    "DP2, distributed optimizer, packed state": (
+        2,
+        {**MUON, **PACKED, "use_distributed_optimizer": True, "exp_avg_dtype": "bf16"},
+    ),
+    "DP4, ZeRO 2, packed state": (
+        4,
+        {**MUON, **PACKED, "data_parallel_sharding_strategy": "optim_grads", "exp_avg_dtype": "bf16"},
+    ),
 }
 
 # Which copies in fp32 its products make does not depend on what data-parallel ranks share; fp32 weights need none.

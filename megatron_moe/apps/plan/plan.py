@@ -94,13 +94,14 @@ def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemor
     shards, matrices = sum(unit.share for unit in trace.units), sum(unit.matrices for unit in trace.units)
     on_device = 0 if trace.offloaded else shards
     in_host_memory = shards - on_device
+    moments = run.derived.moment_bytes(shards, matrices) + run.derived.average_bytes(shards)
     micro_batches = run.derived.num_microbatches(world_size)
     flight = _in_flight(run, trace, micro_batches)
     return PlannedMemory(
         weights=4 * on_device,
         gradients=4 * on_device,
-        optimizer=run.derived.moment_bytes(on_device, matrices) + run.derived.average_bytes(on_device),
-        host=8 * in_host_memory + run.derived.moment_bytes(in_host_memory) + run.derived.average_bytes(in_host_memory),
+        optimizer=0 if trace.offloaded else moments,
+        host=8 * in_host_memory + (moments if trace.offloaded else 0),
         # Of one micro-batch alone the gradients come about during its backward pass.
         activations=flight.peak if micro_batches > 1 else max(flight.peak - 4 * on_device, 0),
         in_flight=flight.most_waiting,

@@ -53,12 +53,19 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
     if not run.checkpoint.no_save_optim:
         if run.derived.zero_stage == 1:
             per_element += 3 * _FP32  # main weights and moments are gathered there
-        elif in_background or run.optimizer.use_precision_aware_optimizer:  # unpacked to fp32 there
+        elif in_background or _unpacks(run):
             per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
     if in_background:
         per_element += buffer.parameter_bytes
     average = 0 if run.derived.zero_stage == 1 else _average_bytes(run, buffer.used)
     return buffer.used * per_element + average
+
+
+def _unpacks(run: Run) -> bool:
+    """Return whether moments are made fp32 tensors in host memory to be written: `training/precision_aware_adam.py`."""
+    options = run.optimizer
+    offloaded_muon = options.optimizer == "muon" and options.optimizer_cpu_offload and run.derived.zero_stage < 2
+    return options.use_precision_aware_optimizer or offloaded_muon
 
 
 def _average_bytes(run: Run, numel: int) -> int:
@@ -73,7 +80,7 @@ def _host_bytes_of_shards(run: Run, unit: GatheredUnit) -> int:
     Packed moments are unpacked there.
     """
     if not run.checkpoint.async_save:
-        unpacked = run.optimizer.use_precision_aware_optimizer and not run.checkpoint.no_save_optim
+        unpacked = _unpacks(run) and not run.checkpoint.no_save_optim
         return unit.share * 2 * _FP32 if unpacked else 0
     optimizer = 0 if run.checkpoint.no_save_optim else 2 * _FP32 + (_FP32 if unit.parameter_bytes < _FP32 else 0)
     return unit.share * (unit.parameter_bytes + optimizer) + _average_bytes(run, unit.share)

@@ -142,7 +142,6 @@ RULES: tuple[Rule, ...] = (
     training.decay_leaves_weights,
     training.muon_flags_need_muon,
     training.heads_are_split_apart,
-    training.muon_keeps_fp32_state_on_the_device,
     param_groups.decoupled_rates_are_ordered,
     training.samples_have_a_batch,
     training.lengths_are_given_once,

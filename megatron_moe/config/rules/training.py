@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.rules.wording import is_set, nearest_multiples, refuse, set_among, spelled
+from megatron_moe.config.rules.wording import nearest_multiples, refuse, set_among, spelled
 from megatron_moe.config.schema import Run
 
 
@@ -79,20 +79,6 @@ def heads_are_split_apart(run: Run, world_size: int) -> None:
     o = run.optimizer
     if o.muon_split_qkv_per_head and not o.muon_split_qkv:
         raise refuse(run, ("muon_split_qkv_per_head", "muon_split_qkv"), "contradict each other; drop one of them")
-
-
-def muon_keeps_fp32_state_on_the_device(run: Run, world_size: int) -> None:
-    """Refuse Muon with state that is packed or in host memory."""
-    if run.optimizer.optimizer != "muon":
-        return
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if is_set(run, name):
-            raise refuse(
-                run,
-                ("optimizer", name),
-                "Muon's momentum is fp32 and on the device, half of AdamW's moments; use --optimizer adam, or drop the "
-                "other flag",
-            )
 
 
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
