@@ -31,6 +31,10 @@ PRECISIONS = {
         *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1", "--offload-modules"),
         *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
     ],
+    "bf16 with Muon, packed, on the host": [
+        *("--bf16", "--optimizer", "muon", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"),
+        *("--use-distributed-optimizer", "--optimizer-cpu-offload", "--qk-clip", "--qk-clip-threshold", "0.05"),
+    ],
     "bf16 at ZeRO stage 3": ["--bf16", "--use-torch-fsdp2", "--optimizer-cpu-offload"],
 }
 SPREAD = 1e-3
