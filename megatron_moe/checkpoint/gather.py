@@ -105,6 +105,11 @@ def _whole_buffer(
     buffer, group = part.buffers[name[1]], part.data_parallel_group
     keys = ("param", *getattr(part, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
     whole: dict[str, Any] = {"numel_unpadded": buffer.numel_unpadded}
+    if all(hasattr(weight, "orthogonalized") for weight in buffer.param_index_map):
+        # Weights that Muon updates have no second moment, and none is saved.
+        keys = tuple(key for key in keys if key != "exp_avg_sq")
+        whole["exp_avg_sq"] = torch.zeros(()).expand(buffer.numel_unpadded)
+        gathered.private.add(whole["exp_avg_sq"].data_ptr())
     for key in keys:
         if group.rank() == 0:
             whole[key] = _reused(buffers, (*name, key), buffer.numel_unpadded, pinned=later)

@@ -52,7 +52,8 @@ def _host_bytes(run: Run, buffer: Buffer) -> int:
     in_background, per_element = run.checkpoint.async_save, 0
     if not run.checkpoint.no_save_optim:
         if run.derived.zero_stage == 1:
-            per_element += 3 * _FP32  # main weights and moments are gathered there
+            only_matrices = run.optimizer.optimizer == "muon" and buffer.matrices == buffer.used
+            per_element += (2 if only_matrices else 3) * _FP32  # main weights and moments are gathered there
         elif in_background or _unpacks(run):
             per_element += 2 * _FP32 + (_FP32 if buffer.parameter_bytes < _FP32 else 0)
     if in_background:

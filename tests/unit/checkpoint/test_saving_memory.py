@@ -25,6 +25,7 @@ MIB = 2**20
 SAVED: dict[str, dict[str, Any]] = {
     **OPTIMIZERS,
     "bf16, distributed, averaged": {**OPTIMIZERS["bf16, distributed"], "ema_decay": 0.9},
+    "bf16, distributed, Muon": {**OPTIMIZERS["bf16, distributed"], "optimizer": "muon"},
     "bf16, averaged": {"bf16": True, "ema_decay": 0.9},
     "bf16, ZeRO 2, averaged": {"bf16": True, "data_parallel_sharding_strategy": "optim_grads", "ema_decay": 0.9},
 }
