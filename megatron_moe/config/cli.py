@@ -131,13 +131,13 @@ def parse(
     parser = _build_parser()
     flag_help.answer(argv, parser)
     parser.require_sound(argv)
-    options = [option for action in parser._actions for option in action.option_strings]
+    options = {option: action.dest for action in parser._actions for option in action.option_strings}
     translated = megatron_flags.translate(argv, options)
     if translated.problems:
         raise ConfigError(_all_of(translated.problems))
     words, extra = parser.parse_known_args(translated.argv)
     if extra:
-        raise ConfigError(unexpected(extra[0], options))
+        raise ConfigError(unexpected(extra[0], list(options)))
     given = vars(words)
     preset, path, deepspeed_path = given.pop("preset", None), given.pop("config", None), _deepspeed_path(given)
     defaults = _defaults(given.pop("defaults", None), deepspeed_path)
@@ -162,7 +162,8 @@ def parse(
     flat, ignored = as_megatron_reads(flat)
     unchanged = (name for name in typed if flat.get(name) == as_given.get(name))
     notes = (*translated.notes, *of_defaults, *ignored, *read.notes)
-    return dataclasses.replace(schema.build(flat), notes=notes, origins=read.origins, typed=frozenset(unchanged))
+    origins = {options[flag]: source for flag, source in translated.sources.items()} | read.origins
+    return dataclasses.replace(schema.build(flat), notes=notes, origins=origins, typed=frozenset(unchanged))
 
 
 def _defaults(name: str | None, deepspeed_path: str | None) -> str | None:

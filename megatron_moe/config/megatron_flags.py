@@ -119,10 +119,12 @@ class Translation:
     Attributes:
         argv: the words for the parser.
         problems: an error for each flag that is unknown, refused, or used in a wrong way.
+        sources: flag of this project -> Megatron-LM's as it was typed, which it stands for.
     """
 
     argv: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
     _always: list[str] = field(default_factory=list)
     _aliases: list[str] = field(default_factory=list)
     _ignored: dict[str, list[str]] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class Translation:
         elif row.answer == "alias":
             words = row.in_place(given)
             self.argv += words
+            self.sources |= {parts(group)[0]: typed for group in groups(words)}
             self._aliases.append(f"{typed} is {' '.join(words)} here: {row.reason}")
         elif row.answer == "always":
             self._always.append(typed)

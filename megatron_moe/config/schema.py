@@ -26,7 +26,7 @@ class Run(RunSections):
 
     Args:
         notes: what to report of it at the start of the run, a line each.
-        origins: field -> "key in file", of values that come from a DeepSpeed file.
+        origins: field -> "key in file", of values that come from a DeepSpeed file, or a flag of Megatron-LM's alone.
         typed: the fields that the command line names, also where the value is the default.
     """
 

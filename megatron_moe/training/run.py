@@ -182,9 +182,11 @@ def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: str, num_tokens:
 
 
 def _quiet_engine() -> None:
-    """Silence the engine on all ranks but 0, and its remarks on packages that are not installed."""
+    """Silence the engine on all ranks but 0, its remarks on packages that are not installed, and one of FSDP2's."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r".*[Tt]ransformer[ -]?[Ee]ngine.*")
+    # Nothing changes what a sharded model returns in place, which is what the warning is of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if os.environ.get("RANK", "0") != "0":
         logging.getLogger("megatron").setLevel(logging.ERROR)
         torch._logging.set_logs(all=logging.ERROR)

@@ -85,6 +85,8 @@ def steps_to_average(load: Path, numbers: Sequence[int]) -> list[Path]:
     if len(set(numbers)) < len(numbers) or len(numbers) < 2:
         raise ConfigError(f"{shown}: name two steps or more, each once")
     there = folder.steps(load)
+    if not there:
+        raise ConfigError(f"{shown}: --load {load} has no steps; name the folder that a run saved its steps in")
     missing = [number for number in numbers if number not in there]
     if missing:
         raise ConfigError(

@@ -121,6 +121,9 @@ class ToMegatron(Conversion):
             raise ConfigError(
                 f"{where}: has the optimizer of an fp16 run, whose loss scale is not converted; {without}"
             )
+        config, state = folder.read_json(self.source / folder.CONFIG), folder.read_json(self.source / folder.STATE)
+        if (kind := config.get("optimizer", "adam")) != "adam":
+            raise ConfigError(f"{where}: has the state of --optimizer {kind}, which is not converted; {without}")
         ranks = 1 if self.run.moe.num_experts is None else self.expert_ranks
         if ranks is None:
             raise ConfigError(
@@ -130,9 +133,6 @@ class ToMegatron(Conversion):
             )
         if ranks < 1:
             raise ConfigError(f"--expert-model-parallel-size {ranks}: must be at least 1")
-        config, state = folder.read_json(self.source / folder.CONFIG), folder.read_json(self.source / folder.STATE)
-        if (kind := config.get("optimizer", "adam")) != "adam":
-            raise ConfigError(f"{where}: has the state of --optimizer {kind}, which is not converted; {without}")
         settings = optimizer.settings_of(config)
         if missing := [name for name in optimizer.SETTINGS if name not in settings]:
             raise ConfigError(

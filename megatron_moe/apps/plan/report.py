@@ -63,7 +63,7 @@ def _step(found: dict[str, Any]) -> str:
 def _others(found: dict[str, Any]) -> str:
     rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
     for one in found["others"]:
-        gib = ("" if one["planned"] else "about ") + f"{one['max_memory_gib']:,.2f}"
+        gib = ("" if one["planned"] else "about ") + brief(one["max_memory_gib"])
         rows.append([one["layout"], gib, brief(one["seconds"]), one["loses"]])
     return _table(rows) if len(rows) > 1 else ""
 
@@ -76,11 +76,11 @@ def _head(plan: dict[str, Any]) -> str:
     fits = "fits" if plan["max_memory_gib"] <= limit else "DOES NOT FIT"
     return "\n".join(
         (
-            f"{plan['total_params'] / 1e9:,.2f} B parameters ({plan['total_params']:,}), of which a token meets "
-            f"{plan['active_params'] / 1e9:,.2f} B",
+            f"{brief(plan['total_params'] / 1e9)} B parameters ({plan['total_params']:,}), of which a token meets "
+            f"{brief(plan['active_params'] / 1e9)} B",
             f"{plan['world_size']:,} ranks: {words.replace('_', ' ')}",
             f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all",
-            f"largest rank {plan['max_memory_gib']:,.2f} GiB of {room}: {fits}",
+            f"largest rank {brief(plan['max_memory_gib'])} GiB of {room}: {fits}",
             _saving(plan["saving"]),
         )
     )
@@ -131,8 +131,8 @@ def _distinct(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _choices(plan: dict[str, Any]) -> str:
     rows = [["recomputation", "largest rank, GiB"]]
-    rows += [[kind, f"{gib:,.2f}"] for kind, gib in plan["recomputation"].items()]
-    rows += [[f"imbalance {imbalance}", f"{gib:,.2f}"] for imbalance, gib in plan["imbalances"].items()]
+    rows += [[kind, brief(gib)] for kind, gib in plan["recomputation"].items()]
+    rows += [[f"imbalance {imbalance}", brief(gib)] for imbalance, gib in plan["imbalances"].items()]
     return _table(rows)
 
 
@@ -152,11 +152,11 @@ def _traffic(plan: dict[str, Any]) -> str:
 def _speed(plan: dict[str, Any]) -> str:
     return "\n".join(
         (
-            f"{plan['model_flops_per_token'] / 1e9:,.2f} GFLOP a token (model), "
-            f"{plan['computed_flops_per_token'] / 1e9:,.2f} with what is recomputed",
+            f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
+            f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
             f"pipeline bubble {plan['bubble_share']:.1%} of a step",
             f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {plan['tokens_per_second']:,.0f} tokens/s, "
-            f"{plan['seconds_per_step']:,.2f} s a step",
+            f"{brief(plan['seconds_per_step'])} s a step",
         )
     )
 
@@ -167,14 +167,14 @@ def _alternatives(plan: dict[str, Any]) -> str:
     rows = [["nearest legal layouts, best first", "largest rank, GiB", "fits", "relative time"]]
     for row in plan["alternatives"]:
         fits = "yes" if row["fits"] else "no"
-        rows.append([row["change"], f"{row['max_memory_gib']:,.2f}", fits, f"{row['relative_time']:.3f}"])
+        rows.append([row["change"], brief(row["max_memory_gib"]), fits, f"{row['relative_time']:.3f}"])
     return _table(rows)
 
 
 def _recommended(plan: dict[str, Any]) -> str:
     """Return which ZeRO stage to take, and what ZeRO++ saves between machines with it."""
     found = plan["zero"]
-    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({found['max_memory_gib']:,.2f} GiB)"
+    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({brief(found['max_memory_gib'])} GiB)"
     if not found["fits"]:
         return (
             f"no ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"
@@ -182,10 +182,10 @@ def _recommended(plan: dict[str, Any]) -> str:
         )
     lines = [f"lowest ZeRO stage with a tenth of the device free: {chosen}"]
     if found["switches"]:
+        with_switches = brief(found["max_memory_gib_with_switches"])
         lines.append(
             f"a rank sends {_gib(found['between_nodes'])} GiB to other machines in a step with it, and "
-            f"{_gib(found['between_nodes_with_switches'])} ({found['max_memory_gib_with_switches']:,.2f} GiB) with\n  "
-            + " ".join(found["switches"])
+            f"{_gib(found['between_nodes_with_switches'])} ({with_switches} GiB) with\n  " + " ".join(found["switches"])
         )
     return "\n".join(lines)
 
@@ -200,10 +200,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def brief(seconds: float) -> str:
-    """Return seconds with two decimals, or with two digits where these would say nothing."""
-    return f"{seconds:,.2f}" if seconds >= 1 or not seconds else f"{seconds:.2g}"
+def brief(number: float) -> str:
+    """Return a number with two decimals, or with two digits where these would say nothing."""
+    return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"
 
 
 def _gib(size: float) -> str:
-    return f"{size / _GIB:,.2f}"
+    return brief(size / _GIB)

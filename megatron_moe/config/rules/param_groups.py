@@ -20,7 +20,9 @@ def multiples_are_pairs(run: Run, world_size: int) -> None:
                 meant = number_meant(word.rpartition("=")[2], (float,)) or "; write e.g. router=0.5"
                 raise refuse(run, (field,), f"{word!r} is not PATTERN=X, with a number X{meant}")
             if not math.isfinite(found[1]) or found[1] < 0:
-                raise refuse(run, (field,), f"{word!r}: a multiple is at least 0 and finite; use e.g. {found[0]}=0.5")
+                raise refuse(
+                    run, (field,), f"{word!r}: a multiple is {_least(field)} and finite; use e.g. {found[0]}=0.5"
+                )
             if field == "lr_mult" and not found[1]:
                 raise refuse(
                     run,
@@ -28,6 +30,10 @@ def multiples_are_pairs(run: Run, world_size: int) -> None:
                     f"{word!r} would compute gradients and moments that change nothing; use --freeze {found[0]}, or a "
                     "multiple above 0",
                 )
+
+
+def _least(field: str) -> str:
+    return "above 0" if field == "lr_mult" else "at least 0"
 
 
 def multiples_decide_something(run: Run, world_size: int) -> None:

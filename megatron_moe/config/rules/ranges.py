@@ -199,8 +199,11 @@ def choices_are_known(run: Run, world_size: int) -> None:
                 raise ConfigError(f"{field.flag} {word}: not one of {listed}{near}")
 
 
+_USUAL = {"ema_decay": 0.9999, "decoupled_lr": 1e-4}
+
+
 def _working(name: str, allowed: Range) -> str:
-    """Return a setting in the range: the default, or a number near the lowest."""
+    """Return a setting in the range: the default, a usual one, or a number near the lowest."""
     field = all_fields()[name]
-    tried = (field.default, allowed.low, 1, 2, 0.1)
+    tried = (field.default, allowed.low, _USUAL.get(name), 1, 2, 0.1)
     return f"{field.flag} {next(n for n in tried if isinstance(n, (int, float)) and allowed.holds(n)):g}"

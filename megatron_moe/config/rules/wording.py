@@ -26,12 +26,12 @@ def refuse(run: Run, names: Iterable[str], rule: str) -> ConfigError:
 
 
 def spelled(run: Run, name: str) -> str:
-    """Return a field as it would be typed, with the key of a DeepSpeed file that it comes from."""
+    """Return a field as it would be typed, with the DeepSpeed key or the flag of Megatron-LM's that it comes from."""
     return all_fields()[name].typed(value(run, name)) + origin(run, name)
 
 
 def origin(run: Run, name: str) -> str:
-    """Return ` (key in file)` for a value that a DeepSpeed file has set; else an empty string."""
+    """Return ` (key in file)` for a value that a DeepSpeed file, or a flag of Megatron-LM's, has set; else nothing."""
     return f" ({run.origins[name]})" if name in run.origins else ""
 
 

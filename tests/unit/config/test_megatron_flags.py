@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config import cli, megatron_flags
+from megatron_moe.config import cli, megatron_flags, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.megatron_flags import ANSWERS, Answer, row_for, table, translate
@@ -133,6 +133,12 @@ def test_an_alias_is_what_it_stands_for(typed, ours):
     assert run == cli.parse([*ours.split(), *others])
     (note,) = run.notes
     assert note.startswith(f"{typed.replace('=', ' ')} is {ours} here")
+
+
+def test_a_mistake_in_an_alias_names_what_was_typed():
+    run = cli.parse("--preset tiny --mock-data --vocab-size 100 --main-grads-dtype bf16".split())
+    with pytest.raises(ConfigError, match=r"--grad-reduce-in-bf16 \(--main-grads-dtype bf16\), --no-bf16"):
+        rules.check(run, 1)
 
 
 def test_the_value_decides_where_megatron_has_several():

@@ -63,6 +63,8 @@ def test_what_cannot_be_averaged_is_refused(gloo: Any, run: Path, tmp_path: Path
         (["1", "25"], "has no step 25; it has 1, 2, 3"),
     ):
         assert part in refused(capsys, words(run, there, "--average-steps", *numbers), there)
+    one = words(run / "iter_0000001", there, "--average-steps", "1", "2")
+    assert "has no steps; name the folder that a run saved its steps in" in refused(capsys, one, there)
     step = ["--average-steps", "1", "2", "--ckpt-step", "2"]
     assert "the place of --ckpt-step" in refused(capsys, words(run, there, *step), there)
     export = ["--from", "native", "--to", "hf", "--load", str(run), "--save", str(there), "--average-steps", "1", "2"]
