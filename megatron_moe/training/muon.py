@@ -186,15 +186,20 @@ def matrices_of(run: Run, chunk: torch.nn.Module) -> dict[str, MatrixLayout]:
 
 
 def mark_matrices(run: Run, chunks: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, MatrixLayout]]:
-    """Give the weights of unwrapped chunks that Muon updates an attribute, and return them.
+    """Give the weights of unwrapped chunks that Muon updates two attributes, and return them.
 
-    `orthogonalized` is the number of elements of a block on this tensor-parallel rank.
+    `orthogonalized` is the number of elements of a block on this tensor-parallel rank, `iteration_flops` what a step of
+    the iteration computes, over the elements of the weight on all these ranks.
     """
     found = [
         (chunk.get_parameter(name), layout) for chunk in chunks for name, layout in matrices_of(run, chunk).items()
     ]
     for weight, layout in found:
-        weight.orthogonalized = math.prod(weight.shape[1 if layout.stacked else 0 :])  # type: ignore[attr-defined]
+        shape = tuple(weight.shape[1 if layout.stacked else 0 :])
+        tp = run.derived.expert_tensor_parallel_size if layout.stacked else run.parallel.tensor_model_parallel_size
+        marked: Any = weight
+        marked.orthogonalized = math.prod(shape)
+        marked.iteration_flops = _flops_of_block(layout, shape, tp) / (math.prod(shape) * tp)
     return found
 
 
@@ -313,14 +318,19 @@ def _blocks(one: MatrixWeight, own: Sequence[Any], dp_rank: int, tp_size: int) -
     shape, layout = tuple(one.weight.shape), one.layout
     inner = shape[1:] if layout.stacked else shape
     replicated = sum(_numel(shape, *part) for part in own) > math.prod(shape)
-    whole = torch.empty(whole_shape(inner, layout.split, tp_size), device="meta")
-    cost = sum(_flops(*_sizes(matrix)) for matrix in layout.matrices(whole))
+    cost = _flops_of_block(layout, inner, tp_size)
     for index in range(shape[0]) if layout.stacked else (None,):
         shares = [_share(shape, *part, index) for part in own]
         here = shares[dp_rank]
         of_blocks = [None if share is None else share.of_block for share in shares]
         of_main = _all if here is None else here.of_main
         yield MatrixBlock(inner, layout.split, layout.matrices, cost, of_blocks, replicated, one.main, of_main)
+
+
+def _flops_of_block(layout: MatrixLayout, shape: tuple[int, ...], tp_size: int) -> float:
+    """Return the FLOPs of a step of the iteration over all matrices of a block, of this shape on each rank of TP."""
+    whole = torch.empty(whole_shape(shape, layout.split, tp_size), device="meta")
+    return sum(_flops(*_sizes(matrix)) for matrix in layout.matrices(whole))
 
 
 def _sizes(matrix: Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_moe.config.errors import ConfigError
 from tests.distributed.test_packed_layouts import (
     BF16_MOMENTS,
     CODES,
+    FLAGS,
     LAYOUTS,
     PACKED,
     require_loaded_to_the_bit,
@@ -174,3 +176,55 @@ def test_the_state_of_another_optimizer_is_refused(gloo: Any, tmp_path: Path, be
     message = gloo.run(1, refusal, flags={"optimizer": after}, folder=str(folder))[0]
     assert f"--optimizer {after}" in message and f"--optimizer {before}" in message and "--no-load-optim" in message
     gloo.run(1, resumed, flags={"optimizer": after, "no_load_optim": True}, folder=str(folder))
+
+
+def counted(flags: dict[str, Any]) -> tuple[int, int]:
+    """The FLOPs of a step's iterations on this rank, and the bytes that it sends for them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_moe.training import matrix_exchange
+    from megatron_moe.training.muon import orthogonalize_gradients
+    from tests.helpers.stepped_trainer import Trainer
+
+    trainer, sent = Trainer({**FLAGS, **flags}), [0]
+    trainer.step()
+    exchange = matrix_exchange.all_to_all_rows
+
+    def counting(rows: torch.Tensor, counts: list[int], received: list[int], group: Any) -> torch.Tensor:
+        sent[0] += rows.element_size() * (sum(counts) - counts[group.rank()])
+        return exchange(rows, counts, received, group)
+
+    with mock.patch.object(matrix_exchange, "all_to_all_rows", counting), FlopCounterMode(display=False) as flops:
+        orthogonalize_gradients(trainer.optimizer)
+    return flops.get_total_flops(), sent[0]
+
+
+PLANNED = {
+    "one rank": (1, {}),
+    "DP4": (4, {}),
+    **{name: ALL[name] for name in ("DP4, distributed optimizer", "DP4 x EP2, ZeRO 3", "TP2", "TP2, ETP1")},
+    "TP2 x DP2, distributed optimizer": ALL["TP2 x DP2, distributed optimizer"],
+}
+
+
+@pytest.mark.claim("A plan has the FLOPs of Muon's iteration, and what it sends to a fifth.")
+@pytest.mark.parametrize("layout", engines.cases(PLANNED, both=["TP2 x DP2, distributed optimizer"]))
+def test_a_plan_has_what_muon_computes_and_sends(gloo: Any, layout: str) -> None:
+    from megatron_moe.apps.plan import orthogonalization
+    from megatron_moe.apps.plan.tracing import trace_ranks
+    from megatron_moe.apps.plan.traffic import rank_traffic
+    from megatron_moe.config.schema import build
+    from tests.helpers.stepped_trainer import TINY
+
+    ranks, changes = PLANNED[layout]
+    flags = {**FLAGS, **MUON, **changes}
+    run = build({**TINY, **flags})
+    (trace,) = trace_ranks(run, ranks, run.derived.padded_vocab_size(TINY["vocab_size"]), device="cpu", imbalance=1.0)
+    found = gloo.run(ranks, counted, flags=flags)
+    assert orthogonalization.flops(run, trace) * ranks == pytest.approx(sum(flops for flops, _ in found), rel=1e-9)
+    sent = sum(sent for _, sent in found) / ranks
+    if ranks == 1:
+        assert sent == 0 and "Muon" not in rank_traffic(run, trace, 1, 8)
+        return
+    # Planned is that each owner has an equal share of each rank's, and that every matrix is split over TP.
+    assert sent <= rank_traffic(run, trace, ranks, 8)["Muon"].sent < 1.2 * sent

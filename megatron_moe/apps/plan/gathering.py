@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.apps.plan.buffers import Rates, rates_of
 from megatron_moe.model.fully_sharded import Sharding, Unit, shard_axis
 from megatron_moe.model.zero_plus_plus import is_quantized
 from megatron_moe.parallel.groups import neighbours
@@ -37,8 +38,8 @@ class GatheredUnit:
     segments: a rank's shards, padding included. parameter_bytes: of a gathered element. ranks: the world's that share
     it. neighbours: how many of them are in a secondary partition, or else on a machine. expert: whether routed experts.
     is_island: whether `--keep-fp32` names it. is_root: whether it stays gathered until the end of the backward pass.
-    matrices: elements of a rank's shards that Muon updates. largest_block: elements of the largest that it updates at
-    once, on a tensor-parallel rank.
+    rates: of the elements of a rank's shards that Muon updates. largest_block: elements of the largest that it updates
+    at once, on a tensor-parallel rank.
     """
 
     segments: Segments
@@ -48,8 +49,13 @@ class GatheredUnit:
     expert: bool
     is_island: bool
     is_root: bool
-    matrices: int
+    rates: Rates
     largest_block: int
+
+    @property
+    def matrices(self) -> int:
+        """Elements of a rank's shards that Muon updates."""
+        return sum(self.rates.values())
 
     @property
     def share(self) -> int:
@@ -95,11 +101,7 @@ class PlannedUnit:
             expert=any(not getattr(weight, "allreduce", True) for weight in self.weights),
             is_island=self.unit.is_island,
             is_root=self.unit.is_root,
-            matrices=sum(
-                length
-                for length, weight in zip(self.segments.lengths, self.weights)
-                if hasattr(weight, "orthogonalized")
-            ),
+            rates=rates_of(zip(self.weights, self.segments.lengths)),
             largest_block=max(getattr(weight, "orthogonalized", 0) for weight in self.weights),
         )
 

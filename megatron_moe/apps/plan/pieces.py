@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_moe.apps.plan.buffers import Buffer
 from megatron_moe.apps.plan.gathering import GatheredUnit
 from megatron_moe.apps.plan.layouts import (
     SEPARATE,
@@ -35,14 +36,15 @@ from megatron_moe.apps.plan.layouts import (
     widths,
 )
 from megatron_moe.apps.plan.neighbours import Machine, vocabulary
-from megatron_moe.apps.plan.tracing import Buffer, ChunkTrace, RankTrace, trace_stage
+from megatron_moe.apps.plan.tracing import ChunkTrace, RankTrace, trace_stage
 from megatron_moe.apps.plan.traffic import purpose, sent_by_a_rank
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel.quantization import Segments
 
-BufferKind = tuple[bool, int, int, bool]
-"""Whether of experts, bytes of a parameter, bytes of a gradient, whether Muon updates them."""
+BufferKind = tuple[bool, int, int, float]
+"""Whether of experts, bytes of a parameter, bytes of a gradient, FLOPs of a step of Muon's iteration over elements; 0:
+Muon does not update them."""
 
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
@@ -184,8 +186,9 @@ class Pieces:
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:
             sizes = (buffer.expert, buffer.parameter_bytes, buffer.gradient_bytes)
-            matrices = buffer.matrices if self._run.optimizer.optimizer == "muon" else 0
-            elements += Counter({(*sizes, True): matrices, (*sizes, False): buffer.used - matrices})
+            rates = buffer.rates if self._run.optimizer.optimizer == "muon" else {}
+            others = buffer.used - sum(rates.values())
+            elements.update({(*sizes, rate): count for rate, count in (*rates.items(), (0.0, others))})
         seconds = {"EP": 0.0, "": 0.0}
         for call in chunk.forward + chunk.backward:
             if call.kind != "broadcast":
@@ -317,14 +320,13 @@ class Pieces:
 
     def _buffers(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[Buffer]:
         dense, expert = self._groups(layout)
-        for (of_experts, parameter, gradient, is_matrix), count in elements.items():
+        for (of_experts, parameter, gradient, rate), count in elements.items():
             ranks = expert if of_experts else dense
-            matrices = count if is_matrix else 0
             yield Buffer(
                 numel=count,
                 used=count,
-                matrices=matrices,
-                fewest_matrices=matrices // len(ranks),
+                rates={rate: count} if rate else {},
+                fewest_matrices=count // len(ranks) if rate else 0,
                 largest_block=0,
                 parameter_bytes=parameter,
                 gradient_bytes=gradient,
@@ -335,7 +337,7 @@ class Pieces:
     def _units(self, layout: SearchedLayout, elements: Counter[BufferKind]) -> Iterable[GatheredUnit]:
         """Yield all layers' shards as one unit for each kind."""
         on_machine = self._machine.gpus_per_node
-        for (of_experts, size, _, is_matrix), count in elements.items():
+        for (of_experts, size, _, rate), count in elements.items():
             ranks = self._groups(layout)[of_experts]
             share = -(-count // len(ranks))
             near = sum(rank < on_machine for rank in ranks)
@@ -347,7 +349,7 @@ class Pieces:
                 expert=of_experts,
                 is_island=False,
                 is_root=False,
-                matrices=share if is_matrix else 0,
+                rates={rate: share} if rate else {},
                 largest_block=0,
             )
 

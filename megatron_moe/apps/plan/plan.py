@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_moe.apps.plan import orthogonalization
 from megatron_moe.apps.plan.neighbours import Machine, vocabulary
 from megatron_moe.apps.plan.saving import gathering_bytes, saving_memory
 from megatron_moe.apps.plan.tracing import RankTrace, trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic
 from megatron_moe.config.schema import Run
-from megatron_moe.training.muon import DTYPES, update_bytes
 
 GIB = 2**30
 # Memory.
@@ -82,7 +82,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         in_flight=flight.most_waiting,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=update + _orthogonalization(run, trace),
+        update=update + orthogonalization.memory(run, trace),
         saving=gathering_bytes(run, trace),
         host=host,
         host_activations=flight.host,
@@ -108,39 +108,9 @@ def _sharded_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemor
         host_activations=flight.host,
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
-        update=_orthogonalization(run, trace),
+        update=orthogonalization.memory(run, trace),
         saving=0,
     )
-
-
-def _orthogonalization(run: Run, trace: RankTrace) -> int:
-    """Return what Muon takes during the update: for the dense weights, or for the experts, which come after them."""
-    if run.optimizer.optimizer != "muon":
-        return 0
-    found = [0]
-    dtype = DTYPES[run.optimizer.muon_fp32_matmul_prec]
-    for expert, tp in (
-        (False, run.parallel.tensor_model_parallel_size),
-        (True, run.derived.expert_tensor_parallel_size),
-    ):
-        every: list[Any] = [*trace.buffers, *trace.units]
-        parts = [part for part in every if part.expert == expert and part.matrices]
-        if not parts:
-            continue
-        dp = len(parts[0].ranks)
-        shards = dp if trace.units else 1
-        found.append(
-            update_bytes(
-                dtype,
-                sum(part.matrices for part in parts) * shards,
-                max(part.largest_block for part in parts) * tp,
-                dp,
-                tp,
-                replicated=run.derived.zero_stage == 0,
-                wide=trace.products_in_fp32,
-            )
-        )
-    return max(found)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ _STEP = {
     "pipeline": "messages of PP",
     "bubble": "waiting at both ends of the pipeline",
     "data": "data parallelism",
+    "muon": "Muon's exchange and iteration",
     "host": "to host memory and back",
 }
 """The parts of `StepTime` in words."""

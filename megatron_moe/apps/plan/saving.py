@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_moe.apps.plan.tracing import Buffer, GatheredUnit, RankTrace
+from megatron_moe.apps.plan.buffers import Buffer
+from megatron_moe.apps.plan.gathering import GatheredUnit
+from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.checkpoint.gather import piece_numel
 from megatron_moe.config.schema import Run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from megatron_moe.apps.plan import orthogonalization
 from megatron_moe.apps.plan.layouts import Modules, SearchedLayout
 from megatron_moe.apps.plan.neighbours import Machine
 from megatron_moe.apps.plan.pieces import Pieces
@@ -21,7 +22,8 @@ class StepTime:
     compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
     memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
     messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
-    nothing hides it. host: what is exchanged with the machine's memory, activations as far as no pass hides them.
+    nothing hides it. muon: its exchange, and its iteration at the same share of the peak. host: what is exchanged with
+    the machine's memory, activations as far as no pass hides them.
     """
 
     compute: float
@@ -31,6 +33,7 @@ class StepTime:
     pipeline: float
     bubble: float
     data: float
+    muon: float
     host: float
 
     @property
@@ -51,7 +54,7 @@ class StepTimes:
         """Return the time of a step, that of the slowest pipeline rank."""
         run = self.run_of(layout)
         micro_batches = run.derived.num_microbatches(self.world_size)
-        found, sharing, host = [], 0.0, 0.0
+        found, sharing, muon, host = [], 0.0, 0.0, 0.0
         for rank in self.pieces.ranks_that_differ(layout):
             passes = self._passes(layout, modules, rank)
             trace = self.pieces.rank_trace(layout, modules, rank, passes=False)
@@ -59,6 +62,7 @@ class StepTimes:
             seconds = {name: self.pieces.sending_seconds(one.sent, one.between_nodes) for name, one in sent.items()}
             passes["pipeline"] = seconds.pop("PP", 0.0) / micro_batches
             found.append(passes)
+            muon = max(muon, seconds.pop("Muon", 0.0) + self.compute_seconds(orthogonalization.flops(run, trace)))
             sharing = max(sharing, sum(seconds.values()))
             host = max(host, self._host_seconds(run, trace, micro_batches))
         slowest = max(found, key=lambda passes: sum(passes.values()))
@@ -69,6 +73,7 @@ class StepTimes:
             **{name: seconds * micro_batches for name, seconds in slowest.items()},
             bubble=(layout.pp - 1) / chunks * one,
             data=max(sharing - _hidden(run, slowest["compute"] + slowest["recomputed"], micro_batches), 0.0),
+            muon=muon,
             host=host,
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
+from megatron_moe.apps.plan.buffers import Buffer, buffers_of
 from megatron_moe.apps.plan.gathering import GatheredUnit, Gathering, planned_units
 from megatron_moe.apps.plan.meta_tracer import Collective, MetaTracer, meta_device, storage_bytes
 from megatron_moe.config.schema import Run
@@ -66,25 +67,6 @@ class ChunkTrace:
     backward: tuple[Collective, ...]
     leaving: int = 0
     moved: int = 0
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A flat gradient buffer of the engine: elements with and without padding, and the ranks it is reduced over.
-
-    matrices: elements that Muon updates. fewest_matrices: on the rank that has fewest of them, where each updates a
-    part. largest_block: of the largest that it updates at once, on a tensor-parallel rank.
-    """
-
-    numel: int
-    used: int
-    matrices: int
-    fewest_matrices: int
-    largest_block: int
-    parameter_bytes: int
-    gradient_bytes: int
-    ranks: tuple[int, ...]
-    expert: bool
 
 
 @dataclass(frozen=True)
@@ -267,7 +249,7 @@ def trace_stage(
             whole=_whole(bare, pg_collection),
             groups={name: _ranks(getattr(pg_collection, group)) for name, group in _GROUPS.items()},
             weights=storage_bytes(parameters),
-            buffers=() if sharded else tuple(_buffers(chunks)),
+            buffers=() if sharded else tuple(buffers_of(chunks)),
             units=tuple(one.described() for one in sharded),
             offloaded=sharding.offload,
             products_in_fp32=multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)),
@@ -369,37 +351,6 @@ def _bare(chunk: Any) -> Any:
     while not hasattr(chunk, "pre_process") or not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
-
-
-def _buffers(chunks: Sequence[Any]) -> Iterator[Buffer]:
-    for chunk in chunks:
-        for expert, buffers in ((False, chunk.buffers), (True, chunk.expert_parallel_buffers)):
-            for one in buffers:
-                yield Buffer(
-                    numel=one.numel,
-                    used=one.numel_unpadded,
-                    matrices=sum(p.numel() for p in one.param_index_map if hasattr(p, "orthogonalized")),
-                    fewest_matrices=_fewest_matrices(one),
-                    largest_block=max((getattr(p, "orthogonalized", 0) for p in one.param_index_map), default=0),
-                    parameter_bytes=one.param_dtype.itemsize,
-                    gradient_bytes=one.grad_dtype.itemsize,
-                    ranks=_ranks(one.data_parallel_group),
-                    expert=expert,
-                )
-
-
-def _fewest_matrices(buffer: Any) -> int:
-    """Return the elements that Muon updates on the rank that has fewest, where each bucket is cut among the ranks."""
-    ranks = buffer.data_parallel_group.size()
-    found = [0] * ranks
-    for parameter, (start, end, number) in buffer.param_index_map.items():
-        if hasattr(parameter, "orthogonalized"):
-            bucket = buffer.buckets[number]
-            share = bucket.grad_data.numel() // ranks
-            start, end = start - bucket.offset, end - bucket.offset
-            for rank in range(start // share, -(-end // share)):
-                found[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
-    return min(found)
 
 
 def _prepare(run: Run, bare: Sequence[Any], tracer: MetaTracer, imbalance: float) -> None:

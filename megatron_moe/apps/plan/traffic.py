@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_moe.apps.plan import orthogonalization
 from megatron_moe.apps.plan.gathering import GatheredUnit
 from megatron_moe.apps.plan.tracing import RankTrace
 from megatron_moe.config.schema import Run
@@ -25,7 +26,7 @@ class Traffic:
 
 
 def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int) -> dict[str, Traffic]:
-    """Return the traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP and expert DP, if there is any.
+    """Return the traffic of the stage's first rank: TP, CP, EP (its all-to-all), PP, DP, expert DP and Muon, if any.
 
     A ring is assumed for reductions and gathers: a rank sends (n - 1) / n of the tensor to its neighbour, twice for an
     all-reduce, and a link leaves the machine where two neighbours are on different ones. An all-to-all sends each of
@@ -55,6 +56,8 @@ def rank_traffic(run: Run, trace: RankTrace, world_size: int, gpus_per_node: int
             add(name, "all-gather", buffer.ranks, size * buffer.parameter_bytes)
         else:
             add(name, "all-reduce", buffer.ranks, size * buffer.gradient_bytes)
+    for ranks, size in orthogonalization.exchanges(run, trace):
+        add("Muon", "all-to-all", ranks, size)
     stages = run.parallel.pipeline_model_parallel_size
     if stages > 1:
         # A stage sends gradients of what it receives, and what the next stage receives.
