@@ -107,6 +107,11 @@ class Muon(Adam):
 def add_gradient(grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> None:
     """Add a gradient to its momentum, fp32, and put what is orthogonalized of them in the gradient's place."""
     momentum.lerp_(grad, 1 - beta)
+    take_momentum(grad, momentum, beta, nesterov)
+
+
+def take_momentum(grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> None:
+    """Put what is orthogonalized of a gradient and its momentum in the gradient's place."""
     if nesterov:
         grad.lerp_(momentum, beta)
     else:

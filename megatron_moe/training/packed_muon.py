@@ -14,15 +14,14 @@ from torch import Tensor
 from megatron_moe.precision.contract import mixes_dtypes
 from megatron_moe.precision.packed_state import (
     AdamState,
+    AdamStep,
     Chances,
-    chances_of,
     pack_main,
-    pack_moment,
     unpacked_main,
     unpacked_moment,
 )
-from megatron_moe.training.muon import Muon, add_gradient
-from megatron_moe.training.precision_aware_adam import MOMENTS, PrecisionAwareAdam, pieces
+from megatron_moe.training.muon import Muon, add_gradient, take_momentum
+from megatron_moe.training.precision_aware_adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces
 
 
 class PackedMuon(Muon, PrecisionAwareAdam):
@@ -70,15 +69,26 @@ class PackedMuon(Muon, PrecisionAwareAdam):
 
 @mixes_dtypes("a momentum that is stored in fewer bytes is unpacked to fp32, updated, and packed")
 def _add_packed(grad: Tensor, state: AdamState, beta: float, nesterov: bool, chances: Chances | None) -> None:
-    """Add a gradient, fp32 [n], to a first moment; see `add_gradient`."""
+    """Add a gradient, fp32 [n], to a first moment; see `add_gradient`.
+
+    What is stored is updated by AdamW's kernel, which computes the same mean, as that of weights that do not move.
+    """
+    step = AdamStep(lr=0.0, betas=(beta, 0.0), eps=1.0, weight_decay=0.0, number=1)
+    weights = second = None
     for begin, end in pieces(grad.numel(), grad):
-        part = state.part(begin, end)
+        piece, part = grad[begin:end], state.part(begin, end)
         stored, exponents = part.moments[0], part.exponents[0]
         momentum = unpacked_moment(stored, exponents)
-        add_gradient(grad[begin:end], momentum, beta, nesterov)
-        if momentum is not stored:
-            drawn = None if chances is None else chances_of(chances.at(begin), end - begin)
-            pack_moment(momentum, stored, exponents, drawn, second=False)
+        if momentum is stored:
+            add_gradient(piece, momentum, beta, nesterov)
+            continue
+        if weights is None or second is None:
+            weights, second = torch.zeros_like(piece), torch.zeros_like(piece)
+        others = weights[: end - begin], second[: end - begin]
+        momentum.lerp_(piece, 1 - beta)
+        still = AdamState(others[0], None, None, None, (stored, others[1]), (exponents, None))
+        adam_update(piece, still, step, None if chances is None else chances.at(begin))
+        take_momentum(piece, momentum, beta, nesterov)
 
 
 @mixes_dtypes("main weights that are stored in fewer bytes are unpacked to fp32, updated, and packed")
