@@ -75,7 +75,9 @@ class OptimizerConfig:
         "store optimizer state in fewer bytes: main weights as bf16 weight and 16-bit rest, and the moments below",
     )
     exp_avg_dtype: str = flag(
-        "fp32", "dtype in which the first moment is stored", choices=("fp32", "bf16", "fp8", "int8")
+        "fp32",
+        "dtype in which the first moment, Muon's momentum too, is stored",
+        choices=("fp32", "bf16", "fp8", "int8"),
     )
     exp_avg_sq_dtype: str = flag("fp32", "the same of the second moment", choices=("fp32", "bf16", "fp8", "int8"))
     optimizer_cpu_offload: bool = flag(
