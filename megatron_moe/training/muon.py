@@ -60,9 +60,15 @@ class Muon(Adam):
     @torch.no_grad()
     def add_gradients(self, beta: float, *, nesterov: bool) -> None:
         """Add the gradients of matrices to their momenta, and put what is orthogonalized in the gradients' places."""
-        for group in self.param_groups:
-            for param in self._matrices_in(group):
-                add_gradient(param.grad, self.state[param]["exp_avg"], beta, nesterov)
+        matrices = [param for group in self.param_groups for param in self._matrices_in(group)]
+        if matrices:
+            grads = [param.grad for param in matrices]
+            momenta = [self.state[param]["exp_avg"] for param in matrices]
+            torch._foreach_lerp_(momenta, grads, 1 - beta)
+            if nesterov:
+                torch._foreach_lerp_(grads, momenta, beta)
+            else:
+                torch._foreach_copy_(grads, momenta)
 
     def _matrices_in(self, group: dict[str, Any]) -> list[Any]:
         return [param for param in group["params"] if param in self.matrices and param.grad is not None]
@@ -102,20 +108,6 @@ class Muon(Adam):
         finally:
             for param in self.matrices:
                 self._drop_second_moment(param)
-
-
-def add_gradient(grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> None:
-    """Add a gradient to its momentum, fp32, and put what is orthogonalized of them in the gradient's place."""
-    momentum.lerp_(grad, 1 - beta)
-    take_momentum(grad, momentum, beta, nesterov)
-
-
-def take_momentum(grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> None:
-    """Put what is orthogonalized of a gradient and its momentum in the gradient's place."""
-    if nesterov:
-        grad.lerp_(momentum, beta)
-    else:
-        grad.copy_(momentum)
 
 
 class MatrixLayout(NamedTuple):

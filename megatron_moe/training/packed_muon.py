@@ -20,7 +20,7 @@ from megatron_moe.precision.packed_state import (
     unpacked_main,
     unpacked_moment,
 )
-from megatron_moe.training.muon import Muon, add_gradient, take_momentum
+from megatron_moe.training.muon import Muon
 from megatron_moe.training.precision_aware_adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces
 
 
@@ -63,32 +63,32 @@ class PackedMuon(Muon, PrecisionAwareAdam):
 
     def _main_alone(self, param: Tensor) -> AdamState:
         """Return what is stored of a main weight, without its moments."""
-        none = torch.zeros((), device=param.device).expand(param.numel())
+        none = self._no_moment(param)
         return self._stored(param)._replace(moments=(none, none), exponents=(None, None))
 
 
 @mixes_dtypes("a momentum that is stored in fewer bytes is unpacked to fp32, updated, and packed")
 def _add_packed(grad: Tensor, state: AdamState, beta: float, nesterov: bool, chances: Chances | None) -> None:
-    """Add a gradient, fp32 [n], to a first moment; see `add_gradient`.
+    """Add a gradient, fp32 [n], to a first moment, and put what is orthogonalized of them in its place.
 
     What is stored is updated by AdamW's kernel, which computes the same mean, as that of weights that do not move.
     """
     step = AdamStep(lr=0.0, betas=(beta, 0.0), eps=1.0, weight_decay=0.0, number=1)
-    weights = second = None
+    weights = second = grad[:0]
     for begin, end in pieces(grad.numel(), grad):
         piece, part = grad[begin:end], state.part(begin, end)
         stored, exponents = part.moments[0], part.exponents[0]
-        momentum = unpacked_moment(stored, exponents)
-        if momentum is stored:
-            add_gradient(piece, momentum, beta, nesterov)
-            continue
-        if weights is None or second is None:
-            weights, second = torch.zeros_like(piece), torch.zeros_like(piece)
-        others = weights[: end - begin], second[: end - begin]
-        momentum.lerp_(piece, 1 - beta)
-        still = AdamState(others[0], None, None, None, (stored, others[1]), (exponents, None))
-        adam_update(piece, still, step, None if chances is None else chances.at(begin))
-        take_momentum(piece, momentum, beta, nesterov)
+        momentum = unpacked_moment(stored, exponents).lerp_(piece, 1 - beta)
+        if stored.dtype != torch.float32:
+            if not begin:
+                weights, second = torch.zeros_like(piece), torch.zeros_like(piece)
+            moments = stored, second[: end - begin]
+            still = AdamState(weights[: end - begin], None, None, None, moments, (exponents, None))
+            adam_update(piece, still, step, None if chances is None else chances.at(begin))
+        if nesterov:
+            piece.lerp_(momentum, beta)
+        else:
+            piece.copy_(momentum)
 
 
 @mixes_dtypes("main weights that are stored in fewer bytes are unpacked to fp32, updated, and packed")

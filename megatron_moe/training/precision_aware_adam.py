@@ -184,15 +184,20 @@ class PrecisionAwareAdam(Adam):
     def _stored(self, param: Tensor) -> AdamState:
         state = self.state[param]
         weight = self._weights.get(param)
-        none = torch.zeros((), device=param.device).expand(param.numel())  # of a moment that it does not have
+        first, second = (state[name] if name in state else self._no_moment(param) for name in MOMENTS)
         return AdamState(
             param.detach().view(-1) if weight is None else None,
             None if weight is None else weight.detach().view(-1),
             state.get("rest"),
             state.get("ties"),
-            (state.get(MOMENTS[0], none), state.get(MOMENTS[1], none)),
+            (first, second),
             (state.get(f"{MOMENTS[0]}_exponents"), state.get(f"{MOMENTS[1]}_exponents")),
         )
+
+    @staticmethod
+    def _no_moment(param: Tensor) -> Tensor:
+        """Return what stands for a moment that a parameter does not have: fp32 zeros, flat, without memory."""
+        return torch.zeros((), device=param.device).expand(param.numel())
 
     # fp32 again.
 
