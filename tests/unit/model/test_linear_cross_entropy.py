@@ -170,13 +170,13 @@ def test_peak_memory_of_the_plain_path_is_at_most_half_of_the_engines_in_bf16():
 
 @pytest.mark.one_engine
 @pytest.mark.claim("The fused loss needs a small part of the plain path's memory.")
-@pytest.mark.parametrize(("precision", "part"), [("fp32", 1 / 4), ("bf16", 1 / 3)])
+@pytest.mark.parametrize(("precision", "part"), [("fp32", 1 / 8), ("bf16", 1 / 4)])
 def test_peak_memory_is_a_small_part(precision, part):
     assert peak("fused", precision) <= peak("plain", precision) * part
 
 
 def peak(way, precision):
-    """Peak resident memory above weight and input, each way in a process of its own. 1,024 tokens, 25,000 rows."""
-    sizes = "--tokens 1024 --vocab 25000 --hidden 64 --chunk-tokens 128 --threads 1 --precision".split() + [precision]
+    """Peak resident memory above weight and input, each way in a process of its own. 2,048 tokens, 25,000 rows."""
+    sizes = "--tokens 2048 --vocab 25000 --hidden 64 --chunk-tokens 128 --threads 1 --precision".split() + [precision]
     command = [sys.executable, "-m", "benchmarks.linear_cross_entropy", "--one", way, *sizes]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
