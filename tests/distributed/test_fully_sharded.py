@@ -149,3 +149,25 @@ def test_sizes_that_do_not_divide_and_accumulated_gradients_train_as_whole_weigh
             assert found["decay"].items() <= wanted["decay"].items() and not found["decay"].keys() & found["empty"]
         assert any("experts.weight" in name for name in ranks[2]["empty"]) and ranks[0]["empty"] == set()
     assert {decay for name, (decay, _) in wanted["decay"].items() if "norm" in name} == {0.0}
+
+
+def said(flags: dict[str, Any]) -> str:
+    """What a run writes to the standard error stream."""
+    import contextlib
+    import io
+    import warnings
+
+    from megatron_moe.config.schema import build
+    from megatron_moe.training.run import pretrain
+    from tests.helpers.trained_steps import TINY
+
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as text:
+        warnings.simplefilter("always")
+        warnings.warn("of a test", stacklevel=1)
+        pretrain(build({**TINY, **flags}))
+    return text.getvalue()
+
+
+def test_a_run_says_nothing_of_views_that_nobody_changes(gloo: Any) -> None:
+    for text in gloo.run(2, said, flags={"use_torch_fsdp2": True, "train_iters": 1, "micro_batch_size": 1}):
+        assert "of a test" in text and "view tensor" not in text
