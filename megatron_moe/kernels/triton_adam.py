@@ -67,18 +67,16 @@ def _pack(
     else:
         square: tl.constexpr = FORMAT == 3
         base: tl.constexpr = 2 if square else 1
-        limit: tl.constexpr = 65025.0 if square else (448.0 if FORMAT == 4 else 127.0)
+        # Of 255 squared, 448 and 127 in fp32.
+        limit_bits: tl.constexpr = 0x477E0100 if square else (0x43E00000 if FORMAT == 4 else 0x42FE0000)
         sizes = values.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
         sizes = tl.where(inside, sizes, 0).to(tl.int32)
         top = tl.max(tl.reshape(sizes, (GROUPS, GROUP)), axis=1)
         finite = top < 0x7F800000
-        largest = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
-        exponent = (tl.where(finite, top, 0) >> 23) - 127
-        # Towards zero, as in C.
-        exponent = tl.where(exponent < 0, -((-exponent) // base), exponent // base) - 20
+        # As in C: the bits of 2^e times a number are e times 2^23 more than its own.
+        exponent = (tl.where(finite, top, 0) - limit_bits + 0x7FFFFF) >> 23
+        exponent = (exponent + 1) >> 1 if square else exponent
         exponent = tl.maximum(exponent, -(126 // base))
-        for _ in tl.static_range(24):
-            exponent = tl.where(largest > limit * _power_of_two(base * exponent), exponent + 1, exponent)
         tl.store(exponents + groups, tl.where(finite, exponent, _NOT_FINITE).to(tl.int8), mask=groups * GROUP < numel)
         inverse = tl.where(finite, _power_of_two(-exponent), 0.0)
         inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (GROUPS, GROUP)), (GROUPS * GROUP,))

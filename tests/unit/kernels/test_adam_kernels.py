@@ -63,6 +63,48 @@ def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, 
 
 
 @pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+def test_the_kernel_in_c_divides_as_torch() -> None:
+    # It multiplies in the place of a division: roots of every size, 0 and infinity among them, many corrections.
+    sizes = torch.ldexp(torch.ones(()), torch.arange(-149, 128, dtype=torch.float64)).float()
+    second = torch.cat([sizes[:, None] * torch.linspace(1.0, 1.99, 123), torch.zeros(277, 1)], 1).flatten()
+    second[5], zeros = float("inf"), torch.zeros_like(second)
+    # Of 3 10^9 quotients four are so near the middle of two numbers that they have to be corrected: two of them.
+    second[6:9] = torch.tensor([2.74648452, 2.22487783, 2.22487783]) / 0.95
+    second[8] = second[7].nextafter(torch.tensor(0.0))
+    for beta2, number in [(0.95, n) for n in (1, 2, 3, 10, 25, 33, 1000)] + [(0.5, 1), (0.999, 77), (1 - 2**-24, 1)]:
+        step = AdamStep(1.0, (0.9, beta2), 0.0, 0.0, number)
+        ours, theirs = (
+            packed_cases.state(zeros, torch.ones_like(zeros), second, ("fp32", "fp32"), packed=False) for _ in range(2)
+        )
+        compiled.adam_update(zeros, ours, step, None)
+        adam_update.eager(zeros, theirs, step, None)  # type: ignore[attr-defined]
+        assert ours.main is not None and theirs.main is not None
+        assert torch.equal(ours.main, theirs.main)
+        assert ours.main[5] == 0.0 and bool((ours.main != 0.0).any())
+
+
+@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
+def test_the_kernel_in_c_codes_squares_as_torch_next_to_whole_roots() -> None:
+    # A root just below a whole number may be rounded up to it.
+    whole = torch.arange(1, 256).repeat_interleave(127).double() * 2.0**0.5
+    near = torch.arange(127).repeat(255) - 63.0
+    grad = (whole.float().view(torch.int32) + near.int()).view(torch.float32).view(255, 127)
+    grad = torch.cat([grad, torch.full((255, 1), 255.0 * 2.0**0.5)], 1).flatten()
+    squares = 0.5 * grad * grad
+    roots = squares.sqrt()
+    assert int(((roots == roots.trunc()) & (roots.double() ** 2 > squares.double())).sum()) > 30
+    step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
+    for seed in range(5):
+        drawn = packed_cases.chances(grad.numel(), 4096)._replace(seeds=(seed, 1))
+        zeros = torch.zeros_like(grad)
+        ours, theirs = (packed_cases.state(zeros, zeros, zeros, ("int8", "int8"), packed=True) for _ in range(2))
+        compiled.adam_update(grad, ours, step, drawn)
+        adam_update.eager(grad, theirs, step, drawn)  # type: ignore[attr-defined]
+        for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(compiled.why_not() is not None, reason="the kernels in C cannot be had here")
 @FORMATS
 def test_the_kernel_in_c_keeps_what_is_not_finite(formats: tuple[str, str]) -> None:
     grad, *numbers = packed_cases.values(1000)
