@@ -151,15 +151,21 @@ def _traffic(plan: dict[str, Any]) -> str:
 
 
 def _speed(plan: dict[str, Any]) -> str:
-    return "\n".join(
-        (
-            f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
-            f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
-            f"pipeline bubble {plan['bubble_share']:.1%} of a step",
-            f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: {plan['tokens_per_second']:,.0f} tokens/s, "
-            f"{brief(plan['seconds_per_step'])} s a step",
+    lines = [
+        f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
+        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed",
+        f"pipeline bubble {plan['bubble_share']:.1%} of a step",
+    ]
+    seconds, muon = plan["seconds_per_step"], plan["muon_share"]
+    if seconds is None:
+        lines.append("no speed of a CPU without --peak-tflops")
+    else:
+        lines.append(
+            f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: "
+            f"{plan['tokens_per_step'] / seconds:,.0f} tokens/s, {brief(seconds)} s a step"
+            + (f", of it Muon's iteration {muon:.1%}" if muon else "")
         )
-    )
+    return "\n".join(lines)
 
 
 def _alternatives(plan: dict[str, Any]) -> str:

@@ -43,6 +43,25 @@ def test_text_and_json_agree(tmp_path, capsys, recwarn):
 
 
 @pytest.mark.one_engine
+def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tmp_path, capsys):
+    def speed(flags):
+        path = tmp_path / "plan.json"
+        assert cli.main(f"{TINY} --world-size 2 --alternatives 0 --json {path} {flags}".split()) == 0
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    gpu, text = speed("")
+    assert f"989 TFLOP/s: {gpu['tokens_per_step'] / gpu['seconds_per_step']:,.0f} tokens/s" in text
+    unknown, text = speed("--device cpu")
+    assert unknown["seconds_per_step"] is None and "tokens/s" not in text and "--peak-tflops" in text
+    cpu, _ = speed("--device cpu --peak-tflops 1")
+    assert cpu["seconds_per_step"] == pytest.approx(989 * gpu["seconds_per_step"])
+    muon, text = speed("--optimizer muon")
+    assert muon["seconds_per_step"] * (1 - muon["muon_share"]) == pytest.approx(gpu["seconds_per_step"])
+    assert 0 < muon["muon_share"] < 1 and f"Muon's iteration {muon['muon_share']:.1%}" in text
+    assert gpu["muon_share"] == 0
+
+
+@pytest.mark.one_engine
 @pytest.mark.parametrize("predictions", ["", "--mtp-num-layers 1"])
 def test_a_config_json_is_planned_without_weights(predictions, tmp_path, capsys):
     run = build({**PRESETS["tiny"], "vocab_size": 1000, "mtp_num_layers": 1 if predictions else None})
