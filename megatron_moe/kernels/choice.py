@@ -36,7 +36,7 @@ def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def decorated(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(operation)
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
-            tensor: Any = args[0]
+            tensor: Any = args[0][0] if isinstance(args[0], list) else args[0]
             kernel: Callable[..., Any] | None
             if takes_kernels(tensor):
                 kernel = _kernel(module, operation.__name__)

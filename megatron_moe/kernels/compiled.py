@@ -20,7 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -169,13 +169,17 @@ class _Adam(ctypes.Structure):
 _ADAM_FORMATS = {torch.float32: 129, torch.bfloat16: 130, torch.int8: 131, torch.uint8: 131, torch.float8_e4m3fn: 132}
 
 
-def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> Any:
-    stored = (state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
-    if grad.dtype != torch.float32 or not all(one is None or one.is_contiguous() for one in (grad, *stored)):
-        return NotImplemented
+def adam_update(
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None
+) -> Any:
+    for grad, state in zip(grads, states):
+        stored = (state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
+        if grad.dtype != torch.float32 or not all(one is None or one.is_contiguous() for one in (grad, *stored)):
+            return NotImplemented
     if not _adam_is_torchs():
         return NotImplemented
-    _adam_update(grad, state, step, chances)
+    for number, (grad, state) in enumerate(zip(grads, states)):
+        _adam_update(grad, state, step, None if chances is None else chances[number])
     return None
 
 

@@ -1,11 +1,17 @@
-"""AdamW on packed state in Triton (`precision/packed_state.py`): one pass over memory.
+"""AdamW on packed state in Triton (`precision/packed_state.py`): one pass over memory, one launch for many weights.
 
-A program takes 8 groups of 128 elements. What a group shares, the exponent of its codes, stays within the program.
+A program takes 8 groups of 128 elements of one weight, whose addresses it reads from a table. What a group shares, the
+exponent of its codes, stays within the program.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,11 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.launching import launch
+from megatron_moe.platform.host_copy import on_device
 from megatron_moe.precision.packed_state import GROUP, NOT_FINITE, AdamState, AdamStep, Chances
 
 _GROUPS = 8
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
+_STORED_AS = tl.constexpr((tl.float32, tl.uint16, tl.int8, tl.uint8, tl.uint8))
+# The columns of the table: addresses, and what else is known of a weight.
+_GRAD, _MAIN, _WEIGHT, _REST, _TIES, _FIRST, _SECOND = (tl.constexpr(column) for column in range(7))
+_FIRST_EXPONENTS, _SECOND_EXPONENTS, _PLACES = (tl.constexpr(column) for column in range(7, 10))
+_NUMEL, _WIDTH, _START, _FIRST_COLUMN, _FIRST_PROGRAM = (tl.constexpr(column) for column in range(10, 15))
+_COLUMNS = tl.constexpr(15)
 
 
 @triton.jit
@@ -33,8 +46,8 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _unpacked(stored, exponents, at, group, inside, FORMAT: tl.constexpr):
-    values = tl.load(stored + at, mask=inside, other=0)
+def _unpacked(stored, exponents, group, inside, FORMAT: tl.constexpr):
+    values = tl.load(stored, mask=inside, other=0)
     if FORMAT == 4:
         code = values.to(tl.int32)
         size = code & 0x7F
@@ -56,14 +69,14 @@ def _unpacked(stored, exponents, at, group, inside, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pack(
-    values, chance, stored, exponents, at, groups, inside, numel,
+    values, chance, stored, exponents, groups, inside, numel,
     FORMAT: tl.constexpr, SECOND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     if FORMAT == 0:
-        tl.store(stored + at, values, mask=inside)
+        tl.store(stored, values, mask=inside)
     elif FORMAT == 1:
         bits = values.to(tl.uint32, bitcast=True)
-        tl.store(stored + at, ((bits + chance) >> 16).to(tl.uint16), mask=inside)
+        tl.store(stored, ((bits + chance) >> 16).to(tl.uint16), mask=inside)
     else:
         square: tl.constexpr = FORMAT == 3
         base: tl.constexpr = 2 if square else 1
@@ -102,31 +115,55 @@ def _pack(
             code = code | ((values.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.int32)  # of a zero too
         else:
             code = tl.where(values < 0.0, -code, code)
-        tl.store(stored + at, (tl.where(whole, code, 1) & 0xFF).to(tl.uint8), mask=inside)
+        tl.store(stored, (tl.where(whole, code, 1) & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _pointer(row, COLUMN: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _places(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, at, ALIGNED: tl.constexpr):
+    places = _pointer(row, COLUMN, TYPE) + at
+    if ALIGNED:  # what is known of an address in memory; without it each number is loaded by itself
+        places = tl.multiple_of(places, [16])
+    return places
 
 
 @triton.jit
 def _update(
-    grad, main, weight, rest, ties, first, first_exponents, second, second_exponents,
-    places, numel, width, start, first_column, seed,
+    table, weights, seed,
     keep, first_share, second_share, second_decay, step_size, root_correction, eps,
-    PACKED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, DRAWN: tl.constexpr,
+    PACKED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, DRAWN: tl.constexpr, ALIGNED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(weights + tl.program_id(0)).to(tl.int64) * _COLUMNS
+    numel = tl.load(row + _NUMEL)
+    if ALIGNED:
+        numel = numel // 16 * 16  # it is, which the compiler learns: it masks 16 numbers at once
+    program = tl.program_id(0) - tl.load(row + _FIRST_PROGRAM)
     at = program * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
     groups = program * GROUPS + tl.arange(0, GROUPS)
+    first = _places(row, _FIRST, _STORED_AS[FIRST], at, ALIGNED)
+    second = _places(row, _SECOND, _STORED_AS[SECOND], at, ALIGNED)
+    first_exponents = _pointer(row, _FIRST_EXPONENTS, tl.int8)
+    second_exponents = _pointer(row, _SECOND_EXPONENTS, tl.int8)
     inside = at < numel
-    slope = tl.load(grad + at, mask=inside, other=0.0)
+    slope = tl.load(_places(row, _GRAD, tl.float32, at, ALIGNED), mask=inside, other=0.0)
     if PACKED:
-        upper = tl.load(weight + at, mask=inside, other=0).to(tl.uint32) << 16
-        lower = tl.load(rest + at, mask=inside, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
+        weight = _places(row, _WEIGHT, tl.uint16, at, ALIGNED)
+        rest = _places(row, _REST, tl.int16, at, ALIGNED)
+        ties = _pointer(row, _TIES, tl.uint8)
+        upper = tl.load(weight, mask=inside, other=0).to(tl.uint32) << 16
+        lower = tl.load(rest, mask=inside, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
         tied = (tl.load(ties + at // 8, mask=inside, other=0).to(tl.uint32) >> (at % 8).to(tl.uint32)) & 1
         old = (upper + lower + (tied << 16)).to(tl.float32, bitcast=True)
     else:
-        old = tl.load(main + at, mask=inside, other=0.0)
-    m = _unpacked(first, first_exponents, at, at // GROUP, inside, FIRST)
-    v = _unpacked(second, second_exponents, at, at // GROUP, inside, SECOND)
+        main = _places(row, _MAIN, tl.float32, at, ALIGNED)
+        old = tl.load(main, mask=inside, other=0.0)
+    m = _unpacked(first, first_exponents, at // GROUP, inside, FIRST)
+    v = _unpacked(second, second_exponents, at // GROUP, inside, SECOND)
     m = tl.fma(tl.full(m.shape, first_share, tl.float32), slope - m, m)
     v = tl.fma(second_share * slope, slope, v * second_decay)
     size = tl.sqrt_rn(v) / root_correction + eps
@@ -135,61 +172,73 @@ def _update(
         bits = new.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         over = bits - (rounded << 16)
-        tl.store(weight + at, rounded.to(tl.uint16), mask=inside)
-        tl.store(rest + at, over.to(tl.int16), mask=inside)
+        tl.store(weight, rounded.to(tl.uint16), mask=inside)
+        tl.store(rest, over.to(tl.int16), mask=inside)
         bit = tl.where(inside & (over == 0x8000), 1 << (at % 8).to(tl.int32), 0)
         byte = tl.sum(tl.reshape(bit, (GROUPS * GROUP // 8, 8)), axis=1)
         place = program * (GROUPS * GROUP // 8) + tl.arange(0, GROUPS * GROUP // 8)
         tl.store(ties + place, byte.to(tl.uint8), mask=place * 8 < numel)
     else:
-        tl.store(main + at, new, mask=inside)
+        tl.store(main, new, mask=inside)
     if DRAWN:
-        row = (start + at) // width
-        column = (start + at - row * width + first_column).to(tl.uint32)
-        place = tl.load(places + row, mask=inside, other=0) ^ seed
+        width, start = tl.load(row + _WIDTH), tl.load(row + _START)
+        line = (start + at) // width
+        column = (start + at - line * width + tl.load(row + _FIRST_COLUMN)).to(tl.uint32)
+        place = tl.load(_pointer(row, _PLACES, tl.int64) + line, mask=inside, other=0) ^ seed
         of_row = _mixed(_mixed(place.to(tl.uint32)) ^ (place >> 32).to(tl.uint32))
         chance = _mixed(of_row + column * 0x9E3779B9)
     else:
         chance = tl.zeros((GROUPS * GROUP,), tl.uint32)
-    _pack(m, chance & 0xFFFF, first, first_exponents, at, groups, inside, numel, FIRST, False, GROUPS, GROUP)
-    _pack(v, chance >> 16, second, second_exponents, at, groups, inside, numel, SECOND, True, GROUPS, GROUP)
+    _pack(m, chance & 0xFFFF, first, first_exponents, groups, inside, numel, FIRST, False, GROUPS, GROUP)
+    _pack(v, chance >> 16, second, second_exponents, groups, inside, numel, SECOND, True, GROUPS, GROUP)
 
 
-def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
-    formats = [_FORMATS[moment.dtype] for moment in state.moments]
-    packed = state.main is None
-
-    def bits(tensor: Tensor | None) -> Tensor:
-        """Return what the kernel takes for a tensor: integers for what it stores as bits, anything for None."""
-        if tensor is None:
-            return grad
-        return tensor.view(
-            {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype, tensor.dtype)
+def adam_update(
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None
+) -> None:
+    alike: dict[tuple[bool, int, int, bool], list[tuple[int, ...]]] = defaultdict(list)
+    for number, (grad, state) in enumerate(zip(grads, states)):
+        row = _row(grad, state, None if chances is None else chances[number])
+        aligned = not any(one % 16 for one in (*row[: _PLACES.value], row[_NUMEL.value]))
+        first, second = (_FORMATS[moment.dtype] for moment in state.moments)
+        alike[state.main is None, first, second, aligned].append(row)
+    seed = 0 if chances is None else _signed(chances[0].seeds[0] | chances[0].seeds[1] << 32)
+    for (packed, first, second, aligned), rows in alike.items():
+        table, weights = _table(tuple(rows), grads[0].device)
+        launch(
+            _update,
+            (weights.numel(),),
+            table,
+            weights,
+            seed,
+            *step.factors().values(),
+            PACKED=packed,
+            FIRST=first,
+            SECOND=second,
+            DRAWN=chances is not None,
+            ALIGNED=aligned,
+            GROUPS=_GROUPS,
+            GROUP=GROUP,
         )
 
-    stored = []
-    for moment, exponents in zip(state.moments, state.exponents):
-        stored += [bits(moment), bits(exponents)]
-    launch(
-        _update,
-        (triton.cdiv(grad.numel(), _GROUPS * GROUP),),
-        grad,
-        *(bits(one) for one in (state.main, state.weight, state.rest, state.ties)),
-        *stored,
-        grad if chances is None else chances.places,
-        grad.numel(),
-        1 if chances is None else chances.width,
-        0 if chances is None else chances.start,
-        0 if chances is None else chances.first_column,
-        0 if chances is None else _signed(chances.seeds[0] | chances.seeds[1] << 32),
-        *step.factors().values(),
-        PACKED=packed,
-        FIRST=formats[0],
-        SECOND=formats[1],
-        DRAWN=chances is not None,
-        GROUPS=_GROUPS,
-        GROUP=GROUP,
-    )
+
+def _row(grad: Tensor, state: AdamState, chances: Chances | None) -> tuple[int, ...]:
+    """Return a weight's row of the table but for its last column; 0 is the address of what it does not have."""
+    stored = (grad, state.main, state.weight, state.rest, state.ties, *state.moments, *state.exponents)
+    places, drawn = (None, (1, 0, 0)) if chances is None else (chances.places, chances[1:3] + chances[4:])
+    addresses = [0 if one is None else one.data_ptr() for one in (*stored, places)]
+    return (*addresses, grad.numel(), *drawn)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the table, int64, and the weight of each program, int32; once for weights that stay where they are."""
+    programs = [-(-row[_NUMEL.value] // (_GROUPS * GROUP)) for row in rows]
+    before = itertools.accumulate(programs, initial=0)
+    table = on_device([number for row, first in zip(rows, before) for number in (*row, first)], torch.int64, device)
+    weights = torch.arange(len(rows), dtype=torch.int32, device=device)
+    counts = on_device(programs, torch.int64, device)
+    return table, weights.repeat_interleave(counts, output_size=sum(programs))
 
 
 def _signed(bits: int) -> int:

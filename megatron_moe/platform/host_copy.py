@@ -36,6 +36,6 @@ class HostCopy:
         return self._copy
 
 
-def on_device(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return these numbers of the host as a tensor on the device, without waiting for it."""
-    return torch.tensor(values, dtype=dtype, pin_memory=has_cuda()).to(device(), non_blocking=True)
+def on_device(values: Sequence[float], dtype: torch.dtype, to: torch.device | None = None) -> Tensor:
+    """Return these numbers of the host as a tensor on the device, or on another, without waiting for it."""
+    return torch.tensor(values, dtype=dtype, pin_memory=has_cuda()).to(to or device(), non_blocking=True)

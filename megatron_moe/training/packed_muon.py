@@ -84,7 +84,7 @@ def _add_packed(grad: Tensor, state: AdamState, beta: float, nesterov: bool, cha
                 weights, second = torch.zeros_like(piece), torch.zeros_like(piece)
             moments = stored, second[: end - begin]
             still = AdamState(weights[: end - begin], None, None, None, moments, (exponents, None))
-            adam_update(piece, still, step, None if chances is None else chances.at(begin))
+            adam_update([piece], [still], step, None if chances is None else [chances.at(begin)])
         if nesterov:
             piece.lerp_(momentum, beta)
         else:

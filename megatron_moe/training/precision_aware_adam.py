@@ -8,7 +8,7 @@ engine does with whole tensors: saving and loading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,17 +44,28 @@ _PIECE, _PIECE_ON_CPU = 2**22, 2**14
 
 @has_kernel("triton_adam")
 @mixes_dtypes("optimizer state that is stored in fewer bytes is unpacked to fp32, updated, and packed")
-def adam_update(grad: Tensor, state: AdamState, step: AdamStep, chances: Chances | None) -> None:
-    """Update weights and moments in place.
+def adam_update(
+    grads: Sequence[Tensor], states: Sequence[AdamState], step: AdamStep, chances: Sequence[Chances] | None
+) -> None:
+    """Update weights and moments in place, of each gradient those of its state.
 
     This form computes the update itself by torch's fused AdamW, whose bits are also those of the kernel in C.
 
     Args:
-        grad: [n] fp32, contiguous.
-        chances: None where both moments are fp32.
+        grads: each [n] fp32, contiguous.
+        chances: None where all moments are fp32; their seeds are the same.
     """
-    for begin, end in pieces(grad.numel(), grad):
-        _update_piece(grad[begin:end], state.part(begin, end), step, None if chances is None else chances.at(begin))
+    for number, (grad, state) in enumerate(zip(grads, states, strict=True)):
+        drawn = None if chances is None else chances[number]
+        for begin, end in pieces(grad.numel(), grad):
+            _update_piece(grad[begin:end], state.part(begin, end), step, None if drawn is None else drawn.at(begin))
+
+
+def _update_parts(parts: Sequence[tuple[Tensor, AdamState, Chances | None]], step: AdamStep) -> None:
+    """Update all at once: a launch on a GPU takes longer than the update of a small weight."""
+    if parts:
+        chances = [drawn for _, _, drawn in parts if drawn is not None]
+        adam_update([grad for grad, _, _ in parts], [state for _, state, _ in parts], step, chances or None)
 
 
 def pieces(numel: int, near: Tensor) -> Iterator[tuple[int, int]]:
@@ -157,12 +168,17 @@ class PrecisionAwareAdam(Adam):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         step = AdamStep(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"] + 1)
+        parts: list[tuple[Tensor, AdamState, Chances | None]] = []
         for param in group["params"]:
             if param.grad is None or not param.numel():
                 continue
             grad, chances = param.grad.reshape(-1), self._chances(param, group)
             for begin, end, near in self._near(self._stored(param), param):
-                adam_update(grad[begin:end], near, step, None if chances is None else chances.at(begin))
+                parts.append((grad[begin:end], near, None if chances is None else chances.at(begin)))
+                if self._on_host:  # it is taken back before the next
+                    _update_parts(parts, step)
+                    parts.clear()
+        _update_parts(parts, step)
 
     def _near(self, state: AdamState, param: Tensor) -> Iterator[tuple[int, int, AdamState]]:
         """Yield ranges of a parameter with their state on its device, and take each back to where it is stored."""

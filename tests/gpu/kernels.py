@@ -170,24 +170,30 @@ def packed_adam(stage: Stage, size: int) -> None:
     from tests.helpers import packed_cases
 
     step = AdamStep(3e-3, (0.9, 0.95), 1e-8, 0.1, 7)
-    numel = 1000 * size + 5
+    sizes = (1000 * size + 5, 17, 4096)  # updated at once
     for name in packed_cases.FORMATS:
         for packed in (False, True):
             what = f"packed state, moments {name}, main weights {'packed' if packed else 'fp32'}"
             with stage.attempt(what):
-                grad, *numbers = packed_cases.values(numel)
-                drawn = packed_cases.chances(numel, 1000)
-                wanted = packed_cases.state(*numbers, (name, name), packed)
-                found = packed_cases.on(packed_cases.state(*numbers, (name, name), packed), stage.device)
-                adam_update.eager(grad, wanted, step, drawn)  # type: ignore[attr-defined]
-                adam_update(grad.to(stage.device), found, step, drawn._replace(places=drawn.places.to(stage.device)))
+                cases = [packed_cases.values(numel, seed) for seed, numel in enumerate(sizes)]
+                drawn = [packed_cases.chances(numel, 1000) for numel in sizes]
+                grads = [grad for grad, *_ in cases]
+                wanted, made = (
+                    [packed_cases.state(*numbers, (name, name), packed) for _, *numbers in cases] for _ in range(2)
+                )
+                found = [packed_cases.on(one, stage.device) for one in made]
+                adam_update.eager(grads, wanted, step, drawn)  # type: ignore[attr-defined]
+                there = [one._replace(places=one.places.to(stage.device)) for one in drawn]
+                adam_update([grad.to(stage.device) for grad in grads], found, step, there)
+                own = zip(*(packed_cases.unpacked(packed_cases.on(one, torch.device("cpu"))) for one in found))
                 shares = {}
-                for kind, own, other in zip(
+                for kind, ours, theirs in zip(
                     ("main weights", "first moments", "second moments"),
-                    packed_cases.unpacked(packed_cases.on(found, torch.device("cpu"))),
-                    packed_cases.unpacked(wanted),
+                    own,
+                    zip(*(packed_cases.unpacked(one) for one in wanted)),
                 ):
-                    shares[kind] = float((~torch.isclose(own, other, rtol=4e-6, atol=1e-8)).double().mean())
+                    close = torch.isclose(torch.cat(ours), torch.cat(theirs), rtol=4e-6, atol=1e-8)
+                    shares[kind] = float((~close).double().mean())
                 # The last bit of a product decides now and then which neighbour is taken.
                 stage.within(f"{what}: share of other numbers", max(shares.values()), 0.003, **shares)
 

@@ -72,7 +72,8 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.weighted_swiglu_backward(bf16(32768, 2048), bf16(32768, 4096), fp32(32768))
         fused.join_positions(bf16(4096, 1, 128, 128), bf16(4096, 1, 1, 64), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32))
         fused.join_positions_backward(bf16(4096, 1, 128, 192), fp32(4096, 1, 1, 32), fp32(4096, 1, 1, 32), 128, True)
-        fused.adam_update(fp32(2**20), *packed_state(2**20))
+        state, step, chances = packed_state(2**20)
+        fused.adam_update([fp32(2**20)], [state], step, [chances])
         tokens = [fp32(1024) for _ in range(3)]
         fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
         fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)

@@ -224,6 +224,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
     per_stage = world_size // stages
     in_job = computed * micro_batches * per_stage
     tokens = run.derived.global_batch_size(world_size) * run.model.seq_length
+    of_muon = max(orthogonalization.flops(run, trace) for trace in traces)
     return {
         "world_size": world_size,
         "layout": layout(run, world_size),
@@ -240,7 +241,7 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         "micro_batches": micro_batches,
         "global_batch_size": run.derived.global_batch_size(world_size),
         "tokens_per_step": tokens,
-        **_speed(run, machine, tokens * per_token / world_size, max(orthogonalization.flops(run, one) for one in traces)),
+        **_speed(run, machine, tokens * per_token / world_size, of_muon),
     }
 
 

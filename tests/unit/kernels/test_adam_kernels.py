@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe.kernels import compiled
+from megatron_moe.kernels.launching import launches_seen_by
 from megatron_moe.precision.packed_state import AdamStep
 from megatron_moe.training.precision_aware_adam import adam_update
 from tests.helpers import packed_cases
@@ -33,8 +34,8 @@ def test_the_kernel_in_c_has_the_bits_of_torchs_form(formats: tuple[str, str], p
             drawn = packed_cases.chances(numel, width)
             ours = packed_cases.state(*numbers, formats, packed)
             theirs = packed_cases.state(*numbers, formats, packed)
-            assert compiled.adam_update(grad, ours, STEP, drawn) is None
-            adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+            assert compiled.adam_update([grad], [ours], STEP, [drawn]) is None
+            adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
             for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
                 assert torch.equal(found, wanted)
     finally:
@@ -56,8 +57,8 @@ def test_the_kernel_in_c_has_torchs_exponent_for_every_size(formats: tuple[str, 
         first = first.flatten()
         drawn = packed_cases.chances(first.numel(), 4096)
         ours, theirs = (packed_cases.state(first, first, first * first, formats, packed=True) for _ in range(2))
-        compiled.adam_update(first, ours, step, drawn)
-        adam_update.eager(first, theirs, step, drawn)  # type: ignore[attr-defined]
+        compiled.adam_update([first], [ours], step, [drawn])
+        adam_update.eager([first], [theirs], step, [drawn])  # type: ignore[attr-defined]
         for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -76,8 +77,8 @@ def test_the_kernel_in_c_divides_as_torch() -> None:
         ours, theirs = (
             packed_cases.state(zeros, torch.ones_like(zeros), second, ("fp32", "fp32"), packed=False) for _ in range(2)
         )
-        compiled.adam_update(zeros, ours, step, None)
-        adam_update.eager(zeros, theirs, step, None)  # type: ignore[attr-defined]
+        compiled.adam_update([zeros], [ours], step, None)
+        adam_update.eager([zeros], [theirs], step, None)  # type: ignore[attr-defined]
         assert ours.main is not None and theirs.main is not None
         assert torch.equal(ours.main, theirs.main)
         assert ours.main[5] == 0.0 and bool((ours.main != 0.0).any())
@@ -98,8 +99,8 @@ def test_the_kernel_in_c_codes_squares_as_torch_next_to_whole_roots() -> None:
         drawn = packed_cases.chances(grad.numel(), 4096)._replace(seeds=(seed, 1))
         zeros = torch.zeros_like(grad)
         ours, theirs = (packed_cases.state(zeros, zeros, zeros, ("int8", "int8"), packed=True) for _ in range(2))
-        compiled.adam_update(grad, ours, step, drawn)
-        adam_update.eager(grad, theirs, step, drawn)  # type: ignore[attr-defined]
+        compiled.adam_update([grad], [ours], step, [drawn])
+        adam_update.eager([grad], [theirs], step, [drawn])  # type: ignore[attr-defined]
         for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
             assert torch.equal(found, wanted)
 
@@ -111,8 +112,8 @@ def test_the_kernel_in_c_keeps_what_is_not_finite(formats: tuple[str, str]) -> N
     grad[300], grad[700] = float("inf"), float("nan")
     drawn = packed_cases.chances(1000)
     ours, theirs = (packed_cases.state(*numbers, formats, packed=False) for _ in range(2))
-    compiled.adam_update(grad, ours, STEP, drawn)
-    adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+    compiled.adam_update([grad], [ours], STEP, [drawn])
+    adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
     for found, wanted in zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True):
         assert torch.equal(found.isfinite(), wanted.isfinite())
         assert not found[300].isfinite() or not found[700].isfinite()
@@ -132,7 +133,7 @@ def test_the_triton_kernel_packs_to_the_bit_what_needs_no_rounding_to_compute(
     step = AdamStep(0.0, (0.5, 0.5), 1e-8, 0.0, 3)
     ours, theirs = (packed_cases.state(main, first, first * first, formats, packed) for _ in range(2))
     for state, update in ((ours, all_kernels().adam_update), (theirs, adam_update.eager)):  # type: ignore[attr-defined]
-        update(first, state, step, drawn)
+        update([first], [state], step, [drawn])
     for found, wanted in zip(packed_cases.tensors(ours), packed_cases.tensors(theirs), strict=True):
         assert torch.equal(found, wanted)
 
@@ -145,11 +146,38 @@ def test_the_triton_kernel_updates_as_torchs_form(formats: tuple[str, str], pack
     grad, *numbers = packed_cases.values(numel, seed=3)
     drawn = packed_cases.chances(numel, 4096)
     ours, theirs = (packed_cases.state(*numbers, formats, packed) for _ in range(2))
-    all_kernels().adam_update(grad, ours, STEP, drawn)
-    adam_update.eager(grad, theirs, STEP, drawn)  # type: ignore[attr-defined]
+    all_kernels().adam_update([grad], [ours], STEP, [drawn])
+    adam_update.eager([grad], [theirs], STEP, [drawn])  # type: ignore[attr-defined]
     mains, *moments = zip(packed_cases.unpacked(ours), packed_cases.unpacked(theirs), strict=True)
     torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
     for number, (found, wanted) in enumerate(moments):
         # The last bit of a product decides now and then which neighbour is taken.
         differ = ~torch.isclose(found, wanted, rtol=2e-6, atol=1e-9)
         assert float(differ.double().mean()) < (0.002 if formats[number] != "fp32" else 1e-9)
+
+
+@pytest.mark.triton
+def test_the_triton_kernel_updates_many_weights_at_once() -> None:
+    # Weights that vectors of 16 fit are apart from those they do not: by their size, or where they begin.
+    sizes, shifts = (2560, 32, 2500, 17, 4096, 48), (0, 0, 0, 0, 1, 0)
+    grads, drawn = [], []
+    alone, together = [], []
+    for number, (numel, shift) in enumerate(zip(sizes, shifts)):
+        grad, *numbers = packed_cases.values(numel, number)
+        grads.append(torch.cat([grad[:shift], grad])[shift:])
+        drawn.append(packed_cases.chances(numel, 100 + number, start=number))
+        for states in (alone, together):
+            states.append(packed_cases.state(*numbers, ("bf16", "int8"), packed=number % 2 == 0))
+    launched = []
+    with launches_seen_by(lambda kernel, arguments, constants: launched.append((arguments[1], constants))):
+        all_kernels().adam_update(grads, together, STEP, drawn)
+    forms = [(weights.bincount().tolist(), one["PACKED"], one["ALIGNED"]) for weights, one in launched]
+    assert forms == [([3], True, True), ([1, 1], False, True), ([3, 4], True, False), ([1], False, False)]
+    for grad, state, own in zip(grads, alone, drawn):
+        adam_update.eager([grad], [state], STEP, [own])  # type: ignore[attr-defined]
+    for state, other in zip(alone, together):
+        mains, *moments = zip(packed_cases.unpacked(other), packed_cases.unpacked(state), strict=True)
+        torch.testing.assert_close(*mains, rtol=2e-6, atol=1e-8)
+        for found, wanted in moments:
+            differ = ~torch.isclose(found, wanted, rtol=2e-6, atol=1e-9)
+            assert int(differ.sum()) <= 0.002 * differ.numel() + 1

@@ -146,7 +146,7 @@ def test_moments_in_fp32_have_the_bits_of_torchs_adamw(packs: bool) -> None:
     for number in range(1, 501):
         step = AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, number)
         grad = grad.roll(1) * 1.001
-        adam_update(grad, made, step, None)
+        adam_update([grad], [made], step, None)
         update_by_torch(wide[0], grad, wide[1:], step)
     for found, wanted in zip(packed_cases.unpacked(made), wide, strict=True):
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
