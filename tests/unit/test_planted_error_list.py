@@ -29,7 +29,9 @@ def test_forty_errors_and_more_are_spread_over_all_areas() -> None:
 def test_an_error_can_still_be_planted_and_names_what_notices_it(plant: Plant) -> None:
     right = (ROOT / "megatron_moe" / plant.file).read_text(encoding="utf-8")
     wrong = plant.in_place(right)
-    assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(right))
+    assert wrong != right
+    if plant.file.endswith(".py"):
+        assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(right))
     if not plant.by_doctor:
         path, _, name = plant.noticed_by.partition("::")
         tests = {
