@@ -27,7 +27,7 @@ def has_kernel(module: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Let a kernel compute an operation: of a module of this room on a GPU, of `compiled.py` on a CPU.
 
     A kernel that does not cover the arguments returns NotImplemented, and torch computes. The form in torch alone stays
-    as the attribute `eager`.
+    as the attribute `eager`. The first argument decides, a tensor or a list of them.
 
     Args:
         module: the file of this room that has a function of the operation's name.

@@ -124,11 +124,11 @@ def _pointer(row, COLUMN: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _places(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, at, ALIGNED: tl.constexpr):
-    places = _pointer(row, COLUMN, TYPE) + at
-    if ALIGNED:  # what is known of an address in memory; without it each number is loaded by itself
-        places = tl.multiple_of(places, [16])
-    return places
+def _addresses(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, at, ALIGNED: tl.constexpr):
+    addresses = _pointer(row, COLUMN, TYPE) + at
+    if ALIGNED:  # the compiler cannot know it of what a table has, and would load each number by itself
+        addresses = tl.multiple_of(addresses, [16])
+    return addresses
 
 
 @triton.jit
@@ -145,22 +145,22 @@ def _update(
     program = tl.program_id(0) - tl.load(row + _FIRST_PROGRAM)
     at = program * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
     groups = program * GROUPS + tl.arange(0, GROUPS)
-    first = _places(row, _FIRST, _STORED_AS[FIRST], at, ALIGNED)
-    second = _places(row, _SECOND, _STORED_AS[SECOND], at, ALIGNED)
+    first = _addresses(row, _FIRST, _STORED_AS[FIRST], at, ALIGNED)
+    second = _addresses(row, _SECOND, _STORED_AS[SECOND], at, ALIGNED)
     first_exponents = _pointer(row, _FIRST_EXPONENTS, tl.int8)
     second_exponents = _pointer(row, _SECOND_EXPONENTS, tl.int8)
     inside = at < numel
-    slope = tl.load(_places(row, _GRAD, tl.float32, at, ALIGNED), mask=inside, other=0.0)
+    slope = tl.load(_addresses(row, _GRAD, tl.float32, at, ALIGNED), mask=inside, other=0.0)
     if PACKED:
-        weight = _places(row, _WEIGHT, tl.uint16, at, ALIGNED)
-        rest = _places(row, _REST, tl.int16, at, ALIGNED)
+        weight = _addresses(row, _WEIGHT, tl.uint16, at, ALIGNED)
+        rest = _addresses(row, _REST, tl.int16, at, ALIGNED)
         ties = _pointer(row, _TIES, tl.uint8)
         upper = tl.load(weight, mask=inside, other=0).to(tl.uint32) << 16
         lower = tl.load(rest, mask=inside, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
         tied = (tl.load(ties + at // 8, mask=inside, other=0).to(tl.uint32) >> (at % 8).to(tl.uint32)) & 1
         old = (upper + lower + (tied << 16)).to(tl.float32, bitcast=True)
     else:
-        main = _places(row, _MAIN, tl.float32, at, ALIGNED)
+        main = _addresses(row, _MAIN, tl.float32, at, ALIGNED)
         old = tl.load(main, mask=inside, other=0.0)
     m = _unpacked(first, first_exponents, at // GROUP, inside, FIRST)
     v = _unpacked(second, second_exponents, at // GROUP, inside, SECOND)

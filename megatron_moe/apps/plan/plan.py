@@ -240,20 +240,20 @@ def make_plan(run: Run, world_size: int, machine: Machine, known: dict[Any, Rank
         "bubble_share": bubble_share(len(traces[0].chunks), stages, micro_batches),
         "micro_batches": micro_batches,
         "global_batch_size": run.derived.global_batch_size(world_size),
-        "tokens_per_step": tokens,
-        **_speed(run, machine, tokens * per_token / world_size, of_muon),
+        **_speed(run, machine, tokens, tokens * per_token / world_size, of_muon),
     }
 
 
-def _speed(run: Run, machine: Machine, of_model: float, of_muon: float) -> dict[str, float | None]:
-    """Return a step's time by the FLOPs of a rank, the model's and Muon's; None on a CPU whose peak nobody gave."""
+def _speed(run: Run, machine: Machine, tokens: int, of_model: float, of_muon: float) -> dict[str, float | None]:
+    """Return the speed of steps of `tokens` by a rank's FLOPs, the model's and Muon's; None for an unknown peak."""
     known = machine.device != "cpu" or run.logging.peak_tflops is not None
-    seconds = (of_model + of_muon) / (machine.mfu * machine.peak_tflops * 1e12) if known else None
+    seconds = (of_model + of_muon) / (machine.mfu * machine.peak_tflops * 1e12)
     return {
         "mfu": machine.mfu,
         "peak_tflops": machine.peak_tflops if known else None,
+        "tokens_per_second": tokens / seconds if known else None,
+        "seconds_per_step": seconds if known else None,
         "muon_share": of_muon / (of_model + of_muon),
-        "seconds_per_step": seconds,
     }
 
 

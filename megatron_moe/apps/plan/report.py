@@ -162,7 +162,7 @@ def _speed(plan: dict[str, Any]) -> str:
     else:
         lines.append(
             f"at {plan['mfu']:.0%} of {plan['peak_tflops']:,g} TFLOP/s: "
-            f"{plan['tokens_per_step'] / seconds:,.0f} tokens/s, {brief(seconds)} s a step"
+            f"{plan['tokens_per_second']:,.0f} tokens/s, {brief(seconds)} s a step"
             + (f", of it Muon's iteration {muon:.1%}" if muon else "")
         )
     return "\n".join(lines)

@@ -50,9 +50,12 @@ def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tm
         return json.loads(path.read_text()), capsys.readouterr().out
 
     gpu, text = speed("")
-    assert f"989 TFLOP/s: {gpu['tokens_per_step'] / gpu['seconds_per_step']:,.0f} tokens/s" in text
+    assert f"989 TFLOP/s: {gpu['tokens_per_second']:,.0f} tokens/s" in text
+    tokens = gpu["global_batch_size"] * PRESETS["tiny"]["seq_length"]
+    assert gpu["tokens_per_second"] * gpu["seconds_per_step"] == pytest.approx(tokens)
     unknown, text = speed("--device cpu")
-    assert unknown["seconds_per_step"] is None and "tokens/s" not in text and "--peak-tflops" in text
+    assert unknown["tokens_per_second"] is unknown["seconds_per_step"] is None
+    assert "tokens/s" not in text and "--peak-tflops" in text
     cpu, _ = speed("--device cpu --peak-tflops 1")
     assert cpu["seconds_per_step"] == pytest.approx(989 * gpu["seconds_per_step"])
     muon, text = speed("--optimizer muon")
