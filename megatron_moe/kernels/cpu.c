@@ -503,7 +503,11 @@ INLINE adam_group(const Adam *of, i64 from, const int count, const int packed, c
   }
   if (!in_one_row) {
     settle_tail(of, from, count, old, grad, second);
-    for (int i = 0; i < count; i++) root[i] = __builtin_sqrtf(second[i]);
+    top1 = 0;
+    for (int i = 0; i < count; i++) {
+      root[i] = __builtin_sqrtf(second[i]);
+      top1 = larger(top1, to_bits(second[i]));
+    }
     if (of->places) chances_of(of, from, count, chances);
   }
   pack_moment(of, 0, from, count, format0, first, root, top0, chances);

@@ -230,7 +230,7 @@ def _row(grad: Tensor, state: AdamState, chances: Chances | None) -> tuple[int, 
     return (*addresses, grad.numel(), *drawn)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the table, int64, and the weight of each program, int32; once for weights that stay where they are."""
     programs = [-(-row[_NUMEL.value] // (_GROUPS * GROUP)) for row in rows]
