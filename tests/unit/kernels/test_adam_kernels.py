@@ -112,10 +112,11 @@ def test_the_kernel_in_c_has_torchs_exponent_where_the_last_numbers_are_rounded_
     near = torch.arange(401).repeat(254) - 200
     first = ((65025.0 - 0.95 * codes * codes) / 0.05).sqrt()
     grad = (first.view(torch.int32) + near.int()).view(torch.float32)
-    share, decay, old = (torch.tensor(one, dtype=torch.float32).double() for one in (1 - 0.95, 0.95, 0.0))
+    share, decay = (torch.tensor(one).double() for one in (1 - 0.95, 0.95))
     slope, old = grad.double(), codes.double() ** 2
     product, kept = (share * slope).float().double(), (old * decay).float().double()
-    passes = ((product * slope + kept).float() > 65025.0) != (old * decay + (product * slope).float()).float().gt(65025.0)
+    at_first, at_last = product * slope + kept, old * decay + (product * slope).float()
+    passes = (at_first.float() > 65025.0) != (at_last.float() > 65025.0)
     assert int(passes.sum()) > 30
     step = AdamStep(0.0, (0.9, 0.95), 1e-8, 0.0, 3)
     for number in passes.nonzero().flatten().tolist():
