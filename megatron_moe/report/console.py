@@ -35,6 +35,10 @@ LEGEND: tuple[tuple[str, str], ...] = (
     ("flips", "of the worst layer, the share of tokens that would get other experts if the router computed in fp64"),
     ("max logit", "the largest magnitude of a router's logits, over all tokens"),
     ("dense/expert norm", "the norms of the gradients outside of the experts, and of the experts"),
+    (
+        "update rounding",
+        "by how much the rounding of stored moments changes an update (--use-precision-aware-optimizer)",
+    ),
     ("LOST", "share of additions to gradients that were too small for the sum's dtype to change it"),
 )
 """A word of a line -> its meaning, in the order of the line. The words from `effective` on are there where health was

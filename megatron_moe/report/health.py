@@ -55,7 +55,10 @@ class Health:
     all others, over all ranks. Where the gradient buffers are fp32, gradient_* are 0 of 0 and the others are not
     watched: none. expert_grad_norm and dense_grad_norm are before clipping, of the experts' parameters and of all
     others; their squares add up to the square of the step's grad_norm; none where a gradient was not finite.
-    skipped_iterations, loss_scale_raised and loss_scale_lowered count since iteration 0.
+    skipped_iterations, loss_scale_raised and loss_scale_lowered count since iteration 0. first_moment_rounding,
+    second_moment_rounding and update_rounding are norms of what the rounding of stored moments changed, over the norms
+    of the values, in a sample of the elements: of the first moment, of the second one's root, and of the update that
+    they make. None where they are not rounded, and where the step was not committed.
     """
 
     gradient_additions: int
@@ -69,6 +72,9 @@ class Health:
     loss_scale_raised: int
     loss_scale_lowered: int
     layers: dict[int, LayerHealth]
+    first_moment_rounding: float | None = None
+    second_moment_rounding: float | None = None
+    update_rounding: float | None = None
 
     @property
     def worst(self) -> dict[str, float]:
@@ -153,6 +159,8 @@ def glance(health: Health) -> list[str]:
         parts.append("max logit inf" if broken else f"max logit {worst['max_logit']:.3g}")
     if health.expert_grad_norm is not None and health.dense_grad_norm is not None:
         parts.append(f"dense/expert norm {health.dense_grad_norm:.2g}/{health.expert_grad_norm:.2g}")
+    if health.update_rounding is not None:
+        parts.append(f"update rounding {100 * health.update_rounding:.2g}%")
     return parts
 
 

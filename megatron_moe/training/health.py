@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_per
 from megatron_moe.moe.state import routers
 from megatron_moe.report.health import Health, LayerHealth, load_health
 from megatron_moe.training.gradients import part_grad_norms
+from megatron_moe.training.moment_rounding import MomentRounding
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
 # nothing, and no error or warning says so.
@@ -104,6 +105,7 @@ class HealthProbe:
         self._routers = list(routers(model))
         self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
         self._grad_norms: tuple[float, float] | None = None
+        self._moments = MomentRounding()
         buffers = list(_gradient_buffers(model))
         # Watching costs time at every operation; where gradients are added up in fp32 there is nothing to find.
         half = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in buffers)
@@ -123,6 +125,10 @@ class HealthProbe:
         """Measure the norms of the reduced gradients before they are clipped. Collective over all ranks."""
         self._grad_norms = part_grad_norms(optimizer)
 
+    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Return the context in which the rounding of stored moments is measured."""
+        return self._moments.watching(optimizer)
+
     def health(
         self, tokens_per_expert: dict[int, list[int]], progress: TrainingProgress, pp: dist.ProcessGroup
     ) -> Health:
@@ -139,6 +145,8 @@ class HealthProbe:
         counted = torch.tensor([*additions, watching], dtype=torch.int64, device=platform.device())
         dist.all_reduce(counted)
         gradient_additions, gradient_swallowed, other_additions, other_swallowed, watching_ranks = counted.tolist()
+        dist.all_reduce(self._moments.sums)
+        first, second, update = (math.sqrt(lost / of) if of else None for lost, of in self._moments.sums.tolist())
         dense, experts = (None if n is None or not math.isfinite(n) else n for n in self._grad_norms or (None, None))
         return Health(
             gradient_additions=gradient_additions,
@@ -152,6 +160,9 @@ class HealthProbe:
             loss_scale_raised=progress.loss_scale_raised,
             loss_scale_lowered=progress.loss_scale_lowered,
             layers=self._layers(tokens_per_expert, pp),
+            first_moment_rounding=first,
+            second_moment_rounding=second,
+            update_rounding=update,
         )
 
     def _layers(self, tokens_per_expert: dict[int, list[int]], pp: dist.ProcessGroup) -> dict[int, LayerHealth]:

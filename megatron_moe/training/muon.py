@@ -225,7 +225,7 @@ class Orthogonalizer:
 
     def __init__(self, options: OptimizerConfig, weights: Sequence[MatrixWeight], pg: ProcessGroupCollection) -> None:
         self._steps = steps_of(options.muon_coefficient_type, options.muon_num_ns_steps)
-        self._beta, self._nesterov = options.muon_momentum, options.muon_nesterov
+        self.momentum, self._nesterov = options.muon_momentum, options.muon_nesterov
         self._factor = partial(scale, mode=options.muon_scale_mode, extra=options.muon_extra_scale_factor)
         self._adams = {id(one.adam): one.adam for one in weights if one.adam is not None}
         self._exchanges = [
@@ -240,7 +240,7 @@ class Orthogonalizer:
     def apply(self) -> None:
         """Add the gradients to the momenta, and put the updates in the gradients' places. Collective."""
         for adam in self._adams.values():
-            adam.add_gradients(self._beta, nesterov=self._nesterov)
+            adam.add_gradients(self.momentum, nesterov=self._nesterov)
         for exchange in self._exchanges:
             exchange.run(self._of_gradient, self._compute, self._of_gradient)
 

@@ -130,6 +130,9 @@ class StepProbe(Protocol):
     def see_gradients(self, optimizer: Any) -> None:
         """Measure the reduced gradients before they are clipped; called on all ranks, not after an overflow."""
 
+    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Return the context in which a step that is committed updates the weights, its gradients clipped."""
+
 
 def connect(model: Model, optimizer: MegatronOptimizer) -> None:
     """Set how the engine's schedules scale the loss and what they do from micro-batch to micro-batch.
@@ -182,7 +185,7 @@ def train_step(
     own = _own_sums(model, optimizer, batches[0], backward, gradients, biases, snapshot, pg_collection)
     sums = _decided_sums(own, optimizer, gradients, snapshot)
     if sums.committed:
-        _commit(model, optimizer, scheduler, average, sums.grad_norm, backward.attention_logits)
+        _commit(model, optimizer, scheduler, average, probe, sums.grad_norm, backward.attention_logits)
     else:
         snapshot.restore()
     overflow, next_scale = _update_loss_scale(optimizer, sums)
@@ -313,6 +316,7 @@ def _commit(
     optimizer: MegatronOptimizer,
     scheduler: Schedule,
     average: WeightAverage | None,
+    probe: StepProbe | None,
     grad_norm: float,
     logits: Tensor | None,
 ) -> None:
@@ -320,8 +324,9 @@ def _commit(
     with timed(model, "optimizer"):
         clip_gradients(optimizer, grad_norm)
         clip_attention_logits(optimizer, logits)
-        orthogonalize_gradients(optimizer)
-        optimizer.step_with_ready_grads()
+        with nullcontext() if probe is None else probe.watching_update(optimizer):
+            orthogonalize_gradients(optimizer)
+            optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
     if average is not None:
         with timed(model, "optimizer"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,6 +79,10 @@ class StepRecorder:
         """Keep every gradient; with a distributed optimizer, the part of it that this rank reduces."""
         if self._wanted:
             self.gradients = values_of_masters(self._chunks, optimizer, lambda master: master.grad)
+
+    def watching_update(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Watch nothing of the update."""
+        return nullcontext()
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ _NO_SERIES = {"iteration", "tokens_per_expert", "dropped_per_expert", "health", 
 _WORST = {"effective_experts": min, "flip_rate": max, "margin_mean": min, "margin_p5": min, "max_logit": max,
           "bias_min": min, "bias_max": max}  # fmt: skip
 _OF_A_LAYER = (*_WORST, "bias_mean")
+_OF_ROUNDING = ("first_moment_rounding", "second_moment_rounding", "update_rounding")
 
 
 class GrowingLines:
@@ -167,7 +168,7 @@ class RunState:
         self.experts.add(iteration, layers, table)
 
     def _take_health(self, iteration: int, health: dict[str, Any], values: dict[str, float]) -> None:
-        for name in ("dense_grad_norm", "expert_grad_norm", "skip_rate"):
+        for name in ("dense_grad_norm", "expert_grad_norm", "skip_rate", *_OF_ROUNDING):
             _put(values, f"health.{name}", health.get(name))
         if health.get("gradient_additions"):
             values["health.gradient_lost"] = health["gradient_swallowed"] / health["gradient_additions"]

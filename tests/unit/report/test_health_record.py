@@ -40,6 +40,9 @@ HEALTH = Health(
     loss_scale_raised=1,
     loss_scale_lowered=2,
     layers={2: LAYER, 3: EVEN},
+    first_moment_rounding=0.0025,
+    second_moment_rounding=0.002,
+    update_rounding=0.00325,
 )
 STEP = StepRecord(
     iteration=8,
@@ -92,6 +95,10 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl(tmp_path: Path) 
 
 def test_a_line_of_an_earlier_version_still_loads() -> None:
     line = json.loads(json.dumps(to_json(STEP)))
+    for figure in ("first_moment_rounding", "second_moment_rounding", "update_rounding"):
+        del line["health"][figure]
+    before = dataclasses.replace(HEALTH, first_moment_rounding=None, second_moment_rounding=None, update_rounding=None)
+    assert step_from_json(line) == STEP.replace(health=before)
     del line["health"]
     assert step_from_json(line) == STEP.replace(health=None)
 
@@ -134,7 +141,9 @@ def log_line_of(step: StepRecord) -> str:
 
 def test_a_log_line_shows_health_at_a_glance_and_stays_one_line() -> None:
     line = log_line()
-    assert line.endswith("s | effective 1.9 | flips 3.1% | max logit 1.5 | dense/expert norm 0.75/0.25\n")
+    shown = "s | effective 1.9 | flips 3.1% | max logit 1.5 | dense/expert norm 0.75/0.25"
+    assert line.endswith(f"{shown} | update rounding 0.33%\n")
+    assert log_line(update_rounding=None).endswith(f"{shown}\n")
     assert line.count("\n") == 1 and "LOST" not in line
     assert "| LOST 2.5% of gradient additions | effective" in log_line(gradient_swallowed=25)
 
@@ -149,4 +158,4 @@ def test_logits_that_are_not_finite_are_not_hidden_by_other_layers() -> None:
 
 
 def test_a_dense_model_shows_nothing_about_experts() -> None:
-    assert glance(dataclasses.replace(HEALTH, layers={}, expert_grad_norm=None)) == []
+    assert glance(dataclasses.replace(HEALTH, layers={}, expert_grad_norm=None, update_rounding=None)) == []
