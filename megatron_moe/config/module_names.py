@@ -59,7 +59,7 @@ def kept_in_fp32(run: Run) -> tuple[str, ...]:
     chosen: set[str] = set()
     for pattern in run.precision.keep_fp32 or ():
         chosen.update(matches(run, pattern))
-    return tuple(name for name in parts(run) if name in chosen and not is_inside(name, chosen))
+    return tuple(name for name in (parts(run) if chosen else ()) if name in chosen and not is_inside(name, chosen))
 
 
 def matches(run: Run, pattern: str) -> tuple[str, ...]:

@@ -59,9 +59,11 @@ def fields_by_name() -> dict[str, tuple[str, dataclasses.Field]]:
 def flatten(run: Run) -> dict[str, Any]:
     """Return the run as one flat dict, field name -> value (tuples become lists, so that it is JSON)."""
     flat: dict[str, Any] = {}
-    for section in sections():
-        for name, value in dataclasses.asdict(getattr(run, section)).items():
-            flat[name] = list(value) if isinstance(value, tuple) else value
+    for section, cls in sections().items():
+        part = getattr(run, section)
+        for f in dataclasses.fields(cls):
+            value = getattr(part, f.name)
+            flat[f.name] = list(value) if isinstance(value, tuple) else value
     return flat
 
 

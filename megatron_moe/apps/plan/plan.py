@@ -122,6 +122,11 @@ class _InFlight:
     most_waiting: int
 
 
+ROUNDS = 3
+"""Rounds of `stages` micro-batches after which nothing new waits: fewer than (chunks + 1) x stages forward passes go
+ahead, then the passes repeat themselves every chunks x stages."""
+
+
 def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
     """Follow the schedule's passes, each of which keeps something until its backward pass."""
     stages = run.parallel.pipeline_model_parallel_size
@@ -129,8 +134,7 @@ def _in_flight(run: Run, trace: RankTrace, micro_batches: int) -> _InFlight:
     ahead = run.moe.overlap_moe_expert_parallel_comm
     waiting: list[int] = []  # the chunks of the passes, in their order; of a chunk, the first comes back first
     leaving = 0  # what the last forward pass has not yet freed, while it waits
-    # After the first rounds the schedule repeats itself.
-    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, 4 * stages), ahead)
+    passes = schedule(len(trace.chunks), stages, trace.stage, min(micro_batches, ROUNDS * stages), ahead)
     for is_forward, number in passes:
         chunk = trace.chunks[number]
         if is_forward:

@@ -37,7 +37,14 @@ def _least(field: str) -> str:
 
 
 def multiples_decide_something(run: Run, world_size: int) -> None:
-    """Require of each multiple a parameter that is trained and for which no later one decides."""
+    """Require of each multiple a parameter that is trained and for which no later one decides, and a decay above 0."""
+    if param_groups.words(run, "weight_decay_mult") and not run.optimizer.weight_decay:
+        raise refuse(
+            run,
+            ("weight_decay_mult", "weight_decay"),
+            "multiplies a decay of 0; drop it, or use --weight-decay 0.1, and *=0 as the first word of the multiples to"
+            " decay nothing else",
+        )
     for field in param_groups.MULTIPLES:
         deciding = set(param_groups.decided(run, field).values())
         for word in param_groups.words(run, field):

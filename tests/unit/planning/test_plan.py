@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.apps.plan import tracing
 from megatron_moe.apps.plan.neighbours import Machine, legal, nearest_legal, neighbours
-from megatron_moe.apps.plan.plan import bubble_share, make_plan, schedule
+from megatron_moe.apps.plan.plan import ROUNDS, bubble_share, make_plan, schedule
 from megatron_moe.apps.plan.report import text_report
 from megatron_moe.apps.plan.tracing import trace_ranks
 from megatron_moe.apps.plan.traffic import rank_traffic
@@ -237,6 +237,21 @@ def test_passes_before_the_first_backward_pass_are_the_engines(stage, overlap):
         6, 2, 3, overlap_moe_expert_parallel_comm=overlap, p2p_communicator=peers
     )
     assert [forward for forward, _ in schedule(2, 3, stage, 6, overlap)].index(False) == warm_up + 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_after_a_plans_rounds_nothing_new_waits(chunks: int, ahead: bool) -> None:
+    def waiting(stage: int, rounds: int) -> set[tuple[int, ...]]:
+        counts, found = [0] * chunks, set()
+        for is_forward, chunk in schedule(chunks, 4, stage, 4 * rounds, ahead):
+            counts[chunk] += 1 if is_forward else -1
+            found.add(tuple(counts))
+        return found
+
+    for stage in range(4):
+        assert waiting(stage, ROUNDS) == waiting(stage, 9)
+    assert waiting(0, 1) != waiting(0, 9) or (chunks, ahead) == (1, False)
 
 
 def test_planning_leaves_no_trace_in_the_process(monkeypatch):
