@@ -57,8 +57,8 @@ class Health:
     others; their squares add up to the square of the step's grad_norm; none where a gradient was not finite.
     skipped_iterations, loss_scale_raised and loss_scale_lowered count since iteration 0. first_moment_rounding,
     second_moment_rounding and update_rounding are norms of what the rounding of stored moments changed, over the norms
-    of the values, in a sample of the elements: of the first moment, of the second one's root, and of the update that
-    they make. None where they are not rounded, and where the step was not committed.
+    of the values, in a sample of the elements: of the first moment, of the second one's root, and of AdamW's
+    update. None where they are not rounded, and where the step was not committed.
     """
 
     gradient_additions: int

@@ -37,8 +37,8 @@ class MomentRounding:
     """Measures the moments of one step.
 
     sums: fp64 [3, 2] on the device, of this rank: of the first moment, of the second one's root, by which an update is
-    divided, and of the update, the squares of what rounding changed and those of the values. Zeros of moments that are
-    not rounded.
+    divided, and of AdamW's update, the squares of what rounding changed and those of the values. Zeros of moments that
+    are not rounded.
     """
 
     def __init__(self) -> None:
