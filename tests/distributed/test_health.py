@@ -182,7 +182,7 @@ def test_the_rounding_of_stored_moments_is_that_of_one_rank(gloo: Any) -> None:
         assert all(health == healths[0] for health in healths)
         return [healths[0].first_moment_rounding, healths[0].second_moment_rounding, healths[0].update_rounding]
 
-    (one,) = [found(1)]
+    one = found(1)
     # Of bf16's 8 bits, rounding at random leaves a mean square error of 1/6 to 1/24 of the last place's square.
     assert all(0.2 * 2**-8 < figure < 0.6 * 2**-7 for figure in one)
     assert found(2) == pytest.approx(one, rel=0.02)  # the same elements

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.health import Health, LayerHealth, glance, load_health, scalars
 from megatron_moe.report.jsonl import JsonlSink, read_steps
 from megatron_moe.report.metric import StepRecord
+from megatron_moe.report.page import files
+from megatron_moe.report.page.files import RunState
 from megatron_moe.report.records import step_from_json, to_json
 
 LAYER = LayerHealth(
@@ -91,6 +94,17 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl(tmp_path: Path) 
         sink.step(record)
     sink.close(None)
     assert list(read_steps(tmp_path / "metrics.jsonl")) == written
+
+
+def test_a_report_has_every_figure_of_health_that_its_charts_show(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
+    sink.step(STEP)
+    sink.close(None)
+    state = RunState(tmp_path / "metrics.jsonl")
+    assert state.update()
+    charts = (Path(files.__file__).parent / "assets" / "report.js").read_text(encoding="utf-8")
+    shown = set(re.findall(r'"(health\.\w+)"', charts))
+    assert {"health.update_rounding", "health.flip_rate"} <= shown <= set(state.course.rows())
 
 
 def test_a_line_of_an_earlier_version_still_loads() -> None:

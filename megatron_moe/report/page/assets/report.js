@@ -95,7 +95,7 @@
     ["Routing health", "biases", "Expert bias, extremes", "bias", ["health.bias_min", "health.bias_max"]],
     ["Routing health", "norms", "Gradient norm by part", "L2", ["health.dense_grad_norm", "health.expert_grad_norm"], { log: true }],
     ["Routing health", "lost", "Gradient additions lost to rounding", "share", ["health.gradient_lost"], { from: 0 }],
-    ["Routing health", "rounding", "What rounding changes in stored moments and updates", "share of the norm", [/^health\.(\w+_moment|update)_rounding$/], { from: 0 }],
+    ["Routing health", "rounding", "What rounding changes in stored moments and updates", "share of the norm", ["health.first_moment_rounding", "health.second_moment_rounding", "health.update_rounding"], { from: 0 }],
     ["Speed and memory", "tokens_per_second", "Throughput", "tokens/s, all devices", ["tokens_per_second"], { from: 0 }],
     ["Speed and memory", "model_tflops", "Model FLOPs", "TFLOP/s of a device", ["model_tflops"], { from: 0 }],
     ["Speed and memory", "mfu", "MFU", "share of the peak", ["mfu"], { from: 0 }],
