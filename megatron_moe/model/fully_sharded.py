@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,7 +35,6 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model.zero_plus_plus import quantize_collectives, secondary_mesh
 from megatron_moe.moe.experts import LocalExperts
-from megatron_moe.moe.router import TopKRouter
 
 
 @dataclass(frozen=True)
@@ -244,8 +242,6 @@ def _shard(unit: Unit, sharding: Sharding) -> FSDPModule:
             mp_policy=MixedPrecisionPolicy(unit.dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=platform.has_cuda()) if sharding.offload else OffloadPolicy(),
         )
-    if isinstance(unit.module, TopKRouter):
-        register_fsdp_forward_method(unit.module, "route")  # which the MoE layer calls, not `forward`
     # Sums in fp32: gloo has no mean, and NCCL's would divide before adding. All ranks reduce the same weights by
     # themselves (torch can be asked to from 2.13 on): those of experts without a token get zeros as gradient, not none.
     sharded.set_gradient_divide_factor(1.0)

@@ -18,12 +18,14 @@ from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision, build_choice, route
 from megatron_moe.parallel.copying import CopiesShareGroups
 from megatron_moe.platform.isolation import without_autocast
+from megatron_moe.precision.contract import returns_wider
 from megatron_moe.precision.fp32_state import Fp32State
 
 Observer = Callable[["TopKRouter", RoutedTokens], None]
 """A function that is called with a router and each of its passes, see `TopKRouter.observed_by`."""
 
 
+@returns_wider("the weights of the choices are in the router's dtype")
 class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     """A gate that chooses K experts for every token, weighs them and counts the choices.
 
@@ -40,7 +42,7 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
 
     Used alone or inside megatron-core's own MoE layer (`MoESubmodules(router=TopKRouter)`), `forward` follows the
-    engine's protocol. Our MoE layer calls `route`, which needs no dense map.
+    engine's protocol. Our MoE layer calls `route`, which needs no dense map. Both pass through the module's hooks.
 
     Args:
         config: the engine's TransformerConfig; dtype, sequence parallelism and initialisation are read from it.
@@ -132,28 +134,33 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         Raises:
             OverflowError: before a count could pass 2^24, from where fp32 rounds integers.
         """
-        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
-        with without_autocast(hidden.device.type):
-            hidden = self.perturb(hidden, self.training)
-            logits = self.gate(hidden)
-            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
-            decision = self.limit(decision, micro_batch)
-            counted = self.training and torch.is_grad_enabled()
-            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
-            for see in self._observers:
-                see(self, routed)
-            return self._balance(routed) if counted else decision
+        # Through `__call__`: in its forward pre-hooks DDP waits for the weight that it gathers, and FSDP gathers it.
+        return self(hidden, is_padding, num_sequences=num_sequences, dense=False)
 
-    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        hidden: Tensor,
+        padding_mask: Tensor | None = None,
+        *,
+        num_sequences: int | None = None,
+        dense: bool = True,
+        **_: Any,
+    ) -> RoutingDecision | tuple[Tensor, Tensor]:
         """Return the decision in dense form, (probs [T, E], routing_map [T, E] bool), as the engine's protocol asks.
 
         Args:
             hidden: [S, B, H] or [T, H].
             padding_mask: bool, one entry per token in the order of `hidden`, True for padding.
+            num_sequences: B; None reads it from `hidden`, where [T, H] is one sequence.
+            dense: False returns the decision as `route` does.
         """
         is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
-        num_sequences = hidden.shape[1] if hidden.dim() == 3 else 1
-        decision = self.route(hidden.reshape(-1, hidden.shape[-1]), is_padding, num_sequences)
+        num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
+        decision = self._decide(hidden.reshape(-1, hidden.shape[-1]), is_padding, num_sequences)
+        return self._dense(decision, is_padding) if dense else decision
+
+    def _dense(self, decision: RoutingDecision, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (probs [T, E], routing_map [T, E] bool); padding and dropped choices are not in the map."""
         shape = (decision.expert_ids.shape[0], self.options.num_experts)
         probs = decision.probs.new_zeros(shape).scatter(1, decision.expert_ids, decision.probs)
         routing_map = torch.zeros(shape, dtype=torch.bool, device=probs.device).scatter_(1, decision.expert_ids, True)
@@ -172,6 +179,20 @@ class TopKRouter(Fp32State, CopiesShareGroups, MegatronModule):
         self.step = StepTokens()
         if self.aux_losses is not None:
             self.aux_losses.reset()
+
+    def _decide(self, hidden: Tensor, is_padding: Tensor | None, num_sequences: int) -> RoutingDecision:
+        """Compute what `route` returns; the only reader of the weight and of the bias."""
+        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        with without_autocast(hidden.device.type):
+            hidden = self.perturb(hidden, self.training)
+            logits = self.gate(hidden)
+            decision, scores = route(logits, self.expert_bias, self.options, micro_batch, self.choose)
+            decision = self.limit(decision, micro_batch)
+            counted = self.training and torch.is_grad_enabled()
+            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
+            for see in self._observers:
+                see(self, routed)
+            return self._balance(routed) if counted else decision
 
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count the micro-batch, and attach its auxiliary losses to the decision."""

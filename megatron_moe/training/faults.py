@@ -96,7 +96,7 @@ class NonFiniteHooks:
                         stack.callback(parameter.register_hook(hook).remove)
                 known = {id(module): names[name] for name, module in chunk.named_modules()}
                 for router in routers([chunk]):
-                    # Our MoE layer calls a router's `route`, past module hooks.
+                    # The output alone does not show which of these steps went wrong first.
                     stack.enter_context(router.observed_by(partial(self._routed, index, known[id(router)])))
             yield
 
@@ -123,7 +123,6 @@ class NonFiniteHooks:
         self._see_forward(chunk, f"the input of {name}", routed.hidden)
         self._see_forward(chunk, f"the logits of {name}", routed.logits)
         self._see_forward(chunk, f"the scores of {name}", routed.scores)
-        self._see_forward(chunk, f"the weights of {name}", routed.decision.probs)
 
     def _gradient(self, chunk: int, micro_batch: int | None, what: str, gradient: Tensor) -> None:
         self._order += 1

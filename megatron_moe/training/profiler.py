@@ -22,7 +22,6 @@ from megatron_moe.config.schema import Run
 
 FUNCTIONS = {
     "megatron_moe.data.batches:BatchIterator.__next__": "batch",
-    "megatron_moe.moe.router:TopKRouter.route": "route",
     "megatron_moe.moe.dispatch:LocalDispatcher.dispatch": "dispatch",
     "megatron_moe.moe.dispatch:LocalDispatcher.combine": "combine",
     "megatron_moe.moe.all_to_all:AllToAllDispatcher.dispatch": "dispatch",
@@ -41,6 +40,7 @@ MODULES = {
     "LatentAttention": "attention",
     "Attention": "attention",
     "RMSNorm": "norms",
+    "TopKRouter": "route",
     "LocalExperts": "experts",
     "SharedExperts": "shared expert",
     "MLP": "dense MLP",

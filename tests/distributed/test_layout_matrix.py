@@ -125,7 +125,8 @@ SHARDED = {"use_distributed_optimizer": True}
 ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 OVERLAP = {"overlap_grad_reduce": True}
-GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True}
+# A bucket for each weight: every module has to wait for its own, and one that does not is found (the engine asserts).
+GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True, "ddp_bucket_size": 1}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm", "mla_up_proj")}

@@ -55,6 +55,14 @@ def test_an_observer_sees_the_passes_that_count_or_every_pass_and_only_within_it
     assert torch.equal(routed.decision.expert_ids, decision.expert_ids) and torch.equal(routed.logits, r.gate(hidden))
 
 
+def test_route_runs_the_forward_pre_hook_in_which_ddp_waits_for_the_gathered_weight() -> None:
+    r, hidden = router(), tokens()
+    wanted, gathered = r.route(hidden).probs, r.weight.detach().clone()
+    r.register_forward_pre_hook(lambda *_: setattr(r.weight, "data", gathered))
+    r.weight.data = torch.full_like(gathered, float("nan"))
+    assert torch.equal(r.route(hidden).probs, wanted)
+
+
 def test_counting_ahead_counts_and_leaves_no_other_trace() -> None:
     r, is_padding = router(), torch.tensor([True] * 3 + [False] * 7)
     with counting_ahead([r]) as counted:
